@@ -1,0 +1,118 @@
+"""Every error a user can meet, in one tree; each has a stable `code` that travels on the wire.
+
+LoraServerError
+├── ConfigError              a flag, a file or a layout that cannot be used
+├── AdapterError
+│   ├── AdapterFormatError   the files of an adapter are not what they must be
+│   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
+│   ├── AdapterExistsError   the name is taken
+│   └── AdapterLoadError     a shard could not bring the weights into memory
+├── GeometryMismatchError    engine and server do not run the same base model
+├── LeaseError               the client's lease is gone (expired, revoked, or never granted)
+├── StepError
+│   ├── StepTimeoutError     a wait passed its deadline
+│   ├── ShardUnavailableError  a shard died or cannot be reached
+│   └── ProtocolError        a slot, header or message that breaks the wire contract
+└── ServerUnavailableError   the controller does not answer, or is not ready in time
+"""
+
+from __future__ import annotations
+
+
+class LoraServerError(Exception):
+    """Base of all our errors. The text says what was got, what was expected and what to do."""
+
+    code = "error"
+
+
+class ConfigError(LoraServerError):
+    """A flag, a file or a layout that cannot be used."""
+
+    code = "config"
+
+
+class AdapterError(LoraServerError):
+    """Something about one adapter; other adapters are not affected."""
+
+    code = "adapter"
+
+
+class AdapterFormatError(AdapterError):
+    """The files of an adapter are not what they must be; names the key, got and expected."""
+
+    code = "adapter_format"
+
+
+class UnknownAdapterError(AdapterError):
+    """No adapter of that name (or handle) is registered."""
+
+    code = "unknown_adapter"
+
+
+class AdapterExistsError(AdapterError):
+    """The name is taken by another version."""
+
+    code = "adapter_exists"
+
+
+class AdapterLoadError(AdapterError):
+    """A shard could not bring the weights into memory."""
+
+    code = "adapter_load"
+
+
+class GeometryMismatchError(LoraServerError):
+    """Engine and server do not run the same base model."""
+
+    code = "geometry_mismatch"
+
+
+class LeaseError(LoraServerError):
+    """The client's lease is gone: expired, revoked, or never granted."""
+
+    code = "lease"
+
+
+class StepError(LoraServerError):
+    """A LoRA step did not complete; names the shard, the slot and the seq."""
+
+    code = "step"
+
+
+class StepTimeoutError(StepError):
+    """A wait of a step passed its deadline."""
+
+    code = "step_timeout"
+
+
+class ShardUnavailableError(StepError):
+    """A shard died or cannot be reached."""
+
+    code = "shard_unavailable"
+
+
+class ProtocolError(StepError):
+    """A slot, header or message that breaks the wire contract."""
+
+    code = "protocol"
+
+
+class ServerUnavailableError(LoraServerError):
+    """The controller does not answer, or is not ready in time."""
+
+    code = "server_unavailable"
+
+
+def _tree(root: type[LoraServerError]) -> dict[str, type[LoraServerError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+BY_CODE: dict[str, type[LoraServerError]] = _tree(LoraServerError)
+
+
+def rebuild(code: str, message: str) -> LoraServerError:
+    """The error that another process raised, from its code and text."""
+    return BY_CODE.get(code, LoraServerError)(message)

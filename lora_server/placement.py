@@ -1,0 +1,117 @@
+"""EPx-PPy placement: which shard owns which (site, expert). Pure functions, leaf module.
+
+Shard = stage * x + ep_rank. Layer l belongs to stage l mod y, so that loading one adapter uses the
+links of all stages at once. The experts of a site lie in contiguous blocks over the x shards of its
+stage; a dense site belongs to one of them, in turn. Everything has exactly one owner; a shard may
+own nothing. Paper section 4.1, "LoRA Hybrid Parallel".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from lora_server.errors import ConfigError
+from lora_server.spec import ModelSpec, Site
+
+
+@dataclass(frozen=True)
+class Layout:
+    """EPx-PPy: `ep` shards share the experts of a layer, `pp` stages share the layers."""
+
+    ep: int
+    pp: int
+
+    def __post_init__(self) -> None:
+        if self.ep < 1 or self.pp < 1:
+            raise ConfigError(f"layout: got ep{self.ep}-pp{self.pp}, expected both to be at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """From `ep2-pp4`; raises ConfigError for anything else."""
+        match = re.fullmatch(r"ep(\d{1,4})-pp(\d{1,4})", text.strip().lower())
+        if match is None:
+            raise ConfigError(f"layout: got {text!r}, expected epX-ppY such as ep2-pp2")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"ep{self.ep}-pp{self.pp}"
+
+    @property
+    def num_shards(self) -> int:
+        """Number of server processes, x * y."""
+        return self.ep * self.pp
+
+    def stage(self, shard: int) -> int:
+        """The pipeline stage of a shard."""
+        return shard // self.ep
+
+    def ep_rank(self, shard: int) -> int:
+        """A shard's place among the shards of its stage."""
+        return shard % self.ep
+
+    def stage_shards(self, layer: int) -> range:
+        """The x shards of the stage that a layer belongs to."""
+        first = layer % self.pp * self.ep
+        return range(first, first + self.ep)
+
+
+def block(total: int, parts: int, index: int) -> range:
+    """The index-th of `parts` contiguous blocks of range(total); the first total mod parts are one longer."""
+    size, longer = divmod(total, parts)
+    first = index * size + min(index, longer)
+    return range(first, first + size + (index < longer))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who owns what, for one model in one layout."""
+
+    spec: ModelSpec
+    layout: Layout
+
+    @cached_property
+    def _dense_owner(self) -> dict[Site, int]:
+        owners: dict[Site, int] = {}
+        taken = [0] * self.layout.pp
+        for site in self.spec.sites():
+            if self.spec.is_dense(site):
+                stage = site.layer % self.layout.pp
+                owners[site] = stage * self.layout.ep + taken[stage] % self.layout.ep
+                taken[stage] += 1
+        return owners
+
+    def experts(self, site: Site, shard: int) -> range:
+        """The experts of `site` that `shard` owns; range(1) or range(0) at a dense site."""
+        if shard not in self.layout.stage_shards(site.layer):
+            return range(0)
+        if self.spec.is_dense(site):
+            return range(int(self._dense_owner[site] == shard))
+        return block(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
+
+    def owner(self, site: Site, expert: int = 0) -> int:
+        """The one shard that owns `expert` of `site`; raises IndexError outside the model."""
+        if not 0 <= expert < self.spec.experts_at(site):
+            raise IndexError(f"{site}: expert {expert} of {self.spec.experts_at(site)}")
+        if self.spec.is_dense(site):
+            return self._dense_owner[site]
+        size, longer = divmod(self.spec.experts, self.layout.ep)
+        in_longer = expert < longer * (size + 1)
+        rank = expert // (size + 1) if in_longer else longer + (expert - longer * (size + 1)) // size
+        return self.layout.stage_shards(site.layer)[rank]
+
+    def owners(self, site: Site) -> tuple[int, ...]:
+        """The owner of every expert of a site, by expert."""
+        return tuple(self.owner(site, expert) for expert in range(self.spec.experts_at(site)))
+
+    def sites(self, shard: int) -> Iterator[Site]:
+        """The sites of which a shard owns at least one expert, by layer."""
+        for site in self.spec.sites():
+            if self.experts(site, shard):
+                yield site
+
+    def layers(self, shard: int) -> tuple[int, ...]:
+        """The layers of which a shard owns anything."""
+        return tuple(sorted({site.layer for site in self.sites(shard)}))

@@ -1,0 +1,1 @@
+"""From service level objectives to a number of GPUs."""

@@ -1,0 +1,85 @@
+"""Properties of EPx-PPy placement over any model and any layout."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lora_server import spec
+from lora_server.errors import ConfigError
+from lora_server.placement import Layout, Placement, block
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    layers = draw(st.integers(1, 9))
+    experts = draw(st.integers(1, 12))
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "moe_intermediate_size": 4,
+        "num_experts": experts,
+        "num_experts_per_tok": 1,
+        "num_attention_heads": 2,
+        "mlp_only_layers": draw(st.lists(st.integers(0, layers - 1), max_size=3)),
+    }
+    return Placement(spec.from_config(config), Layout(draw(st.integers(1, 6)), draw(st.integers(1, 6))))
+
+
+@given(placements())
+def test_every_expert_of_every_site_has_exactly_one_owner(placement: Placement):
+    for site in placement.spec.sites():
+        holders = Counter(
+            expert for shard in range(placement.layout.num_shards) for expert in placement.experts(site, shard)
+        )
+        assert holders == dict.fromkeys(range(placement.spec.experts_at(site)), 1)
+        for expert in holders:
+            assert expert in placement.experts(site, placement.owner(site, expert))
+
+
+@given(placements())
+def test_it_is_balanced(placement: Placement):
+    layout, model = placement.layout, placement.spec
+    per_stage = Counter(layer % layout.pp for layer in range(model.layers))
+    counts = [per_stage[stage] for stage in range(layout.pp)]
+    assert max(counts) - min(counts) <= 1
+    for site in model.sites():
+        held = [len(placement.experts(site, shard)) for shard in layout.stage_shards(site.layer)]
+        assert max(held) - min(held) <= 1
+        if not model.is_dense(site):
+            assert held == sorted(held, reverse=True)
+    for stage in range(layout.pp):
+        shards = range(stage * layout.ep, (stage + 1) * layout.ep)
+        dense = [sum(model.is_dense(site) for site in placement.sites(shard)) for shard in shards]
+        assert max(dense) - min(dense) <= 1
+
+
+@given(placements())
+def test_layers_are_interleaved_over_stages(placement: Placement):
+    for shard in range(placement.layout.num_shards):
+        assert all(layer % placement.layout.pp == placement.layout.stage(shard) for layer in placement.layers(shard))
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_blocks_partition_the_range(total: int, parts: int):
+    blocks = [block(total, parts, index) for index in range(parts)]
+    assert [item for part in blocks for item in part] == list(range(total))
+
+
+def test_outside_the_model_is_an_error():
+    placement = Placement(spec.PRESETS["mixtral-8x7b"], Layout(2, 2))
+    with pytest.raises(IndexError):
+        placement.owner(spec.Site(0, "gate_up"), 8)
+
+
+@pytest.mark.parametrize("text", ["ep0-pp1", "ep2", "2x2", "ep2-pp2-dp1", "", "ep-1-pp2"])
+def test_bad_layouts(text: str):
+    with pytest.raises(ConfigError, match="layout"):
+        Layout.parse(text)
+
+
+def test_layout_text_round_trip():
+    assert str(Layout.parse(" EP4-PP2 ")) == "ep4-pp2"
