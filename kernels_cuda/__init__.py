@@ -1,0 +1,1 @@
+"""SGMV / BGMV for mixed-adapter batches: contract (ops), CPU (torch), slow reference (numpy)."""

@@ -1,0 +1,1 @@
+"""The control plane: gRPC services, leases, registry, health and metrics over HTTP."""

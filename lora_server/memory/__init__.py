@@ -1,0 +1,1 @@
+"""Where adapter weights live: one interface; all resident in host memory for now."""

@@ -1,0 +1,1 @@
+"""Moving slots between a client and a shard: one interface, several backends."""

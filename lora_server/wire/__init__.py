@@ -1,0 +1,1 @@
+"""What travels between clients, shards and the controller: slot layout, control messages, protos."""

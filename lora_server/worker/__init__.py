@@ -1,0 +1,1 @@
+"""One shard: receive, shrink, expand, send."""

@@ -1,0 +1,131 @@
+"""Which rows go to which shard, in which order: from a batch of adapters to messages.
+
+Shapes: T rows of the engine's activations, R of them that have an adapter (sorted by handle, once
+per engine step), k experts per row, N entries = (row, expert) pairs of one message.
+
+A message is what one shard gets in one push. Rows that no adapter touches never leave the engine;
+gate_up rows travel once per shard however many of its experts they meet; `down` comes back summed
+per token. Chunks are cut at tokens, so that everything of a token on a shard travels together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lora_server.spec import Site
+from lora_server.transport.session import Held
+
+
+class Message(NamedTuple):
+    """One push to one shard. A message without rows only keeps a stage in step (leader mode)."""
+
+    shard: int
+    segments: list[tuple[int, int, int, int]]  # (handle, expert, first entry, entries)
+    rows_M: torch.Tensor  # int64: the engine rows it concerns, each once
+    map_N: torch.Tensor | None  # int32: entry -> position in rows_M; None where entry i is row i
+    entries_N: torch.Tensor  # int64: entry -> row * k + place among the row's experts
+
+
+EMPTY = torch.empty(0, dtype=torch.int64)
+
+
+def empty_message(shard: int) -> Message:
+    """No rows: the peers of a stage count the same steps."""
+    return Message(shard, [], EMPTY, None, EMPTY)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R beside it."""
+
+    rows_R: torch.Tensor
+    handles_R: torch.Tensor
+    held: tuple[Held, ...]
+    decode: bool
+
+    @classmethod
+    def of(cls, held_T: Sequence[Held | None], keep_T: torch.Tensor | None, decode: bool) -> Batch:
+        """One adapter, or None, per engine row; rows outside `keep_T` (bool, padding is False) are left out."""
+        handles = torch.tensor([-1 if held is None else held.handle for held in held_T], dtype=torch.int64)
+        if keep_T is not None:
+            handles = torch.where(keep_T, handles, -1)
+        order = torch.argsort(handles, stable=True)
+        order = order[int((handles < 0).sum()) :]
+        unique = {held.handle: held for held in held_T if held is not None}
+        return cls(order, handles[order], tuple(unique.values()), decode)
+
+    def at(self, site: Site) -> Batch | None:
+        """The part of the batch whose adapters have a delta at `site`; None if there is none."""
+        inside = [held for held in self.held if site in held.sites]
+        if not inside or not len(self.rows_R):
+            return None
+        if len(inside) == len(self.held):
+            return self
+        keep = torch.isin(self.handles_R, torch.tensor([held.handle for held in inside]))
+        if not bool(keep.any()):
+            return None
+        return Batch(self.rows_R[keep], self.handles_R[keep], tuple(inside), self.decode)
+
+
+def route_dense(batch: Batch, shard: int, max_entries: int) -> list[Message]:
+    """Messages of a site with one weight for every row: entry i is row i."""
+    messages = []
+    for first in range(0, len(batch.rows_R), max_entries):
+        rows = batch.rows_R[first : first + max_entries]
+        handles, counts = torch.unique_consecutive(batch.handles_R[first : first + max_entries], return_counts=True)
+        segments = _segments(handles.tolist(), [0] * len(handles), counts.tolist())
+        messages.append(Message(shard, segments, rows, None, rows))
+    return messages
+
+
+def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor, max_entries: int) -> list[Message]:
+    """Messages of an expert site, by shard, then chunk. experts_Tk: int64; E or more means no expert.
+
+    owners_E: int64 shard of each expert. Within a message entries are sorted by (handle, expert, row).
+    """
+    top_k = experts_Tk.shape[1]
+    num_rows, num_experts = len(batch.rows_R), len(owners_E)
+    expert_F = experts_Tk[batch.rows_R].reshape(-1)
+    row_F = torch.arange(num_rows).repeat_interleave(top_k)
+    kept_F = torch.nonzero(expert_F < num_experts).squeeze(1)
+    expert_F, row_F = expert_F[kept_F], row_F[kept_F]
+    entry_F = (batch.rows_R[:, None] * top_k + torch.arange(top_k)).reshape(-1)[kept_F]
+    chunk_F = row_F // max(1, max_entries // top_k)
+    group_F = owners_E[expert_F] * (int(chunk_F.max()) + 1 if len(chunk_F) else 1) + chunk_F
+    # rows are sorted by handle, so sorting by (group, handle, expert) keeps rows in order within a segment
+    handles, rank_R = torch.unique_consecutive(batch.handles_R, return_inverse=True)
+    key_F = (group_F * len(handles) + rank_R[row_F]) * num_experts + expert_F
+    key_F, order = torch.sort(key_F, stable=True)
+    sizes = torch.unique_consecutive(group_F[order], return_counts=True)[1]
+    messages, first = [], 0
+    for size in sizes.tolist():
+        part = order[first : first + size]
+        keys, counts = torch.unique_consecutive(key_F[first : first + size], return_counts=True)
+        rows, positions = torch.unique(row_F[part], return_inverse=True)
+        names = handles[keys // num_experts % len(handles)].tolist()
+        segments = _segments(names, (keys % num_experts).tolist(), counts.tolist())
+        shard = int(owners_E[expert_F[part[0]]])
+        messages.append(Message(shard, segments, batch.rows_R[rows], positions.int(), entry_F[part]))
+        first += size
+    return messages
+
+
+def _segments(handles: list[int], experts: list[int], counts: list[int]) -> list[tuple[int, int, int, int]]:
+    segments, first = [], 0
+    for handle, expert, count in zip(handles, experts, counts, strict=True):
+        segments.append((handle, expert, first, count))
+        first += count
+    return segments
+
+
+def in_step(messages: Sequence[Message], stage: range) -> list[Message]:
+    """Leader mode: every shard of the stage gets the same number of messages, if only empty ones."""
+    by_shard = {shard: [m for m in messages if m.shard == shard] for shard in stage}
+    longest = max(len(own) for own in by_shard.values())
+    for shard, own in by_shard.items():
+        own.extend(empty_message(shard) for _ in range(longest - len(own)))
+    return [message for own in by_shard.values() for message in own]

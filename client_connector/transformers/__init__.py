@@ -1,0 +1,22 @@
+"""The transformers connector: `attach(model, server=...)`.
+
+hook       the one module that imports transformers
+experts    an experts implementation whose GEMMs overlap with the server's
+dense      hooks on attention projections and dense MLPs
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from client_connector.transformers.hook import Attachment
+
+__all__ = ["attach"]
+
+
+def attach(model: Any, server: Any, *, transport: str = "auto", timeout_seconds: float = 30.0) -> Attachment:
+    """Connect a transformers model to a LoRA server; see `hook.Attachment`."""
+    from client_connector.transformers.hook import Attachment
+
+    return Attachment(model, server, transport=transport, timeout_seconds=timeout_seconds)

@@ -1,0 +1,70 @@
+"""What the hooks of one model share: its client, and the batch of the forward pass under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from client_connector.client import Client, Exchange
+from client_connector.routing import Batch, Message, route_dense, route_experts
+from lora_server.errors import ConfigError
+from lora_server.spec import Site
+
+
+@dataclass
+class Context:
+    """One attached model. `batch` is None outside a forward pass, and for one of base rows only."""
+
+    client: Client
+    batch: Batch | None = None
+    observe_gemm: Callable[[Site, int, int], None] | None = None  # (site, began, ended) in monotonic ns
+    _owners: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def max_entries(self) -> int:
+        """Entries that one message may hold."""
+        return self.client.terms.max_step_rows
+
+    def owners(self, layer: int) -> torch.Tensor:
+        """Shard of each expert of a layer; int64."""
+        if layer not in self._owners:
+            self._owners[layer] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
+        return self._owners[layer]
+
+    def route_experts(self, site: Site, experts_Tk: torch.Tensor) -> list[Message]:
+        """Messages of an expert site; empty where the batch has no delta."""
+        batch = self.batch.at(site) if self.batch is not None else None
+        if batch is None:
+            return []
+        return route_experts(batch, experts_Tk, self.owners(site.layer), self.max_entries)
+
+    def start_dense(self, site: Site, x_TK: torch.Tensor) -> Exchange | None:
+        """Push a dense site's rows; None where the batch has no delta."""
+        batch = self.batch.at(site) if self.batch is not None else None
+        if batch is None:
+            return None
+        messages = route_dense(batch, self.client.placement.owner(site), self.max_entries)
+        return self.client.start(site, messages, x_TK, decode=batch.decode)
+
+    def timed(self, site: Site, began_ns: int) -> None:
+        """Report the engine's own GEMM of a site."""
+        if self.observe_gemm is not None:
+            self.observe_gemm(site, began_ns, time.monotonic_ns())
+
+
+def expand(held: Sequence[object], rows: int, seq_len: int, copies: int) -> int:
+    """How often each name of the batch repeats: `copies` sequences (beams) per name, `seq_len` rows each.
+
+    Raises ConfigError if the model's batch is not one sequence per name.
+    """
+    if rows != len(held) * copies:
+        raise ConfigError(
+            f"lora.adapters(...): got {len(held)} names for a batch of {rows} sequences"
+            + (f" ({copies} per name)" if copies > 1 else "")
+            + "; give one name per sequence, None for the base model"
+        )
+    return copies * seq_len

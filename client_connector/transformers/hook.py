@@ -1,0 +1,217 @@
+"""attach(): the one module that imports transformers.
+
+Nothing of the user's model changes but its experts implementation (transformers' own switch) and
+forward hooks, all undone by `detach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from client_connector.client import Client, StepTimes
+from client_connector.remote import RemoteServer
+from client_connector.routing import Batch
+from client_connector.transformers.context import Context, expand
+from client_connector.transformers.dense import DenseSite
+from client_connector.transformers.experts import experts_forward
+from lora_server.errors import ConfigError, GeometryMismatchError
+from lora_server.spec import ModelSpec, Site, from_config
+from lora_server.transport.session import Held
+
+IMPLEMENTATION = "remote_lora"
+_DENSE_MODULES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+# experts module -> (context, layer, the implementation that was there before)
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, tuple[Context, int, Callable[..., torch.Tensor]]]
+_ATTACHED = weakref.WeakKeyDictionary()
+
+
+def _dispatch(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What transformers calls for every experts module of an attached model."""
+    attached = _ATTACHED.get(module)
+    if attached is None:  # a copy of an attached model, say: not ours
+        original: Callable[..., torch.Tensor] = type(module).forward.__wrapped__
+        return original(module, hidden_states, *args, **kwargs)
+    context, layer, previous = attached
+    if context.batch is None:
+        return previous(module, hidden_states, *args, **kwargs)
+    top_k_index, top_k_weights = (*args, *kwargs.values())
+    return experts_forward(context, layer, module, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _dispatch)
+
+
+class Attachment:
+    """A model connected to a server, until `detach` or the end of the `with` block.
+
+        with attach(model, server="127.0.0.1:7400") as lora:
+            with lora.adapters(["law", None, "code"]):      # one name per sequence; None = base model
+                model.generate(input_ids, ...)
+
+    server: HOST:PORT, or anything with `join()` (transport.session.Server).
+    Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat
+    their sequence's adapter. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
+    """
+
+    def __init__(self, model: Any, server: Any, *, transport: str = "auto", timeout_seconds: float = 30.0) -> None:
+        if "generate" in vars(model) or getattr(model.config, "_experts_implementation", None) == IMPLEMENTATION:
+            raise ConfigError("attach: this model is attached already; detach it first")
+        self._undo = contextlib.ExitStack()
+        self._names: tuple[str | None, ...] | None = None
+        self._held: dict[str, Held] = {}
+        self._copies = 1
+        self._model = model
+        joinable = RemoteServer(server, transport) if isinstance(server, str) else server
+        self.client = Client(joinable, timeout_seconds)
+        self._undo.callback(self.client.close)
+        try:
+            self._context = Context(self.client)
+            _check_geometry(model, self.client.terms.spec)
+            self._install()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Undo everything and leave the server; idempotent."""
+        self._undo.close()
+
+    def observe(
+        self,
+        steps: Callable[[StepTimes], None] | None,
+        gemms: Callable[[Site, int, int], None] | None = None,
+    ) -> None:
+        """Be told when things happen: to every message, and to the engine's own GEMMs beside them."""
+        self.client.observe, self._context.observe_gemm = steps, gemms
+
+    @contextlib.contextmanager
+    def adapters(self, names: Sequence[str | None]) -> Iterator[None]:
+        """One adapter name, or None for the base model, per sequence of the batches run inside.
+
+        Raises UnknownAdapterError at once for a name that the server does not have.
+        """
+        if isinstance(names, str) or not all(name is None or isinstance(name, str) for name in names):
+            raise ConfigError(f"lora.adapters: got {names!r}, expected a list with a name or None per sequence")
+        if self._names is not None:
+            raise ConfigError("lora.adapters: already inside another lora.adapters(...) block of this model")
+        self.client.recover()
+        self._hold(names)
+        self._names = tuple(names)
+        try:
+            yield
+        finally:
+            self._names = None
+            held, self._held = list(self._held.values()), {}
+            self.client.release(held)
+
+    def _hold(self, names: Sequence[str | None]) -> None:
+        wanted = sorted({name for name in names if name is not None})
+        self._held = {held.name: held for held in self.client.acquire(wanted)} if wanted else {}
+
+    # -- hooks
+
+    def _install(self) -> None:
+        model, context = self._model, self._context
+        base = model.base_model
+        self._undo.callback(base.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        self._undo.callback(base.register_forward_hook(self._after_forward, always_call=True).remove)
+        for layer, block in enumerate(base.layers):
+            self._install_layer(context, layer, block)
+        if self.client.terms.spec.moe_layers:
+            previous = model.get_experts_implementation()
+            model.set_experts_implementation(IMPLEMENTATION)
+            self._undo.callback(model.set_experts_implementation, previous)
+        model.generate = functools.partial(self._generate, type(model).generate.__get__(model))
+        self._undo.callback(vars(model).pop, "generate", None)
+
+    def _install_layer(self, context: Context, layer: int, block: nn.Module) -> None:
+        spec = self.client.terms.spec
+        for projection, names in _DENSE_MODULES.items():
+            site = Site(layer, projection)
+            if spec.is_dense(site):
+                modules = [block.get_submodule(name) for name in names]
+                dense = DenseSite(context, site, modules, spec.sections(site))
+                for handle in dense.install():
+                    self._undo.callback(handle.remove)
+        if layer in spec.moe_layers:
+            experts = block.get_submodule("mlp.experts")
+            original = type(experts).forward.__wrapped__  # type: ignore[attr-defined]
+            implementation = self._model.config._experts_implementation
+            _ATTACHED[experts] = (context, layer, ALL_EXPERTS_FUNCTIONS.get_interface(implementation, original))
+            self._undo.callback(_ATTACHED.pop, experts, None)
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or self._model.generation_config
+
+        def setting(name: str) -> int:
+            value = kwargs.get(name)
+            return int(value if value is not None else getattr(config, name, None) or 1)
+
+        self._copies = max(setting("num_beams"), setting("num_return_sequences"))
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            self._copies = 1
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._context.batch = None
+        if self._names is None:
+            return
+        if self._model.training:
+            raise ConfigError(
+                "lora.adapters: the model is in training mode; deltas have no gradients: call model.eval()"
+            )
+        ids = kwargs.get("input_ids")
+        ids = args[0] if ids is None and args else ids
+        inputs = ids if ids is not None else kwargs["inputs_embeds"]
+        rows, seq_len = inputs.shape[:2]
+        repeats = expand(self._names, rows, seq_len, self._copies)
+        if self.client.recover():
+            self._hold(self._names)
+        if not self._held:
+            return
+        held = [self._held[name] if name is not None else None for name in self._names for _ in range(repeats)]
+        self._context.batch = Batch.of(held, _not_padding(kwargs.get("attention_mask"), seq_len), decode=seq_len == 1)
+
+    def _after_forward(self, *ignored: Any) -> None:
+        self._context.batch = None
+
+
+def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:
+    """[B * S] bool from a 2-D padding mask; None where there is none (or a custom 4-D one)."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return None
+    return mask[:, -seq_len:].reshape(-1).bool()
+
+
+def _check_geometry(model: Any, served: ModelSpec) -> None:
+    own = from_config(model.config.to_dict())
+    if own.fingerprint() != served.fingerprint():
+        differing = [
+            f"{name} is {getattr(own, name)!r} here and {getattr(served, name)!r} there"
+            for name in ModelSpec.__dataclass_fields__
+            if name not in ("name", "assumed") and getattr(own, name) != getattr(served, name)
+        ]
+        raise GeometryMismatchError(
+            f"attach: the server serves another base model ({served.name}): {'; '.join(differing)}; "
+            "start it with --base-model of this engine's model"
+        )

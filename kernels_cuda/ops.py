@@ -1,0 +1,79 @@
+"""The contract of one LoRA step, shared by every implementation.
+
+Shapes: N entries, T rows sent, U rows returned, K input width (or its window), R lora rank,
+O output rows of the site (or their windows).
+
+Semantics (all implementations, fp32 accumulation):
+
+    out = 0
+    for segment in segments:
+        for i in range(segment.first, segment.first + segment.num_entries):
+            x = rows[in_map[i]]                                  (rows[i] without in_map)
+            for pair in segment.pairs:
+                v = x @ pair.a_RK[:, in_window].T * pair.scale * weights[i]     (1 without weights)
+                out[out_map[i], pair's rows] += v @ pair.b_OR.T  (out[i] without out_map)
+    return out[:, windows side by side]
+
+Segments are consecutive, disjoint and cover all N entries. A segment without pairs adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+
+class Pair(NamedTuple):
+    """One (A, B) of one expert of one site; B fills output rows from `out_begin`."""
+
+    a_RK: torch.Tensor
+    b_OR: torch.Tensor
+    scale: float
+    out_begin: int
+
+
+class Segment(NamedTuple):
+    """Consecutive entries that meet the same adapter and expert."""
+
+    pairs: Sequence[Pair]
+    first: int
+    num_entries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call. `windows` are (begin, end) of site output rows; `in_begin` is where rows' window starts in A.
+
+    rows_TK: float tensor; in_map_N, out_map_N: int32 or int64; weights_N: float32.
+    """
+
+    rows_TK: torch.Tensor
+    segments: Sequence[Segment]
+    num_entries: int
+    num_out_rows: int
+    windows: Sequence[tuple[int, int]]
+    in_begin: int = 0
+    in_map_N: torch.Tensor | None = None
+    out_map_N: torch.Tensor | None = field(default=None)
+    weights_N: torch.Tensor | None = None
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the result."""
+        return sum(end - begin for begin, end in self.windows)
+
+
+def placed(pair: Pair, windows: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, int]]:
+    """The parts of a pair's B that fall into the windows: (rows of B, first column of the result)."""
+    parts = []
+    column = 0
+    pair_end = pair.out_begin + pair.b_OR.shape[0]
+    for begin, end in windows:
+        low, high = max(begin, pair.out_begin), min(end, pair_end)
+        if low < high:
+            parts.append((pair.b_OR[low - pair.out_begin : high - pair.out_begin], column + low - begin))
+        column += end - begin
+    return parts

@@ -1,0 +1,174 @@
+"""An opened adapter: its structure in memory, its canonical tensors read from disk on demand."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lora_server.adapters.blocks import Block, Pair, collect
+from lora_server.adapters.config import CONFIG, parse_config
+from lora_server.adapters.files import WeightFiles, read_json_file
+from lora_server.adapters.header import ITEM_BYTES, TensorEntry
+from lora_server.adapters.keys import Form
+from lora_server.adapters.refusal import refusal
+from lora_server.adapters.settings import LoraSettings
+from lora_server.errors import AdapterFormatError
+from lora_server.spec import ModelSpec, Site
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Adapter:
+    """Opened and structurally validated. Owns open files until `close`; reads may come from any thread.
+
+    Holds no tensors, except the fused B that was read last, so that a loader that goes through the
+    experts of a site reorders it once.
+    """
+
+    def __init__(self, path: Path, spec: ModelSpec, settings: LoraSettings, files: WeightFiles) -> None:
+        """Takes over `files`; use `open_adapter`."""
+        self.path = path
+        self.base_model = settings.base_model
+        self._spec = spec
+        self._files = files
+        self._meaning = settings.digest()
+        self._blocks = collect(files.entries, spec, settings)
+        self._last_fused: tuple[str, torch.Tensor] | None = None
+        blocks = [(site, block) for site, experts in self._blocks.items() for of in experts.values() for block in of]
+        self.lora_rank: int = max(block.pair.lora_rank for _, block in blocks)
+        self.nbytes: int = sum(block.num_bytes(spec.in_width(site)) for site, block in blocks)
+        modules = (block.target.module for _, block in blocks if block.target.form is Form.MATRIX)
+        self.warnings: tuple[str, ...] = (
+            *settings.warnings,
+            *settings.selection.warnings(modules),
+            *files.warnings,
+            *_base_warning(settings, spec),
+        )
+
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that have any delta, by layer and then in the order of PROJECTIONS."""
+        return tuple(self._blocks)
+
+    def experts(self, site: Site) -> tuple[int, ...]:
+        """The experts of a site that have a delta, sorted; (0,) for a dense site that has one."""
+        return tuple(self._blocks.get(site, ()))
+
+    def pairs(self, site: Site, expert: int) -> tuple[Pair, ...]:
+        """What `read` would return without the tensors; () where there is no delta."""
+        return tuple(block.pair for block in self._blocks.get(site, {}).get(expert, ()))
+
+    def read(self, site: Site, expert: int) -> list[tuple[Pair, torch.Tensor, torch.Tensor]]:
+        """Per pair, by out_begin: A [r, in] and B [out_end - out_begin, r], contiguous copies in the file's dtype.
+
+        Rows of B are in canonical order ([gate | up], [q | k | v]). Raises AdapterFormatError where
+        the file has become shorter since it was opened.
+        """
+        blocks = self._blocks.get(site, {}).get(expert, ())
+        try:
+            return [(block.pair, self._read_a(block, expert), self._read_b(block, expert)) for block in blocks]
+        except AdapterFormatError as error:
+            raise AdapterFormatError(f"adapter {self.path}: {error}") from None
+
+    def _read_a(self, block: Block, expert: int) -> torch.Tensor:
+        shape = (block.pair.lora_rank, self._spec.in_width(block.target.site))
+        return self._slice(block.a, expert if _is_per_expert(block, block.a) else 0, shape)
+
+    def _read_b(self, block: Block, expert: int) -> torch.Tensor:
+        shape = (block.pair.out_end - block.pair.out_begin, block.pair.lora_rank)
+        if block.target.form is Form.FLAT:
+            b = self._fused_b(block)[expert]
+        else:
+            b = self._slice(block.b, expert if _is_per_expert(block, block.b) else 0, shape)
+        if self._spec.interleaved_gate_up and block.target.section == "gate_up":
+            b = torch.cat((b[0::2], b[1::2]))
+        return b.clone() if block.target.form is Form.FLAT else b
+
+    def _slice(self, entry: TensorEntry, index: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Matrix `index` of consecutive matrices of one shape."""
+        num_bytes = shape[0] * shape[1] * ITEM_BYTES[entry.dtype]
+        return _tensor(self._files.read(entry, index * num_bytes, (index + 1) * num_bytes), entry).view(shape)
+
+    def _fused_b(self, block: Block) -> torch.Tensor:
+        """B [E, out, r] of a fused block, whose file has column j*E+e for column j of expert e."""
+        last = self._last_fused
+        if last is None or last[0] != block.b.name:
+            num_experts = self._spec.experts_at(block.target.site)
+            b = _tensor(self._files.read(block.b), block.b).view(-1, block.pair.lora_rank, num_experts)
+            last = self._last_fused = (block.b.name, b.permute(2, 0, 1).contiguous())
+        return last[1]
+
+    def version(self) -> str:
+        """Hex digest of the weights and their meaning, read in chunks; raises AdapterFormatError for NaN or Inf."""
+        digest = hashlib.sha256(self._meaning)
+        try:
+            for entry, piece in self._files.chunks():
+                digest.update(piece)
+                if entry is not None and not bool(torch.isfinite(_tensor(piece, entry)).all()):
+                    raise refusal(entry.name, got="NaN or Inf", expected="finite numbers", do="retrain or save again")
+        except AdapterFormatError as error:
+            raise AdapterFormatError(f"adapter {self.path}: {error}") from None
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes the files; may be called again. `read` must not be called after it."""
+        self._last_fused = None
+        self._files.close()
+
+    def __enter__(self) -> Adapter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_adapter(path: str | Path, spec: ModelSpec) -> Adapter:
+    """Opens the adapter in a directory and checks all but its numbers: config, names, shapes, pairs.
+
+    Reads the config and the safetensors headers only. Raises AdapterFormatError, naming the key,
+    what was got and what was expected, for everything that cannot be served exactly.
+    """
+    directory = Path(path)
+    try:
+        if not directory.is_dir():
+            raise refusal("directory", got="none at this path", expected="a directory saved by PEFT")
+        settings = parse_config(read_json_file(directory / CONFIG))
+        files = WeightFiles(directory)
+        try:
+            return Adapter(directory, spec, settings, files)
+        except BaseException:
+            files.close()
+            raise
+    except AdapterFormatError as error:
+        raise AdapterFormatError(f"adapter {directory}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise AdapterFormatError(f"adapter {directory}: cannot be read: {error}") from error
+
+
+def validate_adapter(path: str | Path, spec: ModelSpec) -> tuple[Adapter, str]:
+    """`open_adapter`, plus a look at every number, plus the version: a hex digest of weights and meaning."""
+    adapter = open_adapter(path, spec)
+    try:
+        return adapter, adapter.version()
+    except BaseException:
+        adapter.close()
+        raise
+
+
+def _tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype])
+
+
+def _is_per_expert(block: Block, entry: TensorEntry) -> bool:
+    return block.target.form is Form.FLAT or (block.target.form is Form.STACKED and entry.shape[0] > 1)
+
+
+def _base_warning(settings: LoraSettings, spec: ModelSpec) -> list[str]:
+    named = Path(settings.base_model).name
+    if not named or named.lower() == spec.name.lower():
+        return []
+    return [f"base_model_name_or_path is {settings.base_model!r}, the server's base model is {spec.name}"]

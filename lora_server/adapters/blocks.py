@@ -1,0 +1,126 @@
+"""From named tensors to blocks: one A and one B each, with checked shapes, ranks and places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lora_server.adapters.header import ITEM_BYTES, TensorEntry
+from lora_server.adapters.keys import Form, Target, nested_layers, parse_key
+from lora_server.adapters.refusal import refusal
+from lora_server.adapters.settings import LoraSettings
+from lora_server.spec import PROJECTIONS, ModelSpec, Site
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One (A, B) of one expert of one site: delta rows [out_begin, out_end) = scale * B A x."""
+
+    lora_rank: int
+    scale: float
+    out_begin: int
+    out_end: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The two tensors on disk that hold a Pair, of one expert or (expert None) of all."""
+
+    target: Target
+    pair: Pair
+    a: TensorEntry
+    b: TensorEntry
+
+    def num_bytes(self, in_width: int) -> int:
+        """Bytes of one expert's canonical A and B."""
+        rows = self.pair.out_end - self.pair.out_begin
+        return self.pair.lora_rank * (in_width * ITEM_BYTES[self.a.dtype] + rows * ITEM_BYTES[self.b.dtype])
+
+
+def collect(
+    entries: Mapping[str, TensorEntry], spec: ModelSpec, settings: LoraSettings
+) -> dict[Site, dict[int, tuple[Block, ...]]]:
+    """The blocks of each site and expert, by out_begin; sites in order.
+
+    Every entry becomes part of exactly one block; raises AdapterFormatError for one that cannot.
+    """
+    found: dict[Site, dict[int, list[Block]]] = {}
+    for target, sides in _couples(entries, spec, settings).items():
+        block = _block(target, sides["A"], sides["B"], spec, settings)
+        experts = range(spec.experts_at(target.site)) if target.expert is None else (target.expert,)
+        for expert in experts:
+            found.setdefault(target.site, {}).setdefault(expert, []).append(block)
+    order = sorted(found, key=lambda site: (site.layer, PROJECTIONS.index(site.projection)))
+    return {site: {expert: _disjoint(found[site][expert]) for expert in sorted(found[site])} for site in order}
+
+
+def _couples(
+    entries: Mapping[str, TensorEntry], spec: ModelSpec, settings: LoraSettings
+) -> dict[Target, dict[str, TensorEntry]]:
+    nested = nested_layers(entries)
+    couples: dict[Target, dict[str, TensorEntry]] = {}
+    for key, entry in entries.items():
+        target, side = parse_key(key, nested, spec, settings)
+        if target.form is Form.MATRIX:
+            settings.selection.check(key, target.module, target.site.layer)
+        sides = couples.setdefault(target, {})
+        if side in sides:
+            raise refusal(key, got=f"a second tensor for {sides[side].name}", expected="one", do="remove one of them")
+        sides[side] = entry
+    for sides in couples.values():
+        for side, other in (("A", "B"), ("B", "A")):
+            if other not in sides:
+                got = f"half a pair: lora_{side} without lora_{other}"
+                raise refusal(sides[side].name, got=got, expected="both", do="save the adapter again")
+    return couples
+
+
+def _block(target: Target, a: TensorEntry, b: TensorEntry, spec: ModelSpec, settings: LoraSettings) -> Block:
+    sections = spec.sections(target.site)
+    begin, end = sections[0].begin, sections[-1].end
+    for section in sections:
+        if section.name == target.section:
+            begin, end = section.begin, section.end
+    lora_rank = settings.rank_of(target.module)
+    _check_shape(a, _a_shapes(target, lora_rank, spec), lora_rank, target, spec)
+    _check_shape(b, _b_shapes(target, lora_rank, end - begin, spec), lora_rank, target, spec)
+    return Block(target, Pair(lora_rank, settings.scale_of(target.module), begin, end), a, b)
+
+
+def _a_shapes(target: Target, lora_rank: int, spec: ModelSpec) -> list[tuple[int, ...]]:
+    width, experts = spec.in_width(target.site), spec.experts_at(target.site)
+    if target.form is Form.STACKED:
+        return [(experts, lora_rank, width), (1, lora_rank, width)]
+    return [(experts * lora_rank if target.form is Form.FLAT else lora_rank, width)]
+
+
+def _b_shapes(target: Target, lora_rank: int, rows: int, spec: ModelSpec) -> list[tuple[int, ...]]:
+    experts = spec.experts_at(target.site)
+    if target.form is Form.STACKED:
+        return [(experts, rows, lora_rank), (1, rows, lora_rank)]
+    return [(rows, experts * lora_rank if target.form is Form.FLAT else lora_rank)]
+
+
+def _check_shape(
+    entry: TensorEntry, allowed: list[tuple[int, ...]], lora_rank: int, target: Target, spec: ModelSpec
+) -> None:
+    if entry.shape in allowed:
+        return
+    wanted = " or ".join(str(list(shape)) for shape in allowed)
+    experts = f", {spec.experts_at(target.site)} experts" if target.expert is None else ""
+    raise refusal(
+        entry.name,
+        got=f"shape {list(entry.shape)}",
+        expected=f"{wanted} (lora_rank {lora_rank} by adapter_config.json{experts}, base model {spec.name})",
+        do="the adapter is of another base model, or r or rank_pattern is wrong",
+    )
+
+
+def _disjoint(blocks: list[Block]) -> tuple[Block, ...]:
+    blocks = sorted(blocks, key=lambda block: block.pair.out_begin)
+    for left, right in pairwise(blocks):
+        if right.pair.out_begin < left.pair.out_end:
+            got = f"a second delta for what {left.a.name} adapts"
+            raise refusal(right.a.name, got=got, expected="one", do="remove one of them")
+    return tuple(blocks)

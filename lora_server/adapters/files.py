@@ -1,0 +1,151 @@
+"""The files of an adapter's directory, and reads of them that cannot run past their end.
+
+Reads go through the file descriptor and not through a mapping, so a file that is cut short while it
+is served gives an error and not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lora_server.adapters.config import CONFIG
+from lora_server.adapters.header import TensorEntry, read_header
+from lora_server.adapters.refusal import refusal, shown
+from lora_server.errors import ConfigError
+
+WEIGHTS = "adapter_model.safetensors"
+INDEX = "adapter_model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_MAX_JSON_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
+
+
+def find_adapters(directory: str | Path) -> dict[str, Path]:
+    """Each sub-directory that holds an adapter's files, valid or not, by its name in sorted order.
+
+    Raises ConfigError where the directory does not exist or cannot be listed.
+    """
+    try:
+        children = sorted(Path(directory).iterdir())
+        return {child.name: child for child in children if child.is_dir() and _looks_like_adapter(child)}
+    except OSError as error:
+        do = "give a directory whose sub-directories are PEFT adapters"
+        raise ConfigError(f"adapters: {directory} cannot be listed ({error.strerror}); {do}") from error
+
+
+def _looks_like_adapter(directory: Path) -> bool:
+    return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))
+
+
+def read_json_file(path: Path) -> bytes:
+    """The bytes of a small file; raises AdapterFormatError where there is none."""
+    if not path.is_file():
+        raise refusal(path.name, got="no such file", expected="one in the adapter's directory", do="save it with PEFT")
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise refusal(path.name, got=f"{path.stat().st_size} bytes", expected=f"at most {_MAX_JSON_BYTES}")
+    return path.read_bytes()
+
+
+class WeightFiles:
+    """The opened safetensors files of one adapter. Owns their descriptors until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens and checks; raises AdapterFormatError, with nothing left open, or OSError."""
+        self.entries: dict[str, TensorEntry] = {}
+        self.warnings: list[str] = []
+        self._descriptors: list[int] = []
+        self._names = _weight_files(directory)
+        try:
+            for name in self._names:
+                self._open(directory / name)
+            if (directory / INDEX).exists():
+                self._check_index(directory)
+        except BaseException:
+            self.close()
+            raise
+        for other in sorted(directory.glob("*.safetensors")):
+            if other.name not in self._names:
+                self.warnings.append(f"{other.name} is not one of the adapter's weight files; not used")
+
+    def _open(self, path: Path) -> None:
+        if not path.is_file():
+            raise refusal(path.name, got="no such file", expected="the adapter's weights", do="copy it again")
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            for entry in read_header(stream, size, name=path.name, file=len(self._descriptors)):
+                if entry.name in self.entries:
+                    raise refusal(entry.name, got="the tensor in two files", expected="one", do="save it again")
+                self.entries[entry.name] = entry
+            self._descriptors.append(os.dup(stream.fileno()))
+
+    def _check_index(self, directory: Path) -> None:
+        listed = {key: self._names.index(name) for key, name in _weight_map(directory).items()}
+        for key in sorted(listed.keys() | self.entries.keys()):
+            entry = self.entries.get(key)
+            if entry is None or listed.get(key) != entry.file:
+                got = "a tensor that is not where the index says"
+                raise refusal(key, got=got, expected=f"{INDEX} and the files to agree", do="save it again")
+
+    def read(self, entry: TensorEntry, begin: int = 0, end: int | None = None) -> bytearray:
+        """Bytes [begin, end) of a tensor; raises AdapterFormatError where the file has become shorter."""
+        at, stop = entry.begin + begin, entry.end if end is None else entry.begin + end
+        buffer = bytearray(stop - at)
+        view = memoryview(buffer)
+        while view:
+            got = os.preadv(self._descriptors[entry.file], [view], at)
+            if got == 0:
+                wanted = f"{entry.end} bytes of {self._names[entry.file]}"
+                raise refusal(entry.name, got=f"the end of the file at {at}", expected=wanted, do="it was changed")
+            view, at = view[got:], at + got
+        return buffer
+
+    def chunks(self) -> Iterator[tuple[TensorEntry | None, bytearray]]:
+        """All bytes of all files in order; with each piece the tensor it belongs to, None for a header."""
+        ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
+        for file in range(len(self._descriptors)):
+            mine = [entry for entry in ordered if entry.file == file]
+            yield None, self.read(TensorEntry(self._names[file], "", (), 0, mine[0].begin, file))
+            for entry in mine:
+                for begin in range(0, entry.end - entry.begin, _CHUNK_BYTES):
+                    yield entry, self.read(entry, begin, min(begin + _CHUNK_BYTES, entry.end - entry.begin))
+
+    def close(self) -> None:
+        """Closes the descriptors; may be called again."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _weight_files(directory: Path) -> list[str]:
+    single, index = (directory / WEIGHTS).exists(), (directory / INDEX).exists()
+    if single and index:
+        raise refusal(INDEX, got=f"both it and {WEIGHTS}", expected="one of them", do="remove the one that is stale")
+    if single:
+        return [WEIGHTS]
+    if index:
+        return sorted(set(_weight_map(directory).values()))
+    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        do = "load it with PEFT where you trust it and save it again with safe_serialization=True"
+        raise refusal(pickles[0], got="a pickle file, which can run code", expected=WEIGHTS, do=do)
+    raise refusal(
+        WEIGHTS, got="no such file", expected="the adapter's weights in its directory", do="save it with PEFT"
+    )
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    try:
+        index: Any = json.loads(read_json_file(directory / INDEX).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise refusal(INDEX, got=f"a file that is not JSON ({error})", expected="JSON", do="save it again") from None
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise refusal(f"{INDEX}: weight_map", got=shown(names), expected="an object of tensor: file")
+    for key, name in names.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            wanted = "a .safetensors file name without a directory"
+            raise refusal(f"{INDEX}: {shown(key)}", got=shown(name), expected=wanted)
+    return names

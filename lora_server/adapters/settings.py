@@ -1,0 +1,51 @@
+"""What a checked adapter_config.json says about the delta: ranks, scales and targets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lora_server.adapters.patterns import Patterns
+from lora_server.adapters.selection import Selection
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The part of a checked config that decides the delta."""
+
+    lora_rank: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    ranks: Patterns
+    alphas: Patterns
+    target_parameters: tuple[str, ...]
+    selection: Selection
+    base_model: str
+    warnings: tuple[str, ...]
+
+    def rank_of(self, module: str) -> int:
+        """The lora_rank that the config gives a module, or parameter, by its full name."""
+        found = self.ranks.first(module)
+        return self.lora_rank if found is None else int(found)
+
+    def scale_of(self, module: str) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        found = self.alphas.first(module)
+        alpha = self.alpha if found is None else found
+        lora_rank = self.rank_of(module)
+        return alpha / math.sqrt(lora_rank) if self.rslora else alpha / lora_rank
+
+    def targets_parameter(self, name: str) -> bool:
+        """Whether target_parameters selects the parameter of this full name, as PEFT decides it."""
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+
+    def digest(self) -> bytes:
+        """Equal for two configs that give the same tensors the same meaning."""
+        patterns = [list(self.rank_pattern.items()), list(self.alpha_pattern.items())]
+        meaning = [self.lora_rank, self.alpha, self.rslora, patterns, sorted(self.target_parameters)]
+        return hashlib.sha256(json.dumps(meaning).encode()).digest()

@@ -1,0 +1,242 @@
+"""The controller: adapters, leases and shards put together. No sockets here; `service` has them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import structlog
+
+from lora_server.adapters import validate_adapter
+from lora_server.control.leases import ClientLease, Leases
+from lora_server.control.registry import Record, Registry, check_name
+from lora_server.control.shards import Pending, ShardHandle, ShardTable, wait_all
+from lora_server.errors import AdapterFormatError, ConfigError, LoraServerError, ShardUnavailableError
+from lora_server.placement import Layout, Placement
+from lora_server.spec import ModelSpec
+from lora_server.wire import lora_server_pb2 as pb
+
+GRANT_SECONDS = 10.0
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all nodes of one server must share."""
+
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    coordination: str
+    max_step_rows: int
+
+    def agreement(self) -> str:
+        """A digest that shards show when they register."""
+        parts = (self.spec.fingerprint(), self.layout, self.dtype, self.coordination, self.max_step_rows)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """For the error when two nodes disagree."""
+        return (
+            f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
+            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}"
+        )
+
+
+def local_path(uri: str) -> Path:
+    """The directory that a URI names; raises AdapterFormatError for a scheme that is not supported."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    if parts.scheme and "://" in uri:
+        raise AdapterFormatError(f"adapter source {uri!r}: got scheme {parts.scheme!r}, expected file:// or a path")
+    return Path(uri).expanduser().resolve()
+
+
+class Controller:
+    """Thread-safe. `adapters_registered` turns true once the start-up directory is listed."""
+
+    def __init__(self, settings: Settings, leases: Leases | None = None) -> None:
+        self.settings = settings
+        self.placement = Placement(settings.spec, settings.layout)
+        self.shards = ShardTable(settings.layout, settings.coordination)
+        self.leases = leases or Leases()
+        self.registry = Registry()
+        self.adapters_registered = threading.Event()
+        self._lock = threading.Lock()
+
+    # -- adapters
+
+    def register(self, name: str, uri: str) -> tuple[Record, bool]:
+        """Validate and list an adapter, and start loading it; True if it is new. May read the whole file."""
+        path = local_path(uri)
+        check_name(name)
+        adapter, version = validate_adapter(path, self.settings.spec)
+        with adapter:
+            record = Record(
+                name, version, 0, str(path), adapter.lora_rank, adapter.nbytes, adapter.sites(), adapter.warnings
+            )
+        with self._lock:
+            existing = self.registry.existing(name, version)
+            if existing is not None:
+                return existing, False
+            self.registry.add(record)
+        for warning in record.warnings:
+            log.warning("adapter", name=name, warning=warning)
+        return record, True
+
+    def start_loading(self, record: Record) -> list[Pending]:
+        """Tell every live shard; those that register later are told then."""
+        return [self._load_on(handle, record) for handle in self.shards.live().values()]
+
+    def _load_on(self, handle: ShardHandle, record: Record) -> Pending:
+        def loaded(error: LoraServerError | None) -> None:
+            if error is None:
+                record.loaded.add(handle.hello.shard)
+            elif not isinstance(error, ShardUnavailableError):  # a dead shard's successor loads it again
+                record.error = str(error)
+                log.error("adapter failed to load", name=record.name, shard=handle.hello.shard, error=str(error))
+
+        return handle.send(pb.ShardCommand(load=pb.Load(handle=record.handle, path=record.path)), loaded)
+
+    def add(self, name: str, uri: str, seconds: float) -> Record:
+        """Register and wait until every shard has it; takes it back if one cannot load it."""
+        record, new = self.register(name, uri)
+        if not new:
+            return record
+        try:
+            self.shards.wait_up(seconds)
+            wait_all(self.start_loading(record), seconds, f"loading {name!r}")
+        except LoraServerError:
+            self.remove(name)
+            raise
+        return record
+
+    def remove(self, name: str) -> int:
+        """Unlist at once; weights go with the last holder. Returns how many hold it now."""
+        with self._lock:
+            record, free = self.registry.unlist(name)
+            holders = len(+record.holders)
+        self._drop(free)
+        return holders
+
+    def _drop(self, handles: list[int]) -> None:
+        for handle in handles:
+            self.shards.broadcast(pb.ShardCommand(drop=handle))
+
+    def on_layers_ready(self, shard: int, report: pb.LayersReady) -> None:
+        """A shard has that many layers of an adapter."""
+        with self._lock:
+            record = self.registry.by_handle(report.handle)
+            if record is not None:
+                record.layers[shard] = report.layers
+
+    def resident_layers(self, record: Record) -> int:
+        """Layers that all their shards have."""
+        layout, total = self.settings.layout, 0
+        for stage in range(layout.pp):
+            owning = [s for s in layout.stage_shards(stage) if self.placement.layers(s)]
+            total += min((record.layers.get(shard, 0) for shard in owning), default=0)
+        return total
+
+    # -- clients
+
+    def join(self, instance: str, seconds: float, replaces: int) -> tuple[ClientLease, dict[int, ShardHandle]]:
+        """A lease that every shard knows of; waits until all shards are up."""
+        if replaces:
+            self.end_lease(replaces, 0)
+        live = self.shards.wait_up(seconds)
+        lease = self.leases.grant(instance)
+        grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key)
+        try:
+            wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
+        except LoraServerError:
+            self.end_lease(lease.client, lease.epoch)
+            raise
+        log.info("client joined", client=lease.client, instance=instance)
+        return lease, live
+
+    def end_lease(self, client: int, epoch: int) -> None:
+        """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
+        if not self.leases.end(client, epoch):
+            return
+        self.shards.broadcast(pb.ShardCommand(revoke=client))
+        with self._lock:
+            free = self.registry.forget_client(client)
+        self._drop(free)
+        log.info("client gone", client=client)
+
+    def expire_leases(self) -> None:
+        """Called about once a second."""
+        for lease in self.leases.expired():
+            log.warning("lease expired", client=lease.client, instance=lease.instance)
+            self.end_lease(lease.client, lease.epoch)
+
+    def acquire(self, client: int, epoch: int, names: list[str]) -> list[Record]:
+        """Hold adapters for a client; raises UnknownAdapterError, LeaseError."""
+        self.leases.renew(client, epoch)
+        with self._lock:
+            return self.registry.acquire(client, names)
+
+    def release(self, client: int, epoch: int, handles: list[int]) -> None:
+        """Let go of adapters; raises LeaseError."""
+        self.leases.renew(client, epoch)
+        with self._lock:
+            free = self.registry.release(client, handles)
+        self._drop(free)
+
+    def prefetch(self, handles: list[int]) -> None:
+        """Pass a client's signal on."""
+        self.shards.broadcast(pb.ShardCommand(prefetch=pb.Handles(handles=handles)))
+
+    # -- shards
+
+    def shard_arrived(self, hello: pb.Hello) -> ShardHandle:
+        """A shard process registered: give it what all must have. Raises ConfigError if it disagrees."""
+        layout = self.settings.layout
+        if hello.agreement != self.settings.agreement() or hello.shard >= layout.num_shards:
+            raise ConfigError(
+                f"shard {hello.shard} of node {hello.node}: started with other settings than the controller's "
+                f"({self.settings.describe()}); start every node with the same model and flags"
+            )
+        handle = ShardHandle(hello)
+        with self._lock:
+            records = self.registry.records()
+            for record in records:
+                record.layers.pop(hello.shard, None)
+                record.loaded.discard(hello.shard)
+            self.shards.arrive(handle)
+        for record in records:
+            self._load_on(handle, record)
+        if self.settings.coordination == "leader":
+            self._introduce(handle)
+        log.info("shard up", shard=hello.shard, node=hello.node, pid=hello.pid)
+        return handle
+
+    def _introduce(self, arrived: ShardHandle) -> None:
+        """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""
+        layout, shard = self.settings.layout, arrived.hello.shard
+        leader_index = layout.stage(shard) * layout.ep
+        stage = {s: h for s, h in self.shards.live().items() if layout.stage(s) == layout.stage(shard)}
+        leader = stage.pop(leader_index, None)
+        if leader is None:
+            return
+        for follower in stage.values() if shard == leader_index else [arrived]:
+            follower.send(pb.ShardCommand(follow=leader.hello.order_address))
+
+    def shard_departed(self, handle: ShardHandle) -> None:
+        """A shard's stream ended."""
+        if self.shards.depart(handle):
+            log.error("shard lost", shard=handle.hello.shard, node=handle.hello.node, pid=handle.hello.pid)
+
+    def not_ready(self) -> str:
+        """Why /readyz says no; empty if it says yes."""
+        missing = self.shards.missing()
+        if missing:
+            return f"shards not up: {missing}"
+        if not self.adapters_registered.is_set():
+            return "adapters are still being registered"
+        return ""

@@ -1,0 +1,77 @@
+"""Which clients have joined, and until when. A client that is silent for too long loses its lease."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+
+from lora_server.errors import LeaseError
+
+LEASE_SECONDS = 10.0
+
+
+@dataclass
+class ClientLease:
+    """One client's right to push; `key` proves it to the shards."""
+
+    client: int
+    epoch: int
+    key: bytes
+    instance: str
+    expires: float
+
+
+class Leases:
+    """Thread-safe. Client ids are not used twice by one controller; epochs start anywhere."""
+
+    def __init__(self, seconds: float = LEASE_SECONDS) -> None:
+        self.seconds = seconds
+        self._leases: dict[int, ClientLease] = {}
+        self._next_client = 1
+        self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
+        self._lock = threading.Lock()
+
+    def grant(self, instance: str) -> ClientLease:
+        """A new client."""
+        with self._lock:
+            client, self._next_client = self._next_client, self._next_client + 1
+            self._epoch = self._epoch % 0xFFFF + 1
+            lease = ClientLease(client, self._epoch, secrets.token_bytes(32), instance, self._horizon())
+            self._leases[client] = lease
+            return lease
+
+    def renew(self, client: int, epoch: int) -> ClientLease:
+        """The client is alive; raises LeaseError if its lease is gone."""
+        with self._lock:
+            lease = self._leases.get(client)
+            if lease is None or lease.epoch != epoch:
+                raise LeaseError(
+                    f"client {client} epoch {epoch}: its lease is gone (it left, it was silent for more than "
+                    f"{self.seconds:g} s, or the server restarted); join again"
+                )
+            lease.expires = self._horizon()
+            return lease
+
+    def end(self, client: int, epoch: int) -> bool:
+        """The client left or died; False if that was known."""
+        with self._lock:
+            lease = self._leases.get(client)
+            if lease is None or (epoch and lease.epoch != epoch):
+                return False
+            del self._leases[client]
+            return True
+
+    def expired(self) -> list[ClientLease]:
+        """Those that have been silent for too long."""
+        now = time.monotonic()
+        with self._lock:
+            return [lease for lease in self._leases.values() if lease.expires < now]
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def _horizon(self) -> float:
+        return time.monotonic() + self.seconds

@@ -1,0 +1,242 @@
+"""The gRPC services over the controller, with health and reflection."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from lora_server.control.controller import Controller
+from lora_server.control.registry import Record
+from lora_server.control.shards import ShardHandle
+from lora_server.errors import LoraServerError
+from lora_server.spec import PROJECTIONS
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import CODE_KEY, status_of
+
+MAX_WAIT_SECONDS = 600.0
+RPC_THREADS = 32
+SERVICES = ("Adapters", "Clients", "Server")
+log = structlog.get_logger()
+_T = TypeVar("_T")
+
+
+def _abort(context: grpc.ServicerContext, error: LoraServerError) -> NoReturn:
+    context.set_trailing_metadata(((CODE_KEY, error.code),))
+    context.abort(status_of(error), str(error))
+    raise AssertionError("abort raises")
+
+
+def _guard(method: Callable[[Any, Any, grpc.ServicerContext], _T]) -> Callable[[Any, Any, grpc.ServicerContext], _T]:
+    def guarded(self: Any, request: Any, context: grpc.ServicerContext) -> _T:
+        try:
+            return method(self, request, context)
+        except LoraServerError as error:
+            _abort(context, error)
+
+    return guarded
+
+
+class AdaptersService(rpc.AdaptersServicer):
+    """See the proto."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def _message(self, record: Record) -> pb.Adapter:
+        return pb.Adapter(
+            name=record.name,
+            version=record.version,
+            handle=record.handle,
+            uri=record.path,
+            lora_rank=record.lora_rank,
+            bytes=record.nbytes,
+            state=record.state(self._controller.settings.layout.num_shards),
+            resident_layers=self._controller.resident_layers(record),
+            warnings=record.warnings,
+            error=record.error,
+            holders=len(+record.holders),
+        )
+
+    @_guard
+    def Add(self, request: pb.AddAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:  # noqa: N802
+        """See the proto."""
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        return self._message(self._controller.add(request.name, request.uri, seconds))
+
+    @_guard
+    def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:  # noqa: N802
+        """See the proto."""
+        records = sorted(self._controller.registry.records(), key=lambda record: record.name)
+        return pb.ListAdaptersReply(adapters=[self._message(record) for record in records])
+
+    @_guard
+    def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:  # noqa: N802
+        """See the proto."""
+        return pb.RemoveAdapterReply(holders=self._controller.remove(request.name))
+
+
+class ClientsService(rpc.ClientsServicer):
+    """See the proto."""
+
+    def __init__(self, controller: Controller, prefetch_address: str) -> None:
+        self._controller, self._prefetch_address = controller, prefetch_address
+
+    @_guard
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:  # noqa: N802
+        """See the proto."""
+        seconds = min(request.wait_seconds, MAX_WAIT_SECONDS)
+        lease, live = self._controller.join(request.instance, seconds, request.replaces)
+        settings = self._controller.settings
+        return pb.Lease(
+            client=lease.client,
+            epoch=lease.epoch,
+            key=lease.key,
+            lease_seconds=self._controller.leases.seconds,
+            spec_json=settings.spec.to_json(),
+            layout=str(settings.layout),
+            dtype=settings.dtype,
+            coordination=settings.coordination,
+            max_step_rows=settings.max_step_rows,
+            endpoints=[handle.hello.endpoint for handle in live.values()],
+            prefetch_address=self._prefetch_address,
+        )
+
+    @_guard
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:  # noqa: N802
+        """See the proto."""
+        self._controller.leases.renew(request.client, request.epoch)
+        return pb.HeartbeatReply()
+
+    @_guard
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:  # noqa: N802
+        """See the proto."""
+        self._controller.end_lease(request.client, request.epoch)
+        return pb.LeaveReply()
+
+    @_guard
+    def Placement(self, request: pb.PlacementRequest, context: grpc.ServicerContext) -> pb.PlacementReply:  # noqa: N802
+        """See the proto."""
+        settings, live = self._controller.settings, self._controller.shards.live()
+        endpoints = [handle.hello.endpoint for handle in live.values()]
+        return pb.PlacementReply(spec_json=settings.spec.to_json(), layout=str(settings.layout), endpoints=endpoints)
+
+    @_guard
+    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:  # noqa: N802
+        """See the proto."""
+        records = self._controller.acquire(request.client, request.epoch, list(request.names))
+        return pb.AcquireReply(adapters=[_held(record) for record in records])
+
+    @_guard
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:  # noqa: N802
+        """See the proto."""
+        self._controller.release(request.client, request.epoch, list(request.handles))
+        return pb.ReleaseReply()
+
+
+def _held(record: Record) -> pb.HeldAdapter:
+    sites = [site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection) for site in record.sites]
+    return pb.HeldAdapter(name=record.name, handle=record.handle, sites=sites)
+
+
+class ServerService(rpc.ServerServicer):
+    """See the proto."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    @_guard
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: N802
+        """See the proto."""
+        controller = self._controller
+        live, missing = controller.shards.live(), set(controller.shards.missing())
+        layout = controller.settings.layout
+        reply = pb.StatusReply(
+            model=controller.settings.spec.name,
+            layout=str(layout),
+            ready=not controller.not_ready(),
+            clients=len(controller.leases),
+            adapters=len(controller.registry.records()),
+        )
+        for shard, incarnations in controller.shards.incarnations.items():
+            row = reply.shards.add(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
+            row.state = "starting" if shard in missing else "up"
+            row.restarts = max(0, incarnations - 1)
+            if shard in live:
+                row.node, row.pid = live[shard].hello.node, live[shard].hello.pid
+                row.stats.CopyFrom(live[shard].stats)
+        return reply
+
+
+class ShardsService(rpc.ShardsServicer):
+    """One stream per shard process: its reports come in, commands go out, its end is the shard's death."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def Register(  # noqa: N802
+        self, request_iterator: Iterator[pb.ShardReport], context: grpc.ServicerContext
+    ) -> Iterator[pb.ShardCommand]:
+        """See the proto."""
+        first = next(request_iterator, pb.ShardReport())
+        try:
+            handle = self._controller.shard_arrived(first.hello)
+        except LoraServerError as error:
+            _abort(context, error)
+        threading.Thread(target=self._reports, args=(handle, request_iterator), daemon=True).start()
+        yield from handle.commands()
+
+    def _reports(self, handle: ShardHandle, reports: Iterator[pb.ShardReport]) -> None:
+        try:
+            for report in reports:
+                self._on_report(handle, report)
+        except grpc.RpcError:
+            log.debug("shard stream broke", shard=handle.hello.shard)
+        finally:
+            self._controller.shard_departed(handle)
+
+    def _on_report(self, handle: ShardHandle, report: pb.ShardReport) -> None:
+        kind = report.WhichOneof("report")
+        if kind == "done":
+            handle.finish(report.done)
+        elif kind == "stats":
+            self._controller.shards.update(handle, report.stats)
+        elif kind == "layers_ready":
+            self._controller.on_layers_ready(handle.hello.shard, report.layers_ready)
+        elif kind == "client_gone":
+            self._controller.end_lease(report.client_gone.client, report.client_gone.epoch)
+
+
+class ControlServer:
+    """The listening gRPC server."""
+
+    def __init__(self, controller: Controller, address: str, prefetch_address: str) -> None:
+        threads = RPC_THREADS + controller.settings.layout.num_shards  # a stream occupies one for good
+        self._server = grpc.server(futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc"))
+        rpc.add_AdaptersServicer_to_server(AdaptersService(controller), self._server)
+        rpc.add_ClientsServicer_to_server(ClientsService(controller, prefetch_address), self._server)
+        rpc.add_ServerServicer_to_server(ServerService(controller), self._server)
+        rpc.add_ShardsServicer_to_server(ShardsService(controller), self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [pb.DESCRIPTOR.services_by_name[name].full_name for name in SERVICES]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self.port = self._server.add_insecure_port(address)
+        self.set_ready(False)
+        self._server.start()
+
+    def set_ready(self, ready: bool) -> None:
+        """What grpc.health.v1 answers."""
+        status = health_pb2.HealthCheckResponse
+        self._health.set("", status.SERVING if ready else status.NOT_SERVING)
+
+    def close(self, seconds: float) -> None:
+        """Refuse new calls, give running ones `seconds`."""
+        self._server.stop(seconds).wait()

@@ -1,0 +1,167 @@
+"""The controller's side of its shard processes: who is up, commands to them, reports from them."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from lora_server.errors import LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
+from lora_server.placement import Layout
+from lora_server.wire import lora_server_pb2 as pb
+
+
+@dataclass
+class Pending:
+    """A command on its way; `finished` is set when the shard reported, or died."""
+
+    shard: int
+    then: Callable[[LoraServerError | None], None] | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+    error: LoraServerError | None = None
+
+    def finish(self, error: LoraServerError | None) -> None:
+        """Record the outcome, call `then` with it, wake who waits."""
+        self.error = error
+        if self.then is not None:
+            self.then(error)
+        self.finished.set()
+
+
+class ShardHandle:
+    """One live incarnation of a shard, as long as its stream lives."""
+
+    def __init__(self, hello: pb.Hello) -> None:
+        self.hello = hello
+        self.stats = pb.ShardStats()
+        self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
+        self._pending: dict[int, Pending] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def send(self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None) -> Pending:
+        """Queue a command; the caller may wait for it, or be called with the outcome."""
+        pending = Pending(self.hello.shard, then)
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                command.id = next(self._ids)
+                self._pending[command.id] = pending
+        if closed:
+            pending.finish(self._death())
+        else:
+            self._commands.put(command)
+        return pending
+
+    def finish(self, done: pb.Done) -> None:
+        """The shard reported on a command."""
+        with self._lock:
+            pending = self._pending.pop(done.command, None)
+        if pending is not None:
+            pending.finish(rebuild(done.code, done.message) if done.code else None)
+
+    def close(self) -> None:
+        """The stream ended: everything pending fails."""
+        with self._lock:
+            self._closed = True
+            pending, self._pending = list(self._pending.values()), {}
+        for waiting in pending:
+            waiting.finish(self._death())
+        self._commands.put(None)
+
+    def commands(self) -> Iterator[pb.ShardCommand]:
+        """What the stream sends, until it is closed."""
+        while (command := self._commands.get()) is not None:
+            yield command
+
+    def _death(self) -> ShardUnavailableError:
+        return ShardUnavailableError(f"shard {self.hello.shard}: it went away before it finished the command")
+
+
+class ShardTable:
+    """All shards of the layout; some may be missing for now. Thread-safe."""
+
+    def __init__(self, layout: Layout, coordination: str) -> None:
+        self._layout, self._coordination = layout, coordination
+        self._live: dict[int, ShardHandle] = {}
+        self.incarnations: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
+        self._changed = threading.Condition()
+
+    def arrive(self, handle: ShardHandle) -> None:
+        """A shard registered; an older incarnation of it is closed."""
+        with self._changed:
+            older = self._live.get(handle.hello.shard)
+            self._live[handle.hello.shard] = handle
+            self.incarnations[handle.hello.shard] += 1
+            self._changed.notify_all()
+        if older is not None:
+            older.close()
+
+    def depart(self, handle: ShardHandle) -> bool:
+        """A shard's stream ended; False if a newer incarnation has taken its place."""
+        with self._changed:
+            current = self._live.get(handle.hello.shard) is handle
+            if current:
+                del self._live[handle.hello.shard]
+            self._changed.notify_all()
+        handle.close()
+        return current
+
+    def live(self) -> dict[int, ShardHandle]:
+        """By shard."""
+        with self._changed:
+            return dict(sorted(self._live.items()))
+
+    def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
+        """A shard's counters."""
+        with self._changed:
+            handle.stats = stats
+            self._changed.notify_all()
+
+    def missing(self) -> list[int]:
+        """Shards that cannot serve now; in leader mode also leaders that lack followers."""
+        with self._changed:
+            return self._missing()
+
+    def _missing(self) -> list[int]:
+        return [shard for shard in range(self._layout.num_shards) if not self._is_up(shard)]
+
+    def _is_up(self, shard: int) -> bool:
+        handle = self._live.get(shard)
+        if handle is None:
+            return False
+        leads = self._coordination == "leader" and self._layout.ep_rank(shard) == 0
+        return not leads or handle.stats.followers >= self._layout.ep - 1
+
+    def wait_up(self, seconds: float) -> dict[int, ShardHandle]:
+        """All shards, once all are up; raises ServerUnavailableError naming those that are not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._missing(), seconds):
+                raise ServerUnavailableError(
+                    f"shards {self._missing()} of {self._layout} are not up after {seconds:g} s; "
+                    "the server is starting or restarting them: try again"
+                )
+            return dict(sorted(self._live.items()))
+
+    def broadcast(self, command: pb.ShardCommand) -> list[Pending]:
+        """A command to every live shard."""
+        sent = []
+        for handle in self.live().values():
+            own = pb.ShardCommand()
+            own.CopyFrom(command)
+            sent.append(handle.send(own))
+        return sent
+
+
+def wait_all(pending: list[Pending], seconds: float, what: str) -> None:
+    """Until every command finished; raises the first error, or ServerUnavailableError at the deadline."""
+    deadline = time.monotonic() + seconds
+    for command in pending:
+        if not command.finished.wait(max(0.0, deadline - time.monotonic())):
+            raise ServerUnavailableError(f"shard {command.shard}: {what} did not finish within {seconds:g} s")
+        if command.error is not None:
+            raise command.error

@@ -1,0 +1,119 @@
+"""The same shards inside the caller's process and thread: for tests, benches and one-process use."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from kernels_cuda import cpu
+from lora_server.adapters import validate_adapter
+from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
+from lora_server.memory.store import ResidentStore
+from lora_server.placement import Layout, Placement
+from lora_server.spec import ModelSpec
+from lora_server.transport.base import Grant, Port
+from lora_server.transport.inproc import InprocLink
+from lora_server.transport.session import Held, Session, Terms
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+from lora_server.worker.coordination import Independent
+from lora_server.worker.shard import Shard
+
+LOAD_SECONDS = 600.0
+
+
+class InprocServer:
+    """Joinable like a remote server. `adapters` maps names to PEFT directories; all are loaded at once."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        adapters: Mapping[str, Path],
+        *,
+        layout: str = "ep1-pp1",
+        dtype: torch.dtype = torch.float32,
+        max_step_rows: int = 256,
+        slots: int = 4,
+    ) -> None:
+        self.placement = Placement(spec, Layout.parse(layout))
+        self.max_step_rows = max_step_rows
+        self.held: dict[str, Held] = {}
+        self._clients = itertools.count(1)
+        region = RegionLayout.for_model(spec, max_step_rows, slots)
+        self.shards = [
+            Shard(
+                index,
+                spec,
+                max_step_rows,
+                Port(region),
+                ResidentStore(self.placement, index, dtype),
+                Independent(),
+                cpu.lora_step,
+            )
+            for index in range(self.placement.layout.num_shards)
+        ]
+        for handle, (name, path) in enumerate(sorted(adapters.items()), start=1):
+            self._load(handle, name, path)
+
+    def _load(self, handle: int, name: str, path: Path) -> None:
+        adapter, _ = validate_adapter(path, self.placement.spec)
+        with adapter:
+            self.held[name] = Held(name, handle, frozenset(adapter.sites()))
+        for shard in self.shards:
+            finished, outcome = threading.Event(), list[LoraServerError]()
+
+            def done(error: LoraServerError | None, finished: threading.Event = finished) -> None:
+                if error is not None:
+                    outcome.append(error)  # noqa: B023  (used before the next round)
+                finished.set()
+
+            shard.store.load(handle, path, done)
+            if not finished.wait(LOAD_SECONDS):
+                raise AdapterLoadError(f"adapter {name!r}: not loaded within {LOAD_SECONDS:g} s")
+            if outcome:
+                raise outcome[0]
+
+    def join(self, replaces: int = 0) -> Session:
+        """See transport.session.Server."""
+        return _InprocSession(self, next(self._clients))
+
+    def close(self) -> None:
+        """Free the weights."""
+        for shard in self.shards:
+            shard.store.close()
+
+
+class _InprocSession(Session):
+    def __init__(self, server: InprocServer, client: int) -> None:
+        self._server = server
+        placement = server.placement
+        self.terms = Terms(client, 1, placement.spec, placement.layout, "independent", server.max_step_rows)
+        hello = Hello(client, 1, b"")
+        for shard in server.shards:
+            shard.port.grant(Grant(client, 1, b""))
+        self.links = [InprocLink(shard.port, hello, shard.index, shard.serve_once) for shard in server.shards]
+
+    def acquire(self, names: Sequence[str]) -> list[Held]:
+        """See Session."""
+        unknown = [name for name in names if name not in self._server.held]
+        if unknown:
+            raise UnknownAdapterError(f"adapter {unknown[0]!r}: not registered here")
+        return [self._server.held[name] for name in names]
+
+    def release(self, handles: Sequence[int]) -> None:
+        """See Session; nothing is ever removed here."""
+
+    def prefetch(self, handles: Sequence[int]) -> None:
+        """See Session; everything is loaded."""
+
+    def check(self) -> None:
+        """See Session; the lease cannot be lost."""
+
+    def leave(self) -> None:
+        """See Session."""
+        for link in self.links:
+            link.close()

@@ -1,0 +1,228 @@
+"""Adapter weights of one shard, behind the interface that a paged pool implements as well.
+
+READY is per (handle, layer): a step at layer 0 can run when layer 0 is there. A wait for weights is
+the caller's: the store only says where a layer stands.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from kernels_cuda.ops import Pair
+from lora_server.adapters import Adapter, open_adapter
+from lora_server.errors import AdapterLoadError, LoraServerError
+from lora_server.placement import Placement
+from lora_server.spec import Site
+
+
+class State(Enum):
+    """Where the weights of (handle, layer) stand on this shard."""
+
+    UNKNOWN = "unknown"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class WeightStore(ABC):
+    """Weights of the (site, expert)s that one shard owns. Thread-safe."""
+
+    @abstractmethod
+    def load(self, handle: int, path: Path, done: Callable[[LoraServerError | None], None]) -> None:
+        """Bring an adapter in, layer by layer, in the background; `done` is called once, from any thread.
+
+        Loading what is here already only calls `done`.
+        """
+
+    @abstractmethod
+    def prefetch(self, handles: Sequence[int]) -> None:
+        """These are needed soon: load them before everything else that waits. Unknown handles are ignored."""
+
+    @abstractmethod
+    def drop(self, handle: int) -> None:
+        """Forget an adapter and free its memory; a load under way stops. Unknown handles are ignored."""
+
+    @abstractmethod
+    def state(self, handle: int, layer: int) -> State:
+        """Where a layer stands."""
+
+    @abstractmethod
+    def error(self, handle: int) -> LoraServerError:
+        """Why a handle is FAILED."""
+
+    @abstractmethod
+    def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
+        """The weights of a READY layer; empty where the adapter has no delta."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of weights held now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop loading and free everything."""
+
+
+@dataclass
+class _Entry:
+    path: Path
+    layers: list[int]
+    done: list[Callable[[LoraServerError | None], None]]
+    urgent: bool = False
+    finished: bool = False
+    ready: set[int] = field(default_factory=set)
+    failure: LoraServerError | None = None
+    nbytes: int = 0
+    adapter: Adapter | None = None
+    pairs: dict[tuple[Site, int], tuple[Pair, ...]] = field(default_factory=dict)
+
+
+class ResidentStore(WeightStore):
+    """Everything stays in host memory; one thread loads a layer at a time, prefetched adapters first.
+
+    `on_layer(handle, layers ready)` is called from that thread after each layer, and after a failure.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        shard: int,
+        dtype: torch.dtype,
+        on_layer: Callable[[int, int], None] = lambda handle, layers: None,
+    ) -> None:
+        self._placement, self._shard, self._dtype, self._on_layer = placement, shard, dtype, on_layer
+        self._layers = list(placement.layers(shard))
+        self._entries: dict[int, _Entry] = {}
+        self._queue: list[tuple[int, int, int]] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
+        self._thread.start()
+
+    def load(self, handle: int, path: Path, done: Callable[[LoraServerError | None], None]) -> None:
+        """See WeightStore."""
+        with self._changed:
+            entry = self._entries.get(handle)
+            if entry is None:
+                self._entries[handle] = _Entry(path, list(self._layers), [done])
+                self._enqueue(handle)
+                return
+            if not entry.finished:
+                entry.done.append(done)
+                return
+        done(entry.failure)
+
+    def prefetch(self, handles: Sequence[int]) -> None:
+        """See WeightStore."""
+        with self._changed:
+            for handle in handles:
+                entry = self._entries.get(handle)
+                if entry is not None and entry.layers and not entry.urgent:
+                    entry.urgent = True
+                    self._enqueue(handle)
+
+    def _enqueue(self, handle: int) -> None:
+        urgent = self._entries[handle].urgent
+        heapq.heappush(self._queue, (0 if urgent else 1, next(self._order), handle))
+        self._changed.notify()
+
+    def drop(self, handle: int) -> None:
+        """See WeightStore."""
+        with self._changed:
+            self._entries.pop(handle, None)
+
+    def state(self, handle: int, layer: int) -> State:
+        """See WeightStore."""
+        entry = self._entries.get(handle)
+        if entry is None:
+            return State.UNKNOWN
+        if layer in entry.ready:
+            return State.READY
+        return State.LOADING if entry.failure is None else State.FAILED
+
+    def error(self, handle: int) -> LoraServerError:
+        """See WeightStore."""
+        entry = self._entries.get(handle)
+        failure = entry.failure if entry is not None else None
+        return failure or AdapterLoadError(f"handle {handle}: not failed")
+
+    def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
+        """See WeightStore."""
+        return self._entries[handle].pairs.get((site, expert), ())
+
+    def nbytes(self) -> int:
+        """See WeightStore."""
+        return sum(entry.nbytes for entry in list(self._entries.values()))
+
+    def close(self) -> None:
+        """See WeightStore."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._entries.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                _, _, handle = heapq.heappop(self._queue)
+                entry = self._entries.get(handle)
+            if entry is not None and entry.failure is None:
+                self._load_next(handle, entry)
+
+    def _load_next(self, handle: int, entry: _Entry) -> None:
+        try:
+            if entry.layers:
+                self._load_layer(entry, entry.layers[0])
+        except Exception as error:
+            reason = error if isinstance(error, LoraServerError) else AdapterLoadError(f"{entry.path}: {error!r}")
+            entry.failure = reason
+        with self._changed:
+            if entry.layers and entry.failure is None and handle in self._entries:
+                self._enqueue(handle)
+                over = False
+            else:
+                over = True
+        self._on_layer(handle, len(entry.ready))
+        if over:
+            self._finish(entry)
+
+    def _finish(self, entry: _Entry) -> None:
+        if entry.adapter is not None:
+            entry.adapter.close()
+            entry.adapter = None
+        with self._changed:
+            entry.finished = True
+            waiting, entry.done = entry.done, []
+        for done in waiting:
+            done(entry.failure)
+
+    def _load_layer(self, entry: _Entry, layer: int) -> None:
+        if entry.adapter is None:
+            entry.adapter = open_adapter(entry.path, self._placement.spec)
+        for site in (site for site in entry.adapter.sites() if site.layer == layer):
+            for expert in self._placement.experts(site, self._shard):
+                pairs = self._read(entry.adapter, site, expert)
+                entry.pairs[site, expert] = pairs
+                entry.nbytes += sum(pair.a_RK.nbytes + pair.b_OR.nbytes for pair in pairs)
+        entry.layers.remove(layer)
+        entry.ready.add(layer)
+
+    def _read(self, adapter: Adapter, site: Site, expert: int) -> tuple[Pair, ...]:
+        return tuple(
+            Pair(a_RK.to(self._dtype), b_OR.to(self._dtype), pair.scale, pair.out_begin)
+            for pair, a_RK, b_OR in adapter.read(site, expert)
+        )

@@ -1,0 +1,60 @@
+"""Client and shard in one thread of one process: waiting runs the shard.
+
+The same regions, slots and signals as between processes, so what is tested here is the wire itself;
+no thread, no lock, no sleep. Also the fair baseline for what disaggregation costs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from lora_server.transport.base import Connection, Link, Port, anonymous
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import Region
+
+
+class _InprocConnection(Connection):
+    def __init__(self, client: int, epoch: int, region: Region) -> None:
+        self.client, self.epoch, self.region = client, epoch, region
+        self.open = True
+
+    def respond(self, seq: int, nbytes: int) -> None:
+        """Signal; see Connection."""
+        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+
+    def close(self) -> None:
+        """See Connection."""
+        self.open = False
+
+
+class InprocLink(Link):
+    """Both ends; `pump` serves at most one step of the shard and says whether there was one."""
+
+    def __init__(self, port: Port, hello: Hello, shard: int, pump: Callable[[], bool]) -> None:
+        grant = port.admit(hello)
+        self.shard, self.epoch = shard, hello.epoch
+        self.region = Region(anonymous(port.layout.nbytes), port.layout)
+        self._port, self._pump = port, pump
+        self._connection = _InprocConnection(grant.client, grant.epoch, self.region)
+        port.connect(self._connection)
+
+    def push(self, seq: int, nbytes: int) -> None:
+        """See Link."""
+        if not self._connection.open:
+            raise self._gone(seq)
+        self.region.request_signal[0] = slot.signal(self.epoch, seq)
+
+    def wait(self, seq: int, deadline: float) -> None:
+        """See Link; serves the shard until the answer is there."""
+        while self.responded() < seq:
+            if not self._connection.open:
+                raise self._gone(seq)
+            if not self._pump() and time.monotonic() >= deadline:
+                raise self._timeout(seq)
+
+    def close(self) -> None:
+        """See Link."""
+        self._connection.open = False
+        self._port.disconnect(self._connection)

@@ -1,0 +1,77 @@
+"""What a client has after joining: its links to the shards, and names turned into handles.
+
+Implementations: gRPC to a running server (client_connector.remote), and shards inside the own
+process (lora_server.daemon.inproc).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lora_server.placement import Layout, Placement
+from lora_server.spec import ModelSpec, Site
+from lora_server.transport.base import Link
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What client and server agreed on. `max_step_rows` bounds the entries of one message."""
+
+    client: int
+    epoch: int
+    spec: ModelSpec
+    layout: Layout
+    coordination: str
+    max_step_rows: int
+
+    @property
+    def placement(self) -> Placement:
+        """Who owns what."""
+        return Placement(self.spec, self.layout)
+
+
+@dataclass(frozen=True)
+class Held:
+    """An adapter that the session holds; it is not removed before it is released."""
+
+    name: str
+    handle: int
+    sites: frozenset[Site]
+
+
+class Session(ABC):
+    """One joined client. `links[shard]` is used by one thread at a time; the rest is thread-safe."""
+
+    terms: Terms
+    links: Sequence[Link]
+
+    @abstractmethod
+    def acquire(self, names: Sequence[str]) -> list[Held]:
+        """Hold adapters, in the order of `names`. Raises UnknownAdapterError, LeaseError."""
+
+    @abstractmethod
+    def release(self, handles: Sequence[int]) -> None:
+        """Let go, once per acquired handle."""
+
+    @abstractmethod
+    def prefetch(self, handles: Sequence[int]) -> None:
+        """Say that these are needed soon; never blocks, never raises."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises LeaseError once the lease is known to be gone."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give everything back; idempotent."""
+
+
+class Server(Protocol):
+    """Something to join."""
+
+    def join(self, replaces: int = 0) -> Session:
+        """A new session; `replaces` names a client id that this one gives up."""
+        ...

@@ -1,0 +1,226 @@
+"""Shared memory on one host: an anonymous memfd per (client, shard), passed over a Unix socket.
+
+The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two descriptors (region, doorbell) the
+other, and then nothing: it stays open, so that each side sees the other's death at once. Regions
+have no name, are sealed against resizing, and vanish with their last holder.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import mmap
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
+from lora_server.transport import park
+from lora_server.transport.base import Connection, Grant, Link, Listener, Port
+from lora_server.wire import messages, slot
+from lora_server.wire.messages import Hello, Refused, Welcome
+from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+
+HANDSHAKE_SECONDS = 5.0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_memory(label: str, nbytes: int) -> tuple[int, memoryview]:
+    """A sealed memfd of `nbytes` zeros, and its mapping; the caller closes the descriptor."""
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd, memoryview(mmap.mmap(fd, nbytes))
+
+
+class ShmLink(Link):
+    """The client's end; see Link."""
+
+    def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
+        park.require_total_store_order()
+        self.shard, self.epoch = shard, hello.epoch
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.settimeout(seconds)
+            self._socket.connect(address)
+            self._socket.send(messages.encode(hello))
+            region, doorbell = self._receive()
+        except OSError as error:
+            self._socket.close()
+            raise ShardUnavailableError(f"shard {shard} at {address}: {error.strerror or error}") from error
+        except LoraServerError:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self.region = Region(region, Region.read_geometry(region))
+        self._doorbell = park.Parker(doorbell[0:4])
+        self._parker = park.Parker(self.region.parked)
+
+    def _receive(self) -> tuple[memoryview, memoryview]:
+        data, fds, _, _ = socket.recv_fds(self._socket, messages.MAX_MESSAGE_BYTES, 2)
+        try:
+            if not data:
+                raise ShardUnavailableError(f"shard {self.shard}: it closed the connection during the handshake")
+            answer = messages.decode_welcome(data)
+            if len(fds) != 2:
+                raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors, expected 2")
+            layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
+            return memoryview(mmap.mmap(fds[0], layout.nbytes)), memoryview(mmap.mmap(fds[1], PAGE_BYTES))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def push(self, seq: int, nbytes: int) -> None:
+        """The payload is in place already: only the signal is left."""
+        self.region.request_signal[0] = slot.signal(self.epoch, seq)
+        self._doorbell.wake()
+
+    def wait(self, seq: int, deadline: float) -> None:
+        """See Link; looks at the peer's socket after each bounded sleep."""
+        expected, word = slot.signal(self.epoch, seq), self.region.response_signal
+        while not self._parker.wait(lambda: word[0] >= expected, deadline):
+            if not self._peer_alive() and word[0] < expected:
+                raise self._gone(seq)
+            if time.monotonic() >= deadline:
+                raise self._timeout(seq)
+
+    def _peer_alive(self) -> bool:
+        try:
+            return self._socket.recv(1) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """See Link."""
+        self._socket.close()
+
+
+class _ShmConnection(Connection):
+    """The shard's end; see Connection."""
+
+    def __init__(self, grant: Grant, region: Region, sock: socket.socket) -> None:
+        self.client, self.epoch, self.region = grant.client, grant.epoch, region
+        self._socket = sock
+        self._parker = park.Parker(region.parked)
+
+    def respond(self, seq: int, nbytes: int) -> None:
+        """The payload is in place already: only the signal is left."""
+        self.region.response_signal[0] = slot.signal(self.epoch, seq)
+        self._parker.wake()
+
+    def close(self) -> None:
+        """See Connection: the listener's selector then sees the end of file and drops the socket."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class ShmListener(Listener):
+    """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
+
+    def __init__(self, port: Port, path: Path) -> None:
+        park.require_total_store_order()
+        self._port, self._path = port, path
+        self._doorbell_fd, doorbell = create_memory("lora-doorbell", PAGE_BYTES)
+        port.share_doorbell(doorbell)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.bind(str(path))
+        path.chmod(0o600)
+        self._server.listen(64)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ, None)
+        self._waker, wakee = socket.socketpair()
+        self._selector.register(wakee, selectors.EVENT_READ, "stop")
+        self._thread = threading.Thread(target=self._run, name="shm-listener", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """The socket's path."""
+        return str(self._path)
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data == "stop":
+                    return
+                if key.data is None:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._on_client(key.fileobj, key.data)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._server.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.getuid(), 0):
+            sock.close()
+            return
+        self._selector.register(sock, selectors.EVENT_READ, "hello")
+
+    def _on_client(self, sock: socket.socket, state: object) -> None:
+        try:
+            data = sock.recv(messages.MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data and state == "hello":
+            self._welcome(sock, data)
+            return
+        if isinstance(state, Connection):
+            self._port.disconnect(state)
+        self._selector.unregister(sock)
+        sock.close()
+
+    def _welcome(self, sock: socket.socket, data: bytes) -> None:
+        try:
+            grant = self._port.admit(messages.decode(data, Hello))
+            layout = self._port.layout
+            fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
+            try:
+                region = Region(memory, layout)
+                region.write_geometry()
+                connection = _ShmConnection(grant, region, sock)
+                self._port.connect(connection)
+                welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes)
+                _send_fds(sock, messages.encode(welcome), [fd, self._doorbell_fd])
+            finally:
+                os.close(fd)
+            self._selector.modify(sock, selectors.EVENT_READ, connection)
+        except (LeaseError, ProtocolError) as error:
+            with contextlib.suppress(OSError):
+                sock.send(messages.encode(Refused(error.code, str(error))))
+            self._selector.unregister(sock)
+            sock.close()
+        except OSError:  # the client went away in the middle of it: its end of file comes next
+            return
+
+    def close(self) -> None:
+        """See Listener."""
+        if self._server.fileno() < 0:
+            return
+        self._waker.close()
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+        os.close(self._doorbell_fd)
+        self._path.unlink(missing_ok=True)
+
+
+def _send_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+    sock.sendmsg([data], ancillary)

@@ -1,0 +1,353 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    handle: int
+    uri: str
+    lora_rank: int
+    bytes: int
+    state: str
+    resident_layers: int
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    error: str
+    holders: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ...) -> None: ...
+
+class AddAdapterRequest(_message.Message):
+    __slots__ = ("name", "uri", "wait_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uri: str
+    wait_seconds: float
+    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersReply(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RemoveAdapterReply(_message.Message):
+    __slots__ = ("holders",)
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    holders: int
+    def __init__(self, holders: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("instance", "wait_seconds", "replaces")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    wait_seconds: float
+    replaces: int
+    def __init__(self, instance: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., replaces: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    COORDINATION_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    key: bytes
+    lease_seconds: float
+    spec_json: str
+    layout: str
+    dtype: str
+    coordination: str
+    max_step_rows: int
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    prefetch_address: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ...) -> None: ...
+
+class Endpoint(_message.Message):
+    __slots__ = ("shard", "host", "shm", "zmq")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    SHM_FIELD_NUMBER: _ClassVar[int]
+    ZMQ_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    host: str
+    shm: str
+    zmq: str
+    def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., zmq: _Optional[str] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("client", "epoch")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("client", "epoch")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PlacementRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PlacementReply(_message.Message):
+    __slots__ = ("spec_json", "layout", "endpoints")
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    spec_json: str
+    layout: str
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("client", "epoch", "names")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HeldAdapter(_message.Message):
+    __slots__ = ("name", "handle", "sites")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    handle: int
+    sites: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., handle: _Optional[int] = ..., sites: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AcquireReply(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[HeldAdapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("client", "epoch", "handles")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "stats")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    EP_RANK_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    stage: int
+    ep_rank: int
+    state: str
+    node: int
+    pid: int
+    restarts: int
+    stats: ShardStats
+    def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    layout: str
+    ready: bool
+    clients: int
+    adapters: int
+    shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+
+class ShardStats(_message.Message):
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_NS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    failed: int
+    entries: int
+    request_bytes: int
+    response_bytes: int
+    wait_ns: int
+    compute_ns: int
+    weight_bytes: int
+    clients: int
+    followers: int
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    AGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    node: int
+    pid: int
+    agreement: str
+    endpoint: Endpoint
+    order_address: str
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("command", "code", "message")
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    command: int
+    code: str
+    message: str
+    def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class LayersReady(_message.Message):
+    __slots__ = ("handle", "layers")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    layers: int
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
+
+class ClientGone(_message.Message):
+    __slots__ = ("client", "epoch")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ShardReport(_message.Message):
+    __slots__ = ("hello", "done", "layers_ready", "client_gone", "stats")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_READY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_GONE_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    done: Done
+    layers_ready: LayersReady
+    client_gone: ClientGone
+    stats: ShardStats
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("client", "epoch", "key")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    key: bytes
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("handle", "path")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    path: str
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class Handles(_message.Message):
+    __slots__ = ("handles",)
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ShardCommand(_message.Message):
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "prefetch", "follow")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    REVOKE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    grant: Grant
+    revoke: int
+    load: Load
+    drop: int
+    prefetch: Handles
+    follow: str
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., prefetch: _Optional[_Union[Handles, _Mapping]] = ..., follow: _Optional[str] = ...) -> None: ...

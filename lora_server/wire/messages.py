@@ -1,0 +1,79 @@
+"""Small control messages (msgpack, typed by msgspec) beside the slots; never pickle."""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import msgspec
+
+from lora_server.errors import ProtocolError, rebuild
+
+MAX_MESSAGE_BYTES = 64 * 1024
+
+
+class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
+    """A client to a shard, first of all: which lease it holds."""
+
+    client: int
+    epoch: int
+    key: bytes
+
+
+class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
+    """A shard's answer to Hello: the sizes of their region."""
+
+    depth: int
+    request_bytes: int
+    response_bytes: int
+
+
+class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
+    """A shard's other answer to Hello."""
+
+    code: str
+    message: str
+
+
+class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
+    """Leader mode: the leader tells its stage which step comes next."""
+
+    client: int
+    epoch: int
+    seq: int
+
+
+class Prefetch(msgspec.Struct, tag="prefetch", forbid_unknown_fields=True):
+    """A client to the controller, before a request's first step: bring these in first."""
+
+    client: int
+    handles: list[int]
+
+
+_T = TypeVar("_T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as bytes."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(data: bytes, expected: type[_T]) -> _T:
+    """One message of an expected type; raises ProtocolError for anything else."""
+    return cast(_T, _decode(data, expected))
+
+
+def decode_welcome(data: bytes) -> Welcome:
+    """A shard's answer to Hello; raises the error that a Refused carries."""
+    answer = cast(Welcome | Refused, _decode(data, Welcome | Refused))
+    if isinstance(answer, Refused):
+        raise rebuild(answer.code, answer.message)
+    return answer
+
+
+def _decode(data: bytes, expected: object) -> object:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"control message: got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    try:
+        return msgspec.msgpack.decode(data, type=cast(type[object], expected))
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"control message: {error}; expected {expected}") from error

@@ -1,0 +1,101 @@
+"""The memory that one client and one shard share: signal lines, then request and response slots.
+
+    line 0  request signal    written by the client
+    line 1  response signal   written by the shard
+    line 2  client is parked  (see transport.park)
+    line 3  geometry          written once by the shard: magic, version, depth, slot sizes
+    slots   depth requests, then depth responses, page aligned
+
+Slot of a step: seq mod depth. The client pushes seq only when the response to seq - depth has been
+consumed, so a slot is never overwritten while anybody reads it.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from lora_server.errors import ProtocolError
+from lora_server.spec import ModelSpec
+from lora_server.wire import slot
+
+LINE_BYTES = 128
+PAGE_BYTES = 4096
+_GEOMETRY = struct.Struct("<IIIIQQ")
+_MAGIC = 0x4752_4F4C  # "LORG"
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Sizes of a region; `request_bytes` and `response_bytes` are those of one slot."""
+
+    depth: int
+    request_bytes: int
+    response_bytes: int
+
+    @classmethod
+    def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int) -> RegionLayout:
+        """Slots that hold any step of at most `max_step_rows` entries in any dtype, at any site."""
+        sites = list(spec.sites())
+        widest_in = max(spec.in_width(site) for site in sites)
+        widest_out = max(spec.out_width(site) for site in sites)
+        flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP
+        request = slot.request_offsets(max_step_rows, max_step_rows, flags, max_step_rows * widest_in * 4).end
+        response = slot.HEADER_BYTES + max_step_rows * widest_out * 4
+        return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole region."""
+        return PAGE_BYTES + self.depth * (self.request_bytes + self.response_bytes)
+
+
+class Region:
+    """Typed views over a region's memory. Owns nothing but the views; `memory` keeps the mapping alive."""
+
+    def __init__(self, memory: memoryview, layout: RegionLayout) -> None:
+        if memory.nbytes < layout.nbytes:
+            raise ProtocolError(f"region: got {memory.nbytes} bytes, expected {layout.nbytes} for {layout}")
+        self.memory = memory
+        self.layout = layout
+        self.request_signal = memory[0:8].cast("Q")
+        self.response_signal = memory[LINE_BYTES : LINE_BYTES + 8].cast("Q")
+        self.parked = memory[2 * LINE_BYTES : 2 * LINE_BYTES + 4]
+        first_response = PAGE_BYTES + layout.depth * layout.request_bytes
+        self._requests = [self._slot(PAGE_BYTES, layout.request_bytes, i) for i in range(layout.depth)]
+        self._responses = [self._slot(first_response, layout.response_bytes, i) for i in range(layout.depth)]
+
+    def _slot(self, base: int, size: int, index: int) -> memoryview:
+        return self.memory[base + index * size : base + (index + 1) * size]
+
+    def request(self, seq: int) -> memoryview:
+        """The request slot of a step."""
+        return self._requests[seq % self.layout.depth]
+
+    def response(self, seq: int) -> memoryview:
+        """The response slot of a step."""
+        return self._responses[seq % self.layout.depth]
+
+    def write_geometry(self) -> None:
+        """By the shard, before the client sees the region."""
+        layout = self.layout
+        _GEOMETRY.pack_into(
+            self.memory,
+            3 * LINE_BYTES,
+            _MAGIC,
+            slot.VERSION,
+            layout.depth,
+            0,
+            layout.request_bytes,
+            layout.response_bytes,
+        )
+
+    @staticmethod
+    def read_geometry(memory: memoryview) -> RegionLayout:
+        """By the client, from a mapped region; raises ProtocolError for one that is not ours."""
+        magic, version, depth, _, request_bytes, response_bytes = _GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
+        if magic != _MAGIC or version != slot.VERSION:
+            raise ProtocolError(
+                f"region: got magic {magic:#x} version {version}, expected {_MAGIC:#x} version {slot.VERSION}"
+            )
+        return RegionLayout(depth, request_bytes, response_bytes)

@@ -1,0 +1,59 @@
+"""Calling the control plane: deadlines on every call, and our own errors out of gRPC's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from lora_server.errors import (
+    AdapterError,
+    AdapterExistsError,
+    ConfigError,
+    GeometryMismatchError,
+    LeaseError,
+    LoraServerError,
+    ServerUnavailableError,
+    StepTimeoutError,
+    UnknownAdapterError,
+    rebuild,
+)
+
+CODE_KEY = "lora-error-code"
+_T = TypeVar("_T")
+
+_STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
+    (UnknownAdapterError, grpc.StatusCode.NOT_FOUND),
+    (AdapterExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (AdapterError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (GeometryMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LeaseError, grpc.StatusCode.FAILED_PRECONDITION),
+    (StepTimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (ServerUnavailableError, grpc.StatusCode.UNAVAILABLE),
+)
+
+
+def status_of(error: LoraServerError) -> grpc.StatusCode:
+    """The gRPC status that an error of ours travels under; its `code` goes beside it as metadata."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float) -> _T:
+    """One unary call. Raises the error that the server raised, or ServerUnavailableError."""
+    try:
+        return method(request, timeout=seconds)
+    except grpc.RpcError as error:
+        raise _translate(cast(grpc.Call, error), server, seconds) from None
+
+
+def _translate(error: grpc.Call, server: str, seconds: float) -> LoraServerError:
+    for key, value in error.trailing_metadata() or ():
+        if key == CODE_KEY:
+            return rebuild(str(value), error.details() or "")
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return ServerUnavailableError(f"server {server}: cannot be reached ({error.details()}); is it running?")
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ServerUnavailableError(f"server {server}: no answer within {seconds:g} s")
+    return LoraServerError(f"server {server}: {error.code().name}: {error.details()}")

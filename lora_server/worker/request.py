@@ -1,0 +1,166 @@
+"""From the bytes of a slot to tensors, and back. What a client wrote is checked before it is used.
+
+The memory is the client's to change at any time: header and tables are copied first, then checked;
+rows may change under the kernel's hands, which harms only that client's own result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lora_server.errors import LoraServerError, ProtocolError
+from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader, ResponseHeader
+
+TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One checked step. segments_S4: (handle, expert, first, num_entries) rows, int64."""
+
+    header: RequestHeader
+    site: Site
+    segments: list[tuple[int, int, int, int]]
+    in_map_N: torch.Tensor | None
+    out_map_N: torch.Tensor | None
+    weights_N: torch.Tensor | None
+    rows_TK: torch.Tensor
+
+
+def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> RequestHeader:
+    """The header of an expected step; raises ProtocolError if it is any other's."""
+    header = RequestHeader.unpack_from(memory)
+    if (header.client, header.epoch, header.seq) != (client, epoch, seq):
+        raise ProtocolError(
+            f"{header.where} epoch {header.epoch}: expected client {client} epoch {epoch} seq {seq} in this slot"
+        )
+    return header
+
+
+def handles(memory: memoryview, header: RequestHeader) -> set[int]:
+    """The adapters that a step names; empty if its tables do not fit the slot (`read_request` says so)."""
+    count = header.num_segments
+    if slot.HEADER_BYTES + count * slot.SEGMENT_BYTES > len(memory):
+        return set()
+    table = _tensor(memory, slot.HEADER_BYTES, count * 4, torch.int32).view(-1, 4)
+    return set(table[:, 0].tolist())
+
+
+def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max_step_rows: int) -> Request:
+    """The rest of a step; raises ProtocolError naming what is out of range."""
+    site = _site(header, spec)
+    _check_counts(header, site, spec, max_step_rows)
+    width = header.in_end - header.in_begin
+    row_bytes = header.num_rows * width * slot.ELEMENT_BYTES[header.dtype]
+    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, row_bytes)
+    if at.end > len(memory) or header.payload_bytes != at.end - slot.HEADER_BYTES:
+        raise ProtocolError(
+            f"{header.where}: got {header.payload_bytes} payload bytes, expected {at.end - slot.HEADER_BYTES} "
+            f"in a slot of {len(memory)}"
+        )
+    segments = _tensor(memory, at.segments, header.num_segments * 4, torch.int32).view(-1, 4).tolist()
+    _check_segments(segments, header, spec.experts_at(site))
+    entries = header.num_entries
+    in_map = out_map = weights = None
+    if header.flags & slot.HAS_IN_MAP:
+        in_map = _map(memory, at.in_map, entries, header.num_rows, header, "in_map")
+    if header.flags & slot.HAS_OUT_MAP:
+        out_map = _map(memory, at.out_map, entries, header.num_out_rows, header, "out_map")
+        weights = _tensor(memory, at.weights, entries, torch.float32).clone()
+    rows = _tensor(memory, at.rows, header.num_rows * width, TORCH_DTYPES[header.dtype]).view(header.num_rows, width)
+    return Request(header, site, segments, in_map, out_map, weights, rows)
+
+
+def _site(header: RequestHeader, spec: ModelSpec) -> Site:
+    if header.layer >= spec.layers or header.projection >= len(PROJECTIONS):
+        raise ProtocolError(f"{header.where}: expected a layer below {spec.layers} and one of {PROJECTIONS}")
+    if header.dtype >= len(slot.DTYPES) or header.step_class not in (slot.DECODE, slot.PREFILL):
+        raise ProtocolError(f"{header.where}: got dtype {header.dtype}, class {header.step_class}")
+    return Site(header.layer, PROJECTIONS[header.projection])
+
+
+def _check_counts(header: RequestHeader, site: Site, spec: ModelSpec, max_step_rows: int) -> None:
+    if max(header.num_entries, header.num_rows, header.num_out_rows) > max_step_rows:
+        raise ProtocolError(
+            f"{header.where}: got {header.num_entries} entries, {header.num_rows} rows in, {header.num_out_rows} out, "
+            f"expected at most {max_step_rows} (--max-step-rows); send smaller chunks"
+        )
+    if header.num_segments > header.num_entries or (header.num_entries and not header.num_segments):
+        raise ProtocolError(f"{header.where}: got {header.num_segments} segments for {header.num_entries} entries")
+    if not header.in_begin < header.in_end <= spec.in_width(site):
+        raise ProtocolError(
+            f"{header.where}: got input window [{header.in_begin}, {header.in_end}), "
+            f"expected it within {spec.in_width(site)}"
+        )
+    for begin, end in header.windows:
+        if not begin < end <= spec.out_width(site):
+            raise ProtocolError(
+                f"{header.where}: got output window [{begin}, {end}), expected it within {spec.out_width(site)}"
+            )
+    if not header.flags & slot.HAS_IN_MAP and header.num_rows != header.num_entries:
+        raise ProtocolError(f"{header.where}: got {header.num_rows} rows, expected {header.num_entries} (no in_map)")
+    if not header.flags & slot.HAS_OUT_MAP and header.num_out_rows != header.num_entries:
+        raise ProtocolError(f"{header.where}: got {header.num_out_rows} rows out, expected {header.num_entries}")
+
+
+def _check_segments(segments: list[list[int]], header: RequestHeader, experts: int) -> None:
+    expected = 0
+    for handle, expert, first, num_entries in segments:
+        if first != expected or num_entries < 1 or handle < 0 or not 0 <= expert < experts:
+            raise ProtocolError(
+                f"{header.where}: got segment (handle {handle}, expert {expert}, first {first}, "
+                f"{num_entries} entries), expected it to start at {expected}, hold at least one entry "
+                f"and name one of {experts} experts"
+            )
+        expected = first + num_entries
+    if expected != header.num_entries:
+        raise ProtocolError(f"{header.where}: segments hold {expected} entries, expected {header.num_entries}")
+
+
+def _tensor(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+
+
+def _map(memory: memoryview, offset: int, entries: int, rows: int, header: RequestHeader, name: str) -> torch.Tensor:
+    mapped = _tensor(memory, offset, entries, torch.int32).clone()
+    if entries and not (int(mapped.min()) >= 0 and int(mapped.max()) < rows):
+        raise ProtocolError(f"{header.where}: {name} points outside [0, {rows})")
+    return mapped
+
+
+def response_rows(memory: memoryview, header: RequestHeader) -> torch.Tensor:
+    """The [U, O] tensor in the response slot that a kernel fills."""
+    rows, width = header.num_out_rows, header.out_width
+    return _tensor(memory, slot.HEADER_BYTES, rows * width, TORCH_DTYPES[header.dtype]).view(rows, width)
+
+
+def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[int, int, int]) -> int:
+    """The header of a response whose rows are in place; returns the bytes to push."""
+    payload = header.num_out_rows * header.out_width * slot.ELEMENT_BYTES[header.dtype]
+    ResponseHeader(
+        slot.OK,
+        header.client,
+        header.epoch,
+        header.seq,
+        header.slot,
+        header.dtype,
+        header.num_out_rows,
+        header.out_width,
+        payload,
+        *times_ns,
+    ).pack_into(memory)
+    return slot.HEADER_BYTES + payload
+
+
+def write_failure(memory: memoryview, client: int, epoch: int, seq: int, error: LoraServerError) -> int:
+    """A typed error as the response; returns the bytes to push."""
+    text = f"{error.code}\n{error}".encode()[: len(memory) - slot.HEADER_BYTES]
+    ResponseHeader(slot.FAILED, client, epoch, seq, 0, 0, 0, 0, len(text), 0, 0, 0).pack_into(memory)
+    memory[slot.HEADER_BYTES : slot.HEADER_BYTES + len(text)] = text
+    return slot.HEADER_BYTES + len(text)

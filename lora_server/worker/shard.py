@@ -1,0 +1,195 @@
+"""The loop of one shard: receive -> shrink -> expand -> send.
+
+Clients write into their slots while earlier steps compute (receive overlaps compute); the kernel
+writes into the client's response slot, so sending is a signal (shared memory) or another thread's
+work (ZeroMQ). One thread runs the loop; listeners and the weight loader ring its doorbell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from kernels_cuda.ops import Segment, Step
+from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError, UnknownAdapterError
+from lora_server.memory.store import State, WeightStore
+from lora_server.spec import ModelSpec
+from lora_server.transport.base import Connection, Port
+from lora_server.wire import slot
+from lora_server.worker import request as requests
+from lora_server.worker.coordination import Coordinator
+from lora_server.worker.schedule import Pending
+
+IDLE_SECONDS = 0.1
+log = structlog.get_logger()
+
+Kernel = Callable[[Step, torch.Tensor], None]
+
+
+@dataclass
+class Counters:
+    """What a shard has done since it started; times in nanoseconds."""
+
+    steps: int = 0
+    failed: int = 0
+    entries: int = 0
+    request_bytes: int = 0
+    response_bytes: int = 0
+    wait_ns: int = 0  # from receiving a step to starting it
+    compute_ns: int = 0
+
+
+@dataclass
+class Shard:
+    """One shard's loop over what the daemon gave it. Not thread-safe: one thread calls it."""
+
+    index: int
+    spec: ModelSpec
+    max_step_rows: int
+    port: Port
+    store: WeightStore
+    coordinator: Coordinator
+    kernel: Kernel
+    counters: Counters = field(default_factory=Counters)
+    _pending: dict[int, Pending] = field(default_factory=dict)
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Serve until `stopped()`; it is looked at least every IDLE_SECONDS."""
+        while not stopped():
+            if not self.serve_once():
+                self.port.wait(self._anything_new, IDLE_SECONDS)
+
+    def serve_once(self) -> bool:
+        """Serve at most one step; whether there was one."""
+        self._receive()
+        step = self.coordinator.next(self._pending)
+        if step is None:
+            return False
+        del self._pending[step.connection.client]
+        self._serve(step)
+        return True
+
+    def _anything_new(self) -> bool:
+        if self.coordinator.anything_new():
+            return True
+        for connection in self.port.connections:
+            if connection.client not in self._pending and connection.requested() > connection.served:
+                return True
+        return any(step.blocked and self._weights(step)[0] is not State.LOADING for step in self._pending.values())
+
+    def _receive(self) -> None:
+        """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
+        connections = self.port.connections
+        alive = {connection.client: connection for connection in connections}
+        for client, step in list(self._pending.items()):
+            if alive.get(client) is not step.connection:
+                del self._pending[client]
+        for connection in connections:
+            if connection.client not in self._pending and connection.requested() > connection.served:
+                self._take(connection)
+        for step in list(self._pending.values()):
+            if step.blocked:
+                self._recheck(step)
+
+    def _take(self, connection: Connection) -> None:
+        seq, now = connection.served + 1, time.monotonic_ns()
+        try:
+            header = requests.read_header(connection.region.request(seq), connection.client, connection.epoch, seq)
+        except LoraServerError as error:
+            self._fail(connection, seq, error)
+            return
+        step = Pending(connection, seq, header, now, now + header.budget_us * 1000)
+        self._pending[connection.client] = step
+        self._recheck(step)
+
+    def _recheck(self, step: Pending) -> None:
+        state, handle = self._weights(step)
+        step.blocked = state is State.LOADING
+        if not step.blocked:
+            return
+        self.store.prefetch([handle])
+        if time.monotonic_ns() >= step.expires_ns:
+            del self._pending[step.connection.client]
+            self._fail(
+                step.connection,
+                step.seq,
+                StepTimeoutError(
+                    f"shard {self.index} {step.header.where}: the weights of handle {handle} were not loaded "
+                    "before the client's deadline; wait longer, or prefetch"
+                ),
+            )
+
+    def _weights(self, step: Pending) -> tuple[State, int]:
+        """LOADING if any adapter of the step still is, with its handle; otherwise READY."""
+        for handle in requests.handles(step.connection.region.request(step.seq), step.header):
+            if self.store.state(handle, step.header.layer) is State.LOADING:
+                return State.LOADING, handle
+        return State.READY, -1
+
+    def _serve(self, step: Pending) -> None:
+        memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
+        try:
+            request_memory = step.connection.region.request(step.seq)
+            request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
+            segments = [self._segment(request, *segment) for segment in request.segments]
+            if request.header.num_out_rows:
+                self.kernel(_kernel_step(request, segments), requests.response_rows(memory, step.header))
+        except LoraServerError as error:
+            self._fail(step.connection, step.seq, error)
+            return
+        except (RuntimeError, IndexError) as error:  # torch refused: tables changed after they were checked
+            self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error}"))
+            return
+        done = time.monotonic_ns()
+        nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
+        self._count(step, nbytes, started, done)
+        self._respond(step.connection, step.seq, nbytes)
+
+    def _segment(self, request: requests.Request, handle: int, expert: int, first: int, entries: int) -> Segment:
+        layer = request.site.layer
+        state = self.store.state(handle, layer)
+        if state is State.READY:
+            return Segment(self.store.pairs(handle, request.site, expert), first, entries)
+        if state is State.FAILED:
+            raise self.store.error(handle)
+        raise UnknownAdapterError(
+            f"shard {self.index} {request.header.where}: handle {handle} is {state.value} here; was it removed?"
+        )
+
+    def _respond(self, connection: Connection, seq: int, nbytes: int) -> None:
+        connection.served = seq
+        connection.respond(seq, nbytes)
+
+    def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
+        log.warning("step failed", shard=self.index, client=connection.client, seq=seq, error=str(error))
+        self.counters.failed += 1
+        memory = connection.region.response(seq)
+        self._respond(connection, seq, requests.write_failure(memory, connection.client, connection.epoch, seq, error))
+
+    def _count(self, step: Pending, nbytes: int, started: int, done: int) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.entries += step.header.num_entries
+        counters.request_bytes += slot.HEADER_BYTES + step.header.payload_bytes
+        counters.response_bytes += nbytes
+        counters.wait_ns += started - step.received_ns
+        counters.compute_ns += done - started
+
+
+def _kernel_step(request: requests.Request, segments: list[Segment]) -> Step:
+    header = request.header
+    return Step(
+        rows_TK=request.rows_TK,
+        segments=segments,
+        num_entries=header.num_entries,
+        num_out_rows=header.num_out_rows,
+        windows=header.windows,
+        in_begin=header.in_begin,
+        in_map_N=request.in_map_N,
+        out_map_N=request.out_map_N,
+        weights_N=request.weights_N,
+    )
