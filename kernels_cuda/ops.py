@@ -69,11 +69,13 @@ class Step:
 def placed(pair: Pair, windows: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, int]]:
     """The parts of a pair's B that fall into the windows: (rows of B, first column of the result)."""
     parts = []
-    column = 0
-    pair_end = pair.out_begin + pair.b_OR.shape[0]
+    column, first = 0, pair.out_begin
+    num_rows = pair.b_OR.shape[0]
     for begin, end in windows:
-        low, high = max(begin, pair.out_begin), min(end, pair_end)
+        if begin <= first and first + num_rows <= end:
+            return [(pair.b_OR, column + first - begin)]
+        low, high = max(begin, first), min(end, first + num_rows)
         if low < high:
-            parts.append((pair.b_OR[low - pair.out_begin : high - pair.out_begin], column + low - begin))
+            parts.append((pair.b_OR[low - first : high - first], column + low - begin))
         column += end - begin
     return parts

@@ -14,7 +14,7 @@ from lora_server.adapters import validate_adapter
 from lora_server.control.leases import ClientLease, Leases
 from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.shards import Pending, ShardHandle, ShardTable, wait_all
-from lora_server.errors import AdapterFormatError, ConfigError, LoraServerError, ShardUnavailableError
+from lora_server.errors import AdapterError, AdapterFormatError, ConfigError, LoraServerError, ShardUnavailableError
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 from lora_server.wire import lora_server_pb2 as pb
@@ -88,6 +88,18 @@ class Controller:
             log.warning("adapter", name=name, warning=warning)
         return record, True
 
+    def register_directory(self, found: dict[str, Path]) -> None:
+        """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it."""
+        for name, path in found.items():
+            try:
+                record, _ = self.register(name, str(path))
+            except AdapterError as error:
+                log.error("adapter refused", name=name, error=str(error))
+                self.registry.refused[name] = str(error)
+            else:
+                self.start_loading(record)
+        self.adapters_registered.set()
+
     def start_loading(self, record: Record) -> list[Pending]:
         """Tell every live shard; those that register later are told then."""
         return [self._load_on(handle, record) for handle in self.shards.live().values()]
@@ -118,6 +130,8 @@ class Controller:
     def remove(self, name: str) -> int:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""
         with self._lock:
+            if self.registry.refused.pop(name, None) is not None:
+                return 0
             record, free = self.registry.unlist(name)
             holders = len(+record.holders)
         self._drop(free)
@@ -239,4 +253,4 @@ class Controller:
             return f"shards not up: {missing}"
         if not self.adapters_registered.is_set():
             return "adapters are still being registered"
-        return ""
+        return "; ".join(f"adapter {name!r} was refused: {why}" for name, why in self.registry.refused.items())

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lora_server.errors import AdapterExistsError, AdapterFormatError, LoraServerError, UnknownAdapterError
+from lora_server.errors import AdapterExistsError, AdapterFormatError, AdapterLoadError, UnknownAdapterError
 from lora_server.spec import Site
 
 _NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
@@ -59,6 +59,7 @@ class Registry:
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
         self._next_handle = 1
+        self.refused: dict[str, str] = {}  # of the start-up directory: name -> why
 
     def existing(self, name: str, version: str) -> Record | None:
         """The listed record of that name; raises AdapterExistsError if its content is another."""
@@ -74,6 +75,7 @@ class Registry:
         """List a record under a handle of its own."""
         record.handle = self._next_handle
         self._next_handle += 1
+        self.refused.pop(record.name, None)
         self._by_name[record.name] = record
         self._by_handle[record.handle] = record
         return record
@@ -81,6 +83,8 @@ class Registry:
     def get(self, name: str) -> Record:
         """A listed adapter; raises UnknownAdapterError."""
         record = self._by_name.get(name)
+        if record is None and name in self.refused:
+            raise UnknownAdapterError(f"adapter {name!r}: refused when the server started: {self.refused[name]}")
         if record is None:
             known = ", ".join(sorted(self._by_name)[:8]) or "none"
             raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
@@ -99,7 +103,7 @@ class Registry:
         records = [self.get(name) for name in names]
         for record in records:
             if record.error:
-                raise LoraServerError(f"adapter {record.name!r}: {record.error}")
+                raise AdapterLoadError(f"adapter {record.name!r}: {record.error}")
         for record in records:
             record.holders[client] += 1
         return records

@@ -105,23 +105,15 @@ class Node:
         if self.controller is None:
             return
         try:
-            self._register_adapters(self.controller)
+            found = find_adapters(self.config.adapters) if self.config.adapters else {}
         except LoraServerError as error:
             self._fail(str(error))
             return
+        self.controller.register_directory(found)
+        log.info("adapters registered", count=len(found), refused=len(self.controller.registry.refused))
         while not self.stopped.wait(SWEEP_SECONDS):
             self.controller.expire_leases()
             self.control.set_ready(not self._not_ready())
-
-    def _register_adapters(self, controller: Controller) -> None:
-        found = find_adapters(self.config.adapters) if self.config.adapters else {}
-        for name, path in found.items():
-            if self.stopped.is_set():
-                return
-            record, _ = controller.register(name, str(path))
-            controller.start_loading(record)
-        controller.adapters_registered.set()
-        log.info("adapters registered", count=len(found))
 
     def _not_ready(self) -> str:
         if self.controller is not None:

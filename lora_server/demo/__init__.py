@@ -1,1 +1,6 @@
-"""Small models and adapters with random weights, made on the spot: for the demo, the tests and the benches."""
+"""The demo: a server, two engine processes, sixteen adapters, and the check against PEFT.
+
+run      starts everything, shows progress, judges        report   the table and the JSON
+launch   `lora-server serve` as a child process           engine   one engine process
+check    PEFT's tokens beside ours                        tiny     small local models and adapters
+"""

@@ -19,7 +19,7 @@ import torch
 
 from kernels_cuda.ops import Pair
 from lora_server.adapters import Adapter, open_adapter
-from lora_server.errors import AdapterLoadError, LoraServerError
+from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.placement import Placement
 from lora_server.spec import Site
 
@@ -49,7 +49,10 @@ class WeightStore(ABC):
 
     @abstractmethod
     def drop(self, handle: int) -> None:
-        """Forget an adapter and free its memory; a load under way stops. Unknown handles are ignored."""
+        """Forget an adapter and free its memory. Unknown handles are ignored.
+
+        A load under way stops, and its `done` gets an AdapterLoadError.
+        """
 
     @abstractmethod
     def state(self, handle: int, layer: int) -> State:
@@ -61,7 +64,10 @@ class WeightStore(ABC):
 
     @abstractmethod
     def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
-        """The weights of a READY layer; empty where the adapter has no delta."""
+        """The weights of a READY layer; empty where the adapter has no delta.
+
+        Raises UnknownAdapterError if it was dropped since, ProtocolError for what another shard owns.
+        """
 
     @abstractmethod
     def nbytes(self) -> int:
@@ -69,11 +75,12 @@ class WeightStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop loading and free everything."""
+        """Drop everything and stop."""
 
 
 @dataclass
 class _Entry:
+    handle: int
     path: Path
     layers: list[int]
     done: list[Callable[[LoraServerError | None], None]]
@@ -102,7 +109,7 @@ class ResidentStore(WeightStore):
         self._placement, self._shard, self._dtype, self._on_layer = placement, shard, dtype, on_layer
         self._layers = list(placement.layers(shard))
         self._entries: dict[int, _Entry] = {}
-        self._queue: list[tuple[int, int, int]] = []
+        self._queue: list[tuple[int, int, _Entry]] = []  # holds every unfinished entry but the one being loaded
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -114,8 +121,8 @@ class ResidentStore(WeightStore):
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
-                self._entries[handle] = _Entry(path, list(self._layers), [done])
-                self._enqueue(handle)
+                entry = self._entries[handle] = _Entry(handle, path, list(self._layers), [done])
+                self._enqueue(entry)
                 return
             if not entry.finished:
                 entry.done.append(done)
@@ -129,24 +136,25 @@ class ResidentStore(WeightStore):
                 entry = self._entries.get(handle)
                 if entry is not None and entry.layers and not entry.urgent:
                     entry.urgent = True
-                    self._enqueue(handle)
+                    self._enqueue(entry)
 
-    def _enqueue(self, handle: int) -> None:
-        urgent = self._entries[handle].urgent
-        heapq.heappush(self._queue, (0 if urgent else 1, next(self._order), handle))
+    def _enqueue(self, entry: _Entry) -> None:
+        heapq.heappush(self._queue, (0 if entry.urgent else 1, next(self._order), entry))
         self._changed.notify()
 
     def drop(self, handle: int) -> None:
         """See WeightStore."""
         with self._changed:
-            self._entries.pop(handle, None)
+            entry = self._entries.pop(handle, None)
+            if entry is not None and not entry.finished:
+                entry.failure = AdapterLoadError(f"handle {handle}: dropped while it loaded")
 
     def state(self, handle: int, layer: int) -> State:
         """See WeightStore."""
         entry = self._entries.get(handle)
         if entry is None:
             return State.UNKNOWN
-        if layer in entry.ready:
+        if layer in entry.ready or (entry.finished and entry.failure is None):
             return State.READY
         return State.LOADING if entry.failure is None else State.FAILED
 
@@ -158,7 +166,13 @@ class ResidentStore(WeightStore):
 
     def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
         """See WeightStore."""
-        return self._entries[handle].pairs.get((site, expert), ())
+        entry = self._entries.get(handle)
+        if entry is None:
+            raise UnknownAdapterError(f"handle {handle}: not on shard {self._shard}; was it removed?")
+        found = entry.pairs.get((site, expert))
+        if found is None and expert not in self._placement.experts(site, self._shard):
+            raise ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
+        return found or ()
 
     def nbytes(self) -> int:
         """See WeightStore."""
@@ -167,23 +181,25 @@ class ResidentStore(WeightStore):
     def close(self) -> None:
         """See WeightStore."""
         with self._changed:
+            for handle in list(self._entries):
+                self.drop(handle)
             self._closed = True
             self._changed.notify()
         self._thread.join()
-        self._entries.clear()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
+                if not self._queue:
                     return
-                _, _, handle = heapq.heappop(self._queue)
-                entry = self._entries.get(handle)
-            if entry is not None and entry.failure is None:
-                self._load_next(handle, entry)
+                _, _, entry = heapq.heappop(self._queue)
+            if entry.failure is None and not entry.finished:
+                self._load_next(entry)
+            if entry.failure is not None or not entry.layers:
+                self._finish(entry)
 
-    def _load_next(self, handle: int, entry: _Entry) -> None:
+    def _load_next(self, entry: _Entry) -> None:
         try:
             if entry.layers:
                 self._load_layer(entry, entry.layers[0])
@@ -191,14 +207,9 @@ class ResidentStore(WeightStore):
             reason = error if isinstance(error, LoraServerError) else AdapterLoadError(f"{entry.path}: {error!r}")
             entry.failure = reason
         with self._changed:
-            if entry.layers and entry.failure is None and handle in self._entries:
-                self._enqueue(handle)
-                over = False
-            else:
-                over = True
-        self._on_layer(handle, len(entry.ready))
-        if over:
-            self._finish(entry)
+            if entry.layers and entry.failure is None:
+                self._enqueue(entry)
+        self._on_layer(entry.handle, len(entry.ready))
 
     def _finish(self, entry: _Entry) -> None:
         if entry.adapter is not None:

@@ -194,11 +194,11 @@ class ShmListener(Listener):
                 region.write_geometry()
                 connection = _ShmConnection(grant, region, sock)
                 self._port.connect(connection)
+                self._selector.modify(sock, selectors.EVENT_READ, connection)
                 welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes)
                 _send_fds(sock, messages.encode(welcome), [fd, self._doorbell_fd])
             finally:
                 os.close(fd)
-            self._selector.modify(sock, selectors.EVENT_READ, connection)
         except (LeaseError, ProtocolError) as error:
             with contextlib.suppress(OSError):
                 sock.send(messages.encode(Refused(error.code, str(error))))

@@ -59,6 +59,7 @@ class Leader(Coordinator):
         self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._orders.set_hwm(0)
         self._orders.setsockopt(zmq.LINGER, 0)
+        self._orders.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every follower, not only of the first and last
         self.address = f"tcp://{host}:{self._orders.bind_to_random_port(f'tcp://{host}')}"
         self.followers = 0
 

@@ -1,0 +1,166 @@
+"""One engine process: a transformers model without adapters, attached to the server.
+
+One JSON job on stdin, one JSON result on stdout: `python -m lora_server.demo.engine`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import torch
+
+from client_connector.client import StepTimes
+from lora_server.spec import Site
+
+
+class Sequence(msgspec.Struct):
+    """A prompt and the adapter that answers it (None: the base model)."""
+
+    prompt: list[int]
+    adapter: str | None
+
+
+class Job(msgspec.Struct):
+    """Batches to generate, one after another."""
+
+    model: str
+    server: str
+    batches: list[list[Sequence]]
+    new_tokens: int
+    transport: str = "auto"
+
+
+class Answer(msgspec.Struct):
+    """Greedy tokens of one sequence, and the log probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Times(msgspec.Struct):
+    """Mean microseconds per layer of expert sites (both projections), while decoding."""
+
+    recv: float = 0.0
+    lora: float = 0.0
+    send: float = 0.0
+    moe: float = 0.0
+
+
+class Result(msgspec.Struct):
+    """What the engine did."""
+
+    answers: list[list[Answer]]
+    tokens_per_s: float
+    times_us: Times
+
+
+class Stopwatch:
+    """Collects step times; one exchange is as slow as its slowest shard.
+
+    Send counts from the end of the LoRA computation, or from when the client began to wait if that
+    was later: what the engine's own GEMM hides costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: dict[tuple[Site, int], list[StepTimes]] = defaultdict(list)
+        self._gemm_ns = 0
+        self._gemms = 0
+
+    def step(self, times: StepTimes) -> None:
+        """Observer of messages."""
+        if times.site.projection in ("gate_up", "down"):
+            self._exchanges[times.site, self._gemms].append(times)
+
+    def gemm(self, site: Site, began_ns: int, ended_ns: int) -> None:
+        """Observer of the engine's own GEMMs; runs once per site of a forward pass."""
+        if site.projection in ("gate_up", "down"):
+            self._gemm_ns += ended_ns - began_ns
+            self._gemms += 1
+
+    def means(self) -> Times:
+        """Per layer: gate_up and down together."""
+        exchanges = list(self._exchanges.values())
+        if not exchanges:
+            return Times(moe=2e-3 * self._gemm_ns / max(1, self._gemms))
+        scale = 2e-3 / len(exchanges)  # ns to us, two projections per layer
+        return Times(
+            recv=scale * sum(max(t.received_ns - t.pushed_ns for t in steps) for steps in exchanges),
+            lora=scale * sum(max(t.done_ns - t.started_ns for t in steps) for steps in exchanges),
+            send=scale * sum(max(t.arrived_ns - max(t.done_ns, t.waited_ns) for t in steps) for steps in exchanges),
+            moe=2e-3 * self._gemm_ns / max(1, self._gemms),
+        )
+
+
+def pad(batch: list[Sequence], pad_token: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded ids and mask, [B, S] int64."""
+    longest = max(len(sequence.prompt) for sequence in batch)
+    ids = torch.full((len(batch), longest), pad_token, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(batch):
+        ids[row, longest - len(sequence.prompt) :] = torch.tensor(sequence.prompt)
+        mask[row, longest - len(sequence.prompt) :] = 1
+    return ids, mask
+
+
+def generate(model: torch.nn.Module, batch: list[Sequence], new_tokens: int) -> list[Answer]:
+    """Greedy, exactly `new_tokens` each."""
+    ids, mask = pad(batch, 0)
+    out = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = out.sequences[:, ids.shape[1] :]
+    logprobs = torch.stack(out.logits, dim=1).float().log_softmax(-1).gather(2, tokens[:, :, None]).squeeze(2)
+    return [Answer(t, p) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+
+def load_model(path: str | Path) -> torch.nn.Module:
+    """A float32 model from a directory, in eval mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def run(job: Job) -> Result:
+    """Generate every batch; the first tokens (prefill) count for tokens/s but not for the step times."""
+    from client_connector.transformers import attach
+
+    model = load_model(job.model)
+    watch = Stopwatch()
+    answers = []
+    with attach(model, server=job.server, transport=job.transport) as lora:
+        with lora.adapters([sequence.adapter for sequence in job.batches[0]]):
+            generate(model, job.batches[0], 2)  # warm up
+        lora.observe(watch.step, watch.gemm)
+        began = time.monotonic()
+        for batch in job.batches:
+            with lora.adapters([sequence.adapter for sequence in batch]):
+                answers.append(generate(model, batch, job.new_tokens))
+        seconds = time.monotonic() - began
+    tokens = sum(len(batch) for batch in job.batches) * job.new_tokens
+    return Result(answers, tokens / seconds, watch.means())
+
+
+def main() -> None:
+    """Entry point of the process."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    sys.stdout.buffer.write(msgspec.json.encode(run(job)))
+
+
+if __name__ == "__main__":
+    main()

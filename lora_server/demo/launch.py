@@ -1,0 +1,87 @@
+"""`lora-server serve` as a child process on free ports, for the demo, tests and benches."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lora_server.errors import ServerUnavailableError
+
+READY_SECONDS = 120.0
+STOP_SECONDS = 15.0
+
+
+@dataclass
+class RunningServer:
+    """One node. `log` collects what it writes to stderr."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    http: str
+    log: Path
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of an HTTP GET; status 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://{self.http}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def wait_ready(self, seconds: float = READY_SECONDS) -> None:
+        """Until /readyz says yes; raises ServerUnavailableError with the end of the log."""
+        deadline = time.monotonic() + seconds
+        while self.get("/readyz")[0] != 200:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise ServerUnavailableError(f"server at {self.address} did not get ready: {self.tail()}")
+            time.sleep(0.05)
+
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL at the deadline; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def free_address() -> str:
+    """127.0.0.1 with a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def launch(log: Path, *flags: str) -> RunningServer:
+    """Start a node with these `serve` flags; does not wait."""
+    address, http = free_address(), free_address()
+    command = [sys.executable, "-m", "lora_server", "serve", "--listen", address, "--http", http, *flags]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
+    return RunningServer(process, address, http, log)
+
+
+@contextlib.contextmanager
+def running_server(log: Path, flags: Sequence[str]) -> Iterator[RunningServer]:
+    """A ready server, stopped at the end of the block."""
+    server = launch(log, *flags)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()

@@ -1,0 +1,161 @@
+"""Start a sharded server and two engines, judge them against PEFT, time every layout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from lora_server import spec
+from lora_server.adapters import find_adapters
+from lora_server.demo import tiny
+from lora_server.demo.check import against_peft
+from lora_server.demo.engine import Job, Result, Sequence
+from lora_server.demo.launch import running_server
+from lora_server.demo.report import LayoutTimes, as_json, show
+from lora_server.errors import ConfigError, LoraServerError
+
+NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
+ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
+TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
+TIMED_BATCH, TIMED_TOKENS = 16, 16
+ENGINE_SECONDS = 600.0
+
+
+def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output: bool) -> bool:
+    """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
+    if (model is None) != (adapters is None):
+        raise ConfigError("demo: give both --model and --adapters, or neither")
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch, Progress(*columns, console=console) as progress:
+        work = Path(scratch)
+        if model is None or adapters is None:
+            model, adapters = work / "model", work / "adapters"
+            _make(model, adapters, progress)
+        names = list(find_adapters(adapters))
+        if not names:
+            raise ConfigError(f"demo: no adapters in {adapters}")
+        batches = _batches(names, spec.load(model), ENGINES * BATCHES, BATCH_SIZE, seed=1)
+        results = _serve_and_generate(model, adapters, layout, batches, work, progress)
+        answers = [answer for result in results for batch in result.answers for answer in batch]
+        flat = [sequence for batch in batches for sequence in batch]
+        task = progress.add_task("same prompts with PEFT", total=len(flat))
+        verdict = against_peft(
+            model,
+            adapters,
+            zip(flat, answers, strict=True),
+            NEW_TOKENS,
+            lambda done: progress.advance(task, done),
+        )
+        layouts = _time_layouts(model, adapters, names, work, progress)
+    if json_output:
+        sys.stdout.write(as_json(verdict, layouts) + "\n")
+    else:
+        show(verdict, layouts, Console())
+    return verdict.passed
+
+
+def _make(model_path: Path, adapters: Path, progress: Progress) -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    task = progress.add_task("a small Mixtral and its adapters", total=NUM_ADAPTERS + 1)
+    model = tiny.make_model("mixtral", hidden_size=128, intermediate_size=192, vocab_size=512)
+    tiny.save_model(model, model_path)
+    progress.advance(task)
+    for index in range(NUM_ADAPTERS):
+        tiny.make_adapter(
+            model,
+            adapters / f"tenant-{index:02d}",
+            lora_rank=RANKS[index % len(RANKS)],
+            seed=index,
+            targets=("experts", "all")[index % 2],
+            style=("fused", "per_expert")[index // 2 % 2],
+        )
+        progress.advance(task)
+
+
+def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, seed: int) -> list[list[Sequence]]:
+    """Zipf-popular adapters, one base row in eight, prompts of mixed lengths."""
+    rng = np.random.default_rng(seed)
+    weights = np.arange(1, len(names) + 1, dtype=float) ** -ZIPF
+    chosen = rng.choice(len(names), size=(count, size), p=weights / weights.sum())
+    batches = []
+    for row in chosen:
+        batch = [Sequence(rng.integers(3, 250, rng.integers(4, 20)).tolist(), names[index]) for index in row]
+        batch[-1].adapter = None
+        batches.append(batch)
+    return batches
+
+
+def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
+    return ["--base-model", str(model), "--adapters", str(adapters), "--layout", layout]
+
+
+def _serve_and_generate(
+    model: Path, adapters: Path, layout: str, batches: list[list[Sequence]], work: Path, progress: Progress
+) -> list[Result]:
+    task = progress.add_task(f"server {layout}, {ENGINES} engines", total=ENGINES + 1)
+    with running_server(work / "server.log", _flags(model, adapters, layout)) as server:
+        progress.advance(task)
+        share = len(batches) // ENGINES
+        engines = [
+            _start_engine(Job(str(model), server.address, batches[i * share : (i + 1) * share], NEW_TOKENS))
+            for i in range(ENGINES)
+        ]
+        results = []
+        for engine in engines:
+            results.append(_finish_engine(engine))
+            progress.advance(task)
+    return results
+
+
+def _time_layouts(model: Path, adapters: Path, names: list[str], work: Path, progress: Progress) -> list[LayoutTimes]:
+    task = progress.add_task("timing layouts", total=len(TIMED_LAYOUTS))
+    batch = _batches(names, spec.load(model), 1, TIMED_BATCH, seed=2)
+    rows = []
+    for layout in TIMED_LAYOUTS:
+        with running_server(work / f"{layout}.log", _flags(model, adapters, layout)) as server:
+            engine = _start_engine(Job(str(model), server.address, batch, TIMED_TOKENS))
+            rows.append(LayoutTimes(layout, _finish_engine(engine)))
+        progress.advance(task)
+    return rows
+
+
+def _start_engine(job: Job) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_server.demo.engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def _finish_engine(process: subprocess.Popen[bytes]) -> Result:
+    try:
+        out, errors = process.communicate(timeout=ENGINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise LoraServerError(f"demo: an engine did not finish within {ENGINE_SECONDS:g} s") from None
+    if process.returncode:
+        raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
+    return msgspec.json.decode(out, type=Result)

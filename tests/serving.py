@@ -1,0 +1,47 @@
+"""Helpers for tests with real server processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import grpc
+import psutil
+
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lora_server", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def status(address: str) -> pb.StatusReply:
+    with grpc.insecure_channel(address) as channel:
+        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+    """Poll something that another process makes true; a deadline, not a guess."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def start_engine(model: str, server: str, *names: str) -> subprocess.Popen[str]:
+    """An endless engine that has done a few steps already."""
+    command = [sys.executable, "-m", "tests.endless_engine", model, server, *names]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(3):
+        assert process.stdout.readline() == "step\n"
+    return process

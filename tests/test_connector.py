@@ -1,0 +1,242 @@
+"""The transformers connector over shards in this process: equal to PEFT, and honest about misuse."""
+
+import copy
+import time
+
+import pytest
+import torch
+
+from client_connector.transformers import attach
+from lora_server.daemon.inproc import InprocServer
+from lora_server.demo import tiny
+from lora_server.demo.engine import generate, pad
+from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
+from lora_server.spec import Site
+from tests.workload import NEW_TOKENS, workload
+
+LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")
+
+
+@pytest.fixture(scope="module")
+def mixtral_server():
+    load = workload("mixtral")
+    server = InprocServer(load.spec, load.paths, layout="ep2-pp2")
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_tokens_equal_peft(kind: str, layout: str):
+    load = workload(kind)
+    server = InprocServer(load.spec, load.paths, layout=layout, max_step_rows=24, slots=2)
+    with attach(load.model, server) as lora, lora.adapters(load.names):
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+    server.close()
+
+
+def test_deltas_matter():
+    load = workload("mixtral")
+    plain = generate(load.model, load.batch, NEW_TOKENS)
+    different = [ours.tokens != theirs.tokens for ours, theirs in zip(plain, load.expected, strict=True)]
+    assert different == [name is not None for name in load.names]
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_bfloat16_within_its_rounding(kind: str):
+    load = workload(kind)
+    model = copy.deepcopy(load.model).to(torch.bfloat16)
+    ids, mask = pad(load.batch, 0)
+    exact = torch.stack(
+        [
+            (tiny.peft_model(load.model, load.paths[name]) if name else load.model)(
+                ids[row : row + 1], attention_mask=mask[row : row + 1]
+            ).logits[0, -1]
+            for row, name in enumerate(load.names)
+        ]
+    )
+    rounded = torch.stack(
+        [
+            (tiny.peft_model(model, load.paths[name]) if name else model)(
+                ids[row : row + 1], attention_mask=mask[row : row + 1]
+            ).logits[0, -1]
+            for row, name in enumerate(load.names)
+        ]
+    ).float()
+    server = InprocServer(load.spec, load.paths, layout="ep2-pp2", dtype=torch.bfloat16)
+    with attach(model, server) as lora, lora.adapters(load.names):
+        ours = model(ids, attention_mask=mask).logits[:, -1].float()
+    server.close()
+    assert (ours - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean() + 1e-3
+
+
+def test_shared_outer_adapters(tmp_path):
+    load = workload("mixtral")
+    tiny.make_shared_outer(load.model, tmp_path / "outer", lora_rank=6, seed=11)
+    ids = torch.tensor([load.batch[0].prompt])
+    expected = tiny.apply_literal(load.model, tmp_path / "outer")(ids).logits.log_softmax(-1)
+    server = InprocServer(load.spec, {"outer": tmp_path / "outer"}, layout="ep3-pp2")
+    with attach(load.model, server) as lora, lora.adapters(["outer"]):
+        ours = load.model(ids).logits.log_softmax(-1)
+    server.close()
+    assert (ours - expected).abs().max() < 1e-4
+
+
+def test_a_row_alone_equals_the_row_in_a_batch(mixtral_server):
+    load = workload("mixtral")
+    ids, mask = pad(load.batch, 0)
+    with attach(load.model, mixtral_server) as lora:
+        with lora.adapters(load.names):
+            together = load.model(ids, attention_mask=mask).logits[:, -1]
+        for row, name in enumerate(load.names):
+            with lora.adapters([name]):
+                alone = load.model(ids[row : row + 1], attention_mask=mask[row : row + 1]).logits[0, -1]
+            assert torch.allclose(alone, together[row], atol=2e-5)
+
+
+@pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_beam_search_equals_peft(mixtral_server, settings):
+    load = workload("mixtral")
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **settings}
+    names = ["fused", "attention"]
+    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with attach(load.model, mixtral_server) as lora, lora.adapters(names):
+        ours = load.model.generate(prompts, **options)
+    per_prompt = settings.get("num_return_sequences", 1)
+    for row, name in enumerate(names):
+        expected = tiny.peft_model(load.model, load.paths[name]).generate(prompts[row : row + 1], **options)
+        assert ours[row * per_prompt : (row + 1) * per_prompt].tolist() == expected.tolist()
+
+
+def test_sampling_and_return_sequences(mixtral_server):
+    load = workload("mixtral")
+    options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    oracle = tiny.peft_model(load.model, load.paths["experts"])
+    torch.manual_seed(3)
+    expected = oracle.generate(prompt, **options)
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["experts"]):
+        torch.manual_seed(3)
+        assert load.model.generate(prompt, **options).tolist() == expected.tolist()
+
+
+def test_detach_leaves_the_model_as_it_was(mixtral_server):
+    load = workload("mixtral")
+    ids = torch.tensor([[5, 6, 7]])
+    before = load.model(ids).logits
+    implementation = load.model.config._experts_implementation
+    with attach(load.model, mixtral_server) as lora:
+        assert torch.equal(load.model(ids).logits, before), "outside adapters() it is the base model, bit for bit"
+        with lora.adapters(["fused"]):
+            assert not torch.equal(load.model(ids).logits, before)
+    assert torch.equal(load.model(ids).logits, before)
+    assert load.model.config._experts_implementation == implementation
+    assert "generate" not in vars(load.model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in load.model.modules())
+
+
+def test_base_rows_never_leave_the_engine(mixtral_server):
+    load = workload("mixtral")
+    served = [shard.counters.steps for shard in mixtral_server.shards]
+    with attach(load.model, mixtral_server) as lora, lora.adapters([None, None]):
+        load.model(torch.tensor([[5, 6], [7, 8]]))
+    assert [shard.counters.steps for shard in mixtral_server.shards] == served
+
+
+def test_padding_never_leaves_the_engine(mixtral_server):
+    load = workload("mixtral")
+    entries = []
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["attention"]):
+        lora.observe(lambda times: entries.append(times.entries))
+        mask = torch.tensor([[0, 0, 0, 1, 1]])
+        load.model(torch.tensor([[0, 0, 0, 5, 6]]), attention_mask=mask)
+    assert set(entries) == {2}
+
+
+def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server):
+    """The engine's GEMM is held until the shards have answered: only a push that came before it ends that."""
+    load = workload("mixtral")
+    steps, gemms = [], []
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+        lora.observe(steps.append, lambda site, began, ended: gemms.append((site, began, ended)))
+        q_proj = load.model.model.layers[0].self_attn.q_proj
+        link = lora.client.session.links[lora.client.placement.owner(Site(0, "qkv"))]
+        shard = mixtral_server.shards[link.shard]
+        answered_during_gemm = []
+
+        def hold(module, args):  # runs after the connector's own pre-hook, as part of the GEMM
+            deadline = time.monotonic() + 10
+            while link.responded() < lora.client._pushed[link.shard] and time.monotonic() < deadline:
+                shard.serve_once()
+            answered_during_gemm.append(link.responded() == lora.client._pushed[link.shard] > 0)
+
+        handle = q_proj.register_forward_pre_hook(hold)
+        load.model(torch.tensor([[5, 6, 7]]))
+        handle.remove()
+    assert answered_during_gemm == [True]
+    for site, began, ended in gemms:
+        own = [step for step in steps if step.site == site]
+        assert own, site
+        assert all(step.pushed_ns <= began <= ended <= step.waited_ns for step in own)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "words"),
+    [
+        (["fused", "nobody"], UnknownAdapterError, "nobody"),
+        ("fused", ConfigError, "list"),
+        ([1, 2], ConfigError, "list"),
+    ],
+)
+def test_bad_names(mixtral_server, names, error, words):
+    load = workload("mixtral")
+    with attach(load.model, mixtral_server) as lora, pytest.raises(error, match=words), lora.adapters(names):
+        pass
+
+
+def test_one_name_per_sequence(mixtral_server):
+    load = workload("mixtral")
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+        with pytest.raises(ConfigError, match="1 names for a batch of 2"):
+            load.model(torch.tensor([[5, 6], [7, 8]]))
+        load.model(torch.tensor([[5, 6]]))  # the error left nothing behind
+
+
+def test_misuse_is_refused(mixtral_server):
+    load = workload("mixtral")
+    with attach(load.model, mixtral_server) as lora:
+        with pytest.raises(ConfigError, match="attached already"):
+            attach(load.model, mixtral_server)
+        with lora.adapters(["fused"]):
+            with pytest.raises(ConfigError, match="already inside"), lora.adapters(["fused"]):
+                pass
+            load.model.train()
+            try:
+                with pytest.raises(ConfigError, match="training"):
+                    load.model(torch.tensor([[5, 6]]))
+            finally:
+                load.model.eval()
+
+
+def test_another_base_model_is_refused(mixtral_server):
+    other = tiny.make_model("mixtral", num_hidden_layers=2)
+    with pytest.raises(GeometryMismatchError, match="layers is 2 here and 4 there"):
+        attach(other, mixtral_server)
+    assert not any(module._forward_hooks for module in other.modules())
+
+
+def test_an_interrupted_forward_pass_leaves_the_next_one_right(mixtral_server):
+    load = workload("mixtral")
+    ids, mask = pad(load.batch, 0)
+    with attach(load.model, mixtral_server) as lora, lora.adapters(load.names):
+        expected = load.model(ids, attention_mask=mask).logits
+
+        def fail(module, args):
+            raise KeyboardInterrupt
+
+        for module in (load.model.model.layers[1].self_attn.k_proj, load.model.model.layers[2].mlp.experts.act_fn):
+            handle = module.register_forward_pre_hook(fail)
+            with pytest.raises(KeyboardInterrupt):
+                load.model(ids, attention_mask=mask)
+            handle.remove()
+            assert torch.equal(load.model(ids, attention_mask=mask).logits, expected)

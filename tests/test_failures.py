@@ -1,0 +1,148 @@
+"""Killed clients, shards and servers under load: nobody else sees an error, the affected see a typed one."""
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from client_connector.transformers import attach
+from lora_server.demo.engine import generate
+from lora_server.demo.launch import launch, running_server
+from lora_server.errors import LoraServerError, ServerUnavailableError, StepError
+from tests.serving import cli, descendants, start_engine, status, until
+from tests.workload import NEW_TOKENS, Workload, workload
+
+TRANSPORTS = ("shm", "zmq")
+
+
+def flags(load: Workload, *more: str) -> list[str]:
+    return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
+
+
+@pytest.mark.parametrize("coordination", ["independent", "leader"])
+def test_a_killed_client_harms_nobody(tmp_path, coordination):
+    load = workload("mixtral")
+    more = ("--layout", "ep2-pp2", "--coordination", coordination, "--lease-seconds", "2")
+    with running_server(tmp_path / "log", flags(load, *more)) as server:
+        victims = [start_engine(str(load.base), server.address, "fused", "experts") for _ in range(2)]
+        with attach(load.model, server=server.address) as lora, lora.adapters(load.names):
+            for victim in victims:
+                victim.kill()
+                victim.communicate(timeout=10)
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+            until(lambda: status(server.address).clients == 1, "the dead clients' leases are gone")
+            load.check(generate(load.model, load.batch, NEW_TOKENS))
+        reply = status(server.address)
+        assert [shard.restarts for shard in reply.shards] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("coordination", ["independent", "leader"])
+def test_a_killed_shard_is_named_and_restarted(tmp_path, transport, coordination):
+    load = workload("mixtral")
+    more = ("--layout", "ep2-pp2", "--coordination", coordination)
+    with running_server(tmp_path / "log", flags(load, *more)) as server:
+        with attach(load.model, server=server.address, transport=transport, timeout_seconds=20) as lora:
+            for shard in (2, 3):  # a leader and a follower
+                with lora.adapters(load.names):
+                    load.check(generate(load.model, load.batch, NEW_TOKENS))
+                    victim = status(server.address).shards[shard].pid
+                    killed = _kill_during_step(load, lora, victim)
+                    assert isinstance(killed, StepError)
+                    assert f"shard {shard}" in str(killed)
+                    load.check(generate(load.model, load.batch, NEW_TOKENS))  # joins anew, in the same block
+        log = server.tail()
+        assert "shard 3 (stage 1, ep_rank 1) died: killed by SIGKILL; restarting it" in log
+        assert [shard.restarts for shard in status(server.address).shards] == [0, 0, 1, 1]
+        assert {shard.state for shard in status(server.address).shards} == {"up"}
+
+
+def _kill_during_step(load: Workload, lora, pid: int) -> LoraServerError:
+    """Kill a shard between two layers of a forward pass and return what the pass raised."""
+    killed = []
+
+    def kill(module, args):
+        if not killed:
+            killed.append(pid)
+            os.kill(pid, signal.SIGKILL)
+
+    handle = load.model.model.layers[1].register_forward_pre_hook(kill)
+    began = time.monotonic()
+    try:
+        with pytest.raises(StepError) as caught:
+            generate(load.model, load.batch, NEW_TOKENS)
+    finally:
+        handle.remove()
+    assert time.monotonic() - began < 20, "within the client's deadline"
+    return caught.value
+
+
+def test_clients_of_other_shards_see_nothing_of_a_dead_one(tmp_path):
+    """An adapter on attention alone never meets a shard that owns no dense site of its layers."""
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep4-pp1")) as server:
+        with attach(load.model, server=server.address, transport="shm") as lora:
+            owners = {lora.client.placement.owner(site) for site in load.spec.sites(("qkv", "o"))}
+            assert owners == {0, 1, 2, 3}
+            with lora.adapters(["qv"]):
+                qkv = {lora.client.placement.owner(site) for site in load.spec.sites(("qkv",))}
+                bystander = next(shard for shard in range(4) if shard not in qkv)
+                ids = torch.tensor([load.batch[0].prompt])
+                expected = load.model(ids).logits
+                os.kill(status(server.address).shards[bystander].pid, signal.SIGKILL)
+                assert torch.equal(load.model(ids).logits, expected)
+
+
+def test_a_stopped_shard_times_out_with_names(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load)) as server:
+        with attach(load.model, server=server.address, timeout_seconds=1) as lora, lora.adapters(["fused"]):
+            ids = torch.tensor([[5, 6, 7]])
+            expected = load.model(ids).logits
+            (shard,) = descendants(server.process.pid)
+            shard.suspend()
+            try:
+                with pytest.raises(StepError, match=r"shard 0 slot \d+ seq \d+"):
+                    load.model(ids)
+            finally:
+                shard.resume()
+            assert torch.equal(load.model(ids).logits, expected)
+
+
+def test_a_silent_client_loses_its_lease_and_what_it_held(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--lease-seconds", "1")) as server:
+        engine = start_engine(str(load.base), server.address, "fused")
+        process = psutil.Process(engine.pid)
+        try:
+            process.suspend()
+            until(lambda: status(server.address).clients == 0, "the lease expires")
+            listed = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
+            assert {adapter["holders"] for adapter in listed} == {0}
+            process.resume()
+            remaining = engine.communicate(timeout=60)[0] if engine.poll() is not None else engine.stdout.readline()
+            assert remaining or engine.wait(60) == 1, "it joins anew, or ends with a typed error"
+        finally:
+            engine.kill()
+            engine.communicate(timeout=10)
+
+
+def test_a_server_that_went_away_is_a_typed_error(tmp_path):
+    load = workload("mixtral")
+    server = launch(tmp_path / "log", *flags(load))
+    server.wait_ready()
+    with attach(load.model, server=server.address, timeout_seconds=5) as lora:
+        with lora.adapters(["fused"]):
+            load.model(torch.tensor([[5, 6]]))
+        server.stop()
+        lora.client._server.join_seconds = 1
+        with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
+            load.model(torch.tensor([[5, 6]]))
+    with pytest.raises(ServerUnavailableError, match="is it running"):
+        from client_connector.remote import RemoteServer
+
+        RemoteServer(server.address, join_seconds=0.5).join()

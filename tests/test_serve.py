@@ -1,0 +1,151 @@
+"""A served, sharded LoRA server in real processes gives PEFT's tokens, in every layout, transport and mode."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from client_connector.transformers import attach
+from lora_server.demo import tiny
+from lora_server.demo.engine import generate
+from lora_server.demo.launch import launch, running_server
+from lora_server.errors import UnknownAdapterError
+from tests.serving import cli, descendants, status, until
+from tests.workload import NEW_TOKENS, Workload, workload
+
+
+def flags(load: Workload, *more: str) -> list[str]:
+    return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
+
+
+def check(load: Workload, address: str, transport: str) -> None:
+    with attach(load.model, server=address, transport=transport) as lora, lora.adapters(load.names):
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+
+
+@pytest.mark.parametrize("coordination", ["independent", "leader"])
+@pytest.mark.parametrize("layout", ["ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2"])
+def test_tokens_equal_peft(tmp_path, layout, coordination):
+    load = workload("mixtral")
+    more = ("--layout", layout, "--coordination", coordination, "--max-step-rows", "32")
+    with running_server(tmp_path / "log", flags(load, *more)) as server:
+        for transport in ("shm", "zmq"):
+            check(load, server.address, transport)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama"])
+def test_every_kind_of_model(tmp_path, kind):
+    load = workload(kind)
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
+        check(load, server.address, "auto")
+
+
+@pytest.mark.parametrize("coordination", ["independent", "leader"])
+def test_two_nodes_form_one_server(tmp_path, coordination):
+    load = workload("mixtral")
+    common = flags(load, "--layout", "ep2-pp2", "--nodes", "2", "--coordination", coordination)
+    first = launch(tmp_path / "log0", *common, "--node-rank", "0")
+    second = launch(tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address)
+    try:
+        first.wait_ready()
+        reply = status(first.address)
+        assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
+        check(load, first.address, "zmq")
+        check(load, first.address, "auto")
+    finally:
+        assert (second.stop(), first.stop()) == (0, 0)
+
+
+def test_nodes_must_agree(tmp_path):
+    load = workload("mixtral")
+    common = flags(load, "--layout", "ep1-pp2", "--nodes", "2")
+    first = launch(tmp_path / "log0", *common)
+    second = launch(
+        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--max-step-rows", "99"
+    )
+    try:
+        until(lambda: "other settings than the controller's" in second.tail(), "the second node says why")
+        assert first.get("/readyz")[0] == 503
+    finally:
+        first.stop()
+        second.stop()
+
+
+def test_adapters_while_serving(tmp_path):
+    load = workload("mixtral")
+    paths = load.paths
+    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1"]) as server:
+        at = ("--server", server.address)
+        added = cli("adapters", "add", "law", str(paths["fused"]), *at, "--json")
+        assert added.returncode == 0, added.stderr
+        assert json.loads(added.stdout)["state"] == "ready"
+        again = cli("adapters", "add", "law", str(paths["fused"]), *at)
+        assert again.returncode == 0, "the same content under the same name is no error"
+        clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
+        assert clash.returncode == 1
+        assert "remove it first" in clash.stderr
+        (listed,) = json.loads(cli("adapters", "list", *at, "--json").stdout)
+        assert (listed["name"], listed["lora_rank"], listed["resident_layers"]) == ("law", 8, 4)
+
+        with attach(load.model, server=server.address) as lora:
+            with lora.adapters(["law"]):
+                removed = cli("adapters", "remove", "law", *at, "--json")
+                assert json.loads(removed.stdout) == {"name": "law", "holders": 1}
+                index = load.names.index("fused")
+                (answer,) = generate(load.model, [load.batch[index]], NEW_TOKENS)
+                assert answer.tokens == load.expected[index].tokens, "what a request holds stays until it ends"
+            until(lambda: not json.loads(cli("adapters", "list", *at, "--json").stdout), "the weights are gone")
+            with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
+                pass
+        until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
+
+
+def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
+    load = workload("mixtral")
+    other = tiny.make_model("mixtral", hidden_size=32)
+    tiny.make_adapter(other, tmp_path / "adapters" / "other-base", lora_rank=4, seed=1)
+    (tmp_path / "adapters" / "good").symlink_to(load.paths["fused"])
+    (tmp_path / "adapters" / "notes.txt").write_text("ignored")
+    server = launch(tmp_path / "log", "--base-model", str(load.base), "--adapters", str(tmp_path / "adapters"))
+    try:
+        until(lambda: "other-base" in server.get("/readyz")[1], "/readyz names the bad one")
+        assert server.get("/readyz")[0] == 503
+        with attach(load.model, server=server.address) as lora:
+            index = load.names.index("fused")
+            with lora.adapters(["good"]):
+                assert generate(load.model, [load.batch[index]], NEW_TOKENS)[0].tokens == load.expected[index].tokens
+            with pytest.raises(UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
+                pass
+        assert cli("adapters", "remove", "other-base", "--server", server.address).returncode == 0
+        server.wait_ready()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path, number):
+    load = workload("mixtral")
+    server = launch(tmp_path / "log", *flags(load, "--layout", "ep2-pp2"))
+    server.wait_ready()
+    with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
+        processes = descendants(server.process.pid)
+        assert len(processes) == 4
+        maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+        assert "memfd:lora-client" in maps
+        assert "/dev/shm/" not in maps
+        server.process.send_signal(number)
+        assert server.process.wait(20) == (0 if number != signal.SIGKILL else -9)
+        until(lambda: not any(process.is_running() for process in processes), "all shards are gone", 10)
+
+
+def test_http(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1")) as server:
+        assert server.get("/livez") == (200, "ok\n")
+        assert server.get("/nowhere")[0] == 404
+        check(load, server.address, "auto")
+        until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
+        metrics = server.get("/metrics")[1]
+        assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
+        assert "lora_server_adapters 6.0" in metrics

@@ -1,0 +1,342 @@
+"""One conformance suite over every transport; what only one of them has is in test_transport_shm.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import zmq
+
+from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
+from lora_server.transport.base import Grant, Port
+from lora_server.transport.inproc import InprocLink
+from lora_server.transport.shm import ShmLink, ShmListener
+from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+
+LAYOUT = RegionLayout(depth=3, request_bytes=8192, response_bytes=4096)
+SECONDS = 10.0
+SHARD = 7
+
+
+def eventually(condition, what, seconds=SECONDS):
+    """Wait with a deadline for something that another thread or process does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        os.sched_yield()
+
+
+class EchoShard:
+    """A loop over a Port that answers each request with its bytes reversed."""
+
+    def __init__(self, kind, directory):
+        self.gone = []
+        self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
+        self.paused = threading.Event()
+        self.kind, self.listener, self.failure = kind, None, None
+        self._stop = threading.Event()
+        if kind == "shm":
+            self.listener = ShmListener(self.port, directory / "shard.sock")
+        elif kind == "zmq":
+            self.listener = ZmqListener(self.port, "127.0.0.1")
+        if self.listener is not None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def link(self, client, epoch=1, key=b"key"):
+        hello = Hello(client, epoch, key)
+        if self.kind == "inproc":
+            return InprocLink(self.port, hello, SHARD, self.serve_once)
+        return {"shm": ShmLink, "zmq": ZmqLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
+
+    def join(self, client, epoch=1):
+        self.port.grant(Grant(client, epoch, b"key"))
+        return self.link(client, epoch)
+
+    def serve_once(self):
+        if self.paused.is_set():
+            return False
+        for connection in self.port.connections:
+            if connection.requested() > connection.served:
+                seq = connection.served + 1
+                request = connection.region.request(seq)
+                nbytes = int.from_bytes(request[:4], "little")
+                connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
+                connection.served = seq
+                connection.respond(seq, nbytes)
+                return True
+        return False
+
+    def _anything_new(self):
+        return not self.paused.is_set() and any(c.requested() > c.served for c in self.port.connections)
+
+    def _run(self):
+        while not self._stop.is_set():
+            if not self.serve_once():
+                self.port.wait(self._anything_new, 0.05)
+
+    def resume(self):
+        self.paused.clear()
+        self.port.ring()
+
+    def close(self):
+        self._stop.set()
+        if self.listener is not None:
+            self.port.ring()
+            self._thread.join(SECONDS)
+            self.listener.close()
+            self.listener.close()
+
+
+class Echo:
+    """A client of EchoShard; `push` and `check` may be apart by up to depth steps."""
+
+    def __init__(self, link, seed):
+        self.link, self.random, self.sent, self.seq = link, random.Random(seed), {}, 0
+
+    def push(self, nbytes=None):
+        self.seq += 1
+        nbytes = nbytes or self.random.randint(4, LAYOUT.response_bytes)
+        data = nbytes.to_bytes(4, "little") + self.random.randbytes(nbytes - 4)
+        self.link.region.request(self.seq)[:nbytes] = data
+        self.link.push(self.seq, nbytes)
+        self.sent[self.seq] = data
+        return self.seq
+
+    def check(self, seq):
+        self.link.wait(seq, time.monotonic() + SECONDS)
+        data = self.sent.pop(seq)
+        assert bytes(self.link.region.response(seq)[: len(data)]) == data[::-1], f"seq {seq}"
+
+
+@contextmanager
+def echo_shard(kind, directory):
+    shard = EchoShard(kind, directory)
+    try:
+        yield shard
+    finally:
+        shard.close()
+
+
+@pytest.fixture(params=["inproc", "shm", "zmq"])
+def shard(request, tmp_path):
+    with echo_shard(request.param, tmp_path) as found:
+        yield found
+
+
+def test_thousands_of_steps_wrap_all_slots(shard):
+    client = Echo(shard.join(1), seed=1)
+    for _ in range(3000):
+        client.check(client.push())
+    client.check(client.push(4)), client.check(client.push(LAYOUT.response_bytes))
+    client.link.close()
+
+
+def test_two_clients_interleave_with_steps_in_flight(shard):
+    pick = random.Random(2)
+    clients = [Echo(shard.join(client), seed=client) for client in (1, 2)]
+    for _ in range(1500):
+        client = pick.choice(clients)
+        if len(client.sent) == LAYOUT.depth or (client.sent and pick.random() < 0.5):
+            client.check(min(client.sent))
+        else:
+            client.push()
+    for client in clients:
+        for seq in sorted(client.sent):
+            client.check(seq)
+        client.link.close()
+
+
+@pytest.mark.parametrize("shard", ["shm", "zmq"], indirect=True)
+def test_clients_in_threads_of_their_own(shard):
+    failures = []
+
+    def work(client):
+        try:
+            for _ in range(500):
+                client.check(client.push())
+        except BaseException as error:  # the test's thread reports it
+            failures.append(error)
+
+    clients = [Echo(shard.join(client), seed=client) for client in (1, 2, 3)]
+    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for client in clients:
+        client.link.close()
+    assert not failures
+
+
+def test_a_timeout_names_shard_slot_and_seq(shard):
+    client = Echo(shard.join(1), seed=3)
+    client.check(client.push())
+    shard.paused.set()
+    seq, began = client.push(), time.monotonic()
+    with pytest.raises(StepTimeoutError, match=rf"shard {SHARD} slot 2 seq 2: .*last answered: seq 1"):
+        client.link.wait(seq, began + 0.2)
+    assert 0.2 <= time.monotonic() - began < 2
+    with pytest.raises(StepTimeoutError):
+        client.link.wait(seq, began)
+    shard.resume()
+    client.check(seq)
+    client.check(client.push())
+    client.link.close()
+
+
+@pytest.mark.parametrize(
+    ("client", "epoch", "key"), [(1, 2, b"wrong"), (1, 1, b"key"), (1, 3, b"key"), (9, 2, b"key"), (1, 2, b"")]
+)
+def test_only_the_granted_lease_connects(shard, client, epoch, key):
+    shard.port.grant(Grant(1, 1, b"key"))
+    shard.port.grant(Grant(1, 2, b"key"))
+    with pytest.raises(LeaseError, match=f"client {client} epoch {epoch}"):
+        shard.link(client, epoch, key)
+    assert shard.port.connections == () and shard.gone == []
+    link = shard.link(1, 2)
+    Echo(link, seed=4).push()
+    link.close()
+
+
+def test_revocation_ends_a_wait_promptly(shard):
+    other, client = Echo(shard.join(2), seed=5), Echo(shard.join(1), seed=5)
+    client.check(client.push())
+    shard.paused.set()
+    seq, revoked = client.push(), []
+
+    def revoke():
+        revoked.append(time.monotonic())
+        shard.port.revoke(1)
+
+    if shard.kind == "inproc":  # one thread: the wait itself runs the shard, which hears of the revocation
+        client.link._pump = lambda: bool(revoke())
+    else:
+        revoker = threading.Timer(0.05, revoke)
+        revoker.start()
+    with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} .*seq {seq}"):
+        client.link.wait(seq, time.monotonic() + 60)
+    assert time.monotonic() - revoked[0] < 2
+    with pytest.raises(LeaseError):
+        shard.link(1)
+    shard.resume()
+    other.check(other.push())
+    assert shard.gone == [], "the one who revokes knows already"
+    client.link.close(), other.link.close()
+
+
+def test_a_close_is_noticed_and_idempotent(shard):
+    stays, leaves = Echo(shard.join(1, epoch=4), seed=6), Echo(shard.join(2, epoch=5), seed=6)
+    leaves.check(leaves.push())
+    leaves.link.close()
+    leaves.link.close()
+    eventually(lambda: shard.gone == [(2, 5)], "on_gone(client, epoch)")
+    assert [c.client for c in shard.port.connections] == [1]
+    stays.check(stays.push())
+    stays.link.close()
+    eventually(lambda: shard.gone == [(2, 5), (1, 4)], "on_gone of the last")
+    assert shard.port.connections == ()
+
+
+def test_late_pushes_of_an_old_epoch_are_never_seen(shard):
+    old = Echo(shard.join(1, epoch=1), seed=7)
+    old.check(old.push())
+    new = Echo(shard.join(1, epoch=2), seed=8)
+    for _ in range(50):
+        try:
+            old.push()
+        except ShardUnavailableError:  # allowed to say so at once
+            break
+        new.check(new.push())
+    (connection,) = shard.port.connections
+    assert (connection.epoch, connection.served) == (2, new.seq)
+    with pytest.raises(ShardUnavailableError):
+        old.link.wait(old.seq, time.monotonic() + SECONDS)
+    old.link.close(), new.link.close()
+    eventually(lambda: shard.gone == [(1, 2)], "only the new epoch's end is news")
+
+
+def test_a_push_beyond_depth_overwrites_nothing(shard):
+    """The client breaks the rule of the window; what it pushed by the rule stays, or it is cut off."""
+    client, other = Echo(shard.join(1), seed=9), Echo(shard.join(2), seed=9)
+    shard.paused.set()
+    for _ in range(LAYOUT.depth):
+        client.push(64)
+    (connection,) = (c for c in shard.port.connections if c.client == 1)
+    eventually(lambda: connection.requested() == LAYOUT.depth, "the pushes to land")
+    before = [bytes(connection.region.request(seq)[:64]) for seq in range(1, LAYOUT.depth + 1)]
+    if shard.kind == "zmq":  # elsewhere the slot is the client's own memory
+        client.push(64)
+        with pytest.raises(ShardUnavailableError):
+            client.link.wait(client.seq, time.monotonic() + SECONDS)
+        after = [bytes(connection.region.request(seq)[:64]) for seq in range(1, LAYOUT.depth + 1)]
+        assert after == before and connection.requested() == LAYOUT.depth
+        assert shard.gone == [(1, 1)]
+    shard.resume()
+    other.check(other.push())
+    client.link.close(), other.link.close()
+
+
+@pytest.mark.parametrize("shard", ["zmq"], indirect=True)
+@pytest.mark.parametrize("frames", [[b"p", b"123", b"x"], [b"p"], [b"h", b"garbage"], [b"?"], [b""], [b"h", b"", b""]])
+def test_zmq_garbage_harms_only_its_sender(shard, frames):
+    client = Echo(shard.join(1), seed=10)
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.connect(shard.listener.address)
+        stranger.send_multipart(frames)
+        stranger.send_multipart([b"h", b"\xc1"])
+        assert stranger.poll(int(SECONDS * 1e3)), "a refusal: the thread lives and has read it all"
+    client.check(client.push())
+    oversized = [b"p", (2).to_bytes(8, "little"), bytes(LAYOUT.request_bytes + 1)]
+    client.link._socket.send_multipart(oversized)
+    with pytest.raises(ShardUnavailableError):
+        client.link.wait(2, time.monotonic() + SECONDS)
+    client.link.close()
+
+
+@pytest.mark.parametrize("shard", ["shm", "zmq"], indirect=True)
+def test_a_listener_that_closes_ends_waits(shard):
+    client = Echo(shard.join(1), seed=11)
+    client.check(client.push())
+    shard.paused.set()
+    seq = client.push()
+    closer = threading.Timer(0.05, shard.listener.close)
+    closer.start()
+    began = time.monotonic()
+    with pytest.raises(ShardUnavailableError):
+        client.link.wait(seq, began + 60)
+    assert time.monotonic() - began < 3
+    closer.join(SECONDS)
+    client.link.close()
+    with pytest.raises((ShardUnavailableError, LeaseError)):
+        Echo(type(client.link)(shard.listener.address, Hello(1, 1, b"key"), SHARD, 0.3), seed=0)
+
+
+@pytest.mark.parametrize("kind", ["shm", "zmq"])
+def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
+    process = psutil.Process()
+    with echo_shard(kind, tmp_path) as shard:
+
+        def round_trip(client):
+            echo = Echo(shard.join(client), seed=client)
+            echo.check(echo.push())
+            echo.link.close()
+
+        round_trip(1)
+        eventually(lambda: not shard.port.connections, "the warm-up to leave")
+        gc.collect()
+        before = process.num_fds()
+        for client in range(2, 52):
+            round_trip(client)
+        eventually(lambda: not shard.port.connections, "all to leave")
+        gc.collect()
+        eventually(lambda: process.num_fds() <= before, f"{process.num_fds()} descriptors to become {before}")

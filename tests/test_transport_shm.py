@@ -1,0 +1,237 @@
+"""Shared memory between real processes: what is sealed, who notices whose death, and that no wake-up is lost."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_transport import LAYOUT, SECONDS, SHARD, Echo, echo_shard, eventually
+
+from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
+from lora_server.transport import park
+from lora_server.transport.base import Grant
+from lora_server.transport.shm import ShmLink, create_memory
+from lora_server.wire import messages
+from lora_server.wire.messages import Hello, Refused, Welcome
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def shard(tmp_path):
+    with echo_shard("shm", tmp_path) as found:
+        yield found
+
+
+def start(script, *arguments, pass_fds=()):
+    """A python process of ours; it prints one line per thing that the test waits for."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds)
+
+
+def line_of(process):
+    """The next line, with a deadline."""
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline().strip()
+    finally:
+        timer.cancel()
+
+
+def end(process):
+    process.kill()
+    process.wait(SECONDS)
+    process.stdout.close()
+
+
+CLIENT = """
+import sys, time
+from test_transport import Echo, ShmLink, Hello
+client = Echo(ShmLink(sys.argv[1], Hello(1, 1, b"key"), 7), seed=1)
+for _ in range(300):
+    client.check(client.push())
+print("served", flush=True)
+client.push()
+time.sleep(600)
+"""
+
+SERVER = """
+import sys, threading
+from pathlib import Path
+from test_transport import EchoShard, Grant
+shard = EchoShard("shm", Path(sys.argv[1]))
+shard.port.grant(Grant(1, 1, b"key"))
+print("up", flush=True)
+threading.Event().wait(600)
+"""
+
+
+def test_a_killed_client_is_noticed_and_others_are_served(shard):
+    other = Echo(shard.join(2), seed=2)
+    shard.port.grant(Grant(1, 1, b"key"))
+    process = start(CLIENT, shard.listener.address)
+    try:
+        assert line_of(process) == "served"
+        process.send_signal(signal.SIGKILL)
+        process.wait(SECONDS)
+        began = time.monotonic()
+        eventually(lambda: shard.gone == [(1, 1)], "on_gone of the killed client")
+        assert time.monotonic() - began < 2
+    finally:
+        end(process)
+    other.check(other.push())
+    other.link.close()
+
+
+@pytest.mark.parametrize("how", ["while it serves", "while it is stopped"])
+def test_a_killed_server_ends_a_wait_promptly(how, tmp_path):
+    process = start(SERVER, tmp_path)
+    try:
+        assert line_of(process) == "up"
+        client = Echo(ShmLink(str(tmp_path / "shard.sock"), Hello(1, 1, b"key"), SHARD), seed=3)
+        for _ in range(200):
+            client.check(client.push())
+        if how == "while it is stopped":
+            process.send_signal(signal.SIGSTOP)
+            eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the stop")
+            client.push()
+        killer = threading.Timer(0.05, process.kill)
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} slot \d seq 201"):
+            client.link.wait(201, began + 60)
+        assert time.monotonic() - began < 2
+        client.link.close()
+    finally:
+        end(process)
+    with pytest.raises(ShardUnavailableError, match=str(tmp_path)):
+        ShmLink(str(tmp_path / "shard.sock"), Hello(1, 1, b"key"), SHARD)
+
+
+def handshake(shard, hello):
+    """What a client gets on the wire: answer and descriptors."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(SECONDS)
+        sock.connect(shard.listener.address)
+        sock.send(hello)
+        data, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 8)
+        return data, fds
+
+
+def test_regions_have_no_name_and_cannot_be_resized(shard):
+    before = set(os.listdir("/dev/shm"))
+    shard.port.grant(Grant(1, 1, b"key"))
+    data, fds = handshake(shard, messages.encode(Hello(1, 1, b"key")))
+    assert messages.decode_welcome(data) == Welcome(LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes)
+    assert set(os.listdir("/dev/shm")) == before
+    assert len(fds) == 2 and os.fstat(fds[0]).st_size == LAYOUT.nbytes
+    for fd in fds:
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        for nbytes in (0, 100, 10 * LAYOUT.nbytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, nbytes)
+        os.close(fd)
+    assert Path(shard.listener.address).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("hello", [b"\x00", b"\xc1garbage", messages.encode(Refused("a", "b")), b"x" * 60_000])
+def test_a_garbled_hello_is_refused_and_harms_nobody(shard, hello):
+    data, fds = handshake(shard, hello)
+    assert fds == []
+    with pytest.raises(ProtocolError):
+        messages.decode_welcome(data)
+    client = Echo(shard.join(1), seed=4)
+    client.check(client.push())
+    client.link.close()
+
+
+def test_clients_that_leave_during_the_handshake_are_noticed(shard):
+    """Their end of file may come before the Welcome can be sent."""
+    for client in range(1, 21):
+        shard.port.grant(Grant(client, 1, b"key"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(shard.listener.address)
+            sock.send(messages.encode(Hello(client, 1, b"key")))
+    eventually(lambda: len(shard.gone) == 20, f"on_gone of all, got {sorted(shard.gone)}")
+    assert shard.port.connections == ()
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "ppc64le", "riscv64"])
+def test_weaker_memory_orders_are_refused(machine):
+    with pytest.raises(ConfigError, match=f"got a {machine} CPU, expected x86_64 .*transport zmq"):
+        park.require_total_store_order(machine)
+    park.require_total_store_order("x86_64")
+    park.require_total_store_order("AMD64")
+
+
+def test_a_lease_error_closes_the_socket(shard):
+    descriptors = psutil.Process().num_fds()
+    for _ in range(20):
+        with pytest.raises(LeaseError):
+            ShmLink(shard.listener.address, Hello(1, 1, b"key"), SHARD)
+    eventually(lambda: psutil.Process().num_fds() <= descriptors, "refused sockets to be closed")
+
+
+PINGPONG = """
+import mmap, sys, time
+from lora_server.transport.park import Parker
+fd, side, rounds, spin = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+memory = memoryview(mmap.mmap(fd, 4096))
+mine, theirs = memory[128 * side : 128 * side + 8].cast("Q"), memory[128 * (1 - side) : 128 * (1 - side) + 8].cast("Q")
+own, other = Parker(memory[512 + 128 * side :][:4]), Parker(memory[512 + 128 * (1 - side) :][:4])
+mine[0] = 1
+other.wake()
+began = time.monotonic()
+while not own.wait(lambda: theirs[0] >= 1, began + 30):
+    assert time.monotonic() < began + 30, "the other side did not come"
+began, slow = time.monotonic(), 0
+for turn in range(2, rounds + 2):
+    if side == 0:
+        mine[0] = turn
+        other.wake()
+    waits = 0
+    while not own.wait(lambda: theirs[0] >= turn, began + 60, spin):
+        waits += 1
+        assert time.monotonic() < began + 60, f"turn {turn}"
+    if side == 1:
+        mine[0] = turn
+        other.wake()
+print(time.monotonic() - began, flush=True)
+"""
+
+
+@pytest.mark.parametrize("spin", [park.SPIN_SECONDS, 1e-6, 0.0])
+def test_no_wake_up_is_lost_between_processes(spin):
+    """Each lost one would cost SLEEP_SECONDS: one in a hundred, and this fails. No spin means that all waits park."""
+    rounds = 20_000
+    fd, memory = create_memory("ping-pong", mmap.PAGESIZE)
+    processes = [start(PINGPONG, fd, side, rounds, spin, pass_fds=[fd]) for side in (0, 1)]
+    try:
+        seconds = [float(line_of(process)) for process in processes]
+    finally:
+        for process in processes:
+            end(process)
+        os.close(fd)
+    assert max(seconds) < 0.01 * rounds * park.SLEEP_SECONDS, f"{seconds} s for {rounds} rounds"
+
+
+def test_a_parked_wait_is_bounded_and_says_whether_it_is_ready():
+    word = memoryview(bytearray(4))
+    parker, began = park.Parker(word), time.monotonic()
+    assert not parker.wait(lambda: False, began + 0.01)
+    assert 0.01 <= time.monotonic() - began < park.SLEEP_SECONDS
+    assert not parker.wait(lambda: False, began + 60)
+    assert time.monotonic() - began < 3 * park.SLEEP_SECONDS
+    assert parker.wait(lambda: True, began - 1)
+    assert word.cast("I")[0] == 0, "nobody is parked now"

@@ -1,0 +1,251 @@
+"""The slot and its C mirror, signal words, the region, and the control messages."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_server import errors, spec
+from lora_server.errors import ProtocolError
+from lora_server.wire import messages, region, slot
+from lora_server.wire.messages import Hello, Order, Prefetch, Refused, Welcome
+from lora_server.wire.region import Region, RegionLayout
+from lora_server.wire.slot import RequestHeader, ResponseHeader
+
+HEADER = (Path(slot.__file__).parent / "slot.h").read_text()
+SIZES = {"uint8_t": ("B", 1), "uint16_t": ("H", 2), "uint32_t": ("I", 4), "uint64_t": ("Q", 8)}
+STRUCTS = {
+    "lora_request": slot.REQUEST_FIELDS,
+    "lora_response": slot.RESPONSE_FIELDS,
+    "lora_segment": slot.SEGMENT_FIELDS,
+}
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+SEQ = st.integers(1, 2**48 - 1)
+
+
+def c_struct(name):
+    """(name, struct code, count) of each field, as the header declares them."""
+    body = re.search(rf"struct {name} \{{(.*?)\}};", HEADER, re.DOTALL)[1]
+    found = re.findall(r"(uint\d+_t) (\w+)(?:\[(\d+)\])?;", body)
+    assert len(found) == body.count(";")
+    return [(field, SIZES[kind][0], int(count or 1)) for kind, field, count in found]
+
+
+def define(name):
+    return int(re.search(rf"#define {name} (0x[0-9A-Fa-f]+|\d+)u?\b", HEADER)[1], 0)
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_c_struct_equals_python_layout(name):
+    fields = c_struct(name)
+    assert fields == list(STRUCTS[name])
+    packed = natural = 0
+    for field, code, count in fields:
+        size = struct.calcsize(f"<{code}")
+        natural = -(-natural // size) * size
+        assert natural == packed, f"{name}.{field}: a C compiler would pad before it"
+        packed = natural = packed + size * count
+    assert packed <= define("LORA_HEADER_BYTES") == slot.HEADER_BYTES
+    assert packed % 8 == 0, "a C compiler would pad the end"
+    if name == "lora_segment":
+        assert packed == slot.SEGMENT_BYTES
+
+
+def test_c_constants_equal_python():
+    assert define("LORA_REQUEST_MAGIC") == slot.REQUEST_MAGIC == int.from_bytes(b"LORQ", "little")
+    assert define("LORA_RESPONSE_MAGIC") == slot.RESPONSE_MAGIC == int.from_bytes(b"LORP", "little")
+    assert define("LORA_SLOT_VERSION") == slot.VERSION
+    assert define("LORA_ALIGN") == slot.ALIGN
+    assert define("LORA_SIGNAL_LINE_BYTES") == region.LINE_BYTES
+    enums = {name: int(value) for name, value in re.findall(r"LORA_(\w+) = (\d+)", HEADER)}
+    for name in ("DECODE", "PREFILL", "HAS_IN_MAP", "HAS_OUT_MAP", "OK", "FAILED"):
+        assert enums.pop(name) == getattr(slot, name)
+    assert enums == {name.upper(): code for code, name in enumerate(slot.DTYPES)}
+
+
+WINDOWS = st.lists(st.tuples(U32, U32), min_size=1, max_size=slot.MAX_WINDOWS).map(tuple)
+REQUESTS = st.builds(
+    RequestHeader,
+    step_class=st.integers(0, 255),
+    flags=st.integers(0, 255),
+    windows=WINDOWS,
+    **{f: U64 for f in ("seq", "payload_bytes", "budget_us", "pushed_ns")},
+    **{
+        f: U32
+        for f in RequestHeader._fields
+        if f not in ("step_class", "flags", "windows", "seq", "payload_bytes", "budget_us", "pushed_ns")
+    },
+)
+RESPONSES = st.builds(
+    ResponseHeader,
+    status=st.integers(0, 2**16 - 1),
+    **{f: U32 for f in ("client", "epoch", "slot", "dtype", "num_rows", "width")},
+    **{f: U64 for f in ("seq", "payload_bytes", "received_ns", "started_ns", "done_ns")},
+)
+
+
+def field_at(fields, name):
+    """Offset and struct code of a field."""
+    offset = 0
+    for field, code, count in fields:
+        if field == name:
+            return offset, f"<{count}{code}"
+        offset += struct.calcsize(f"<{count}{code}")
+    raise KeyError(name)
+
+
+@given(header=st.one_of(REQUESTS, RESPONSES))
+def test_headers_round_trip_and_lie_where_the_table_says(header):
+    memory = bytearray(b"\xff" * slot.HEADER_BYTES)
+    header.pack_into(memoryview(memory))
+    assert type(header).unpack_from(memoryview(memory)) == header
+    fields = slot.REQUEST_FIELDS if isinstance(header, RequestHeader) else slot.RESPONSE_FIELDS
+    for name, value in header._asdict().items():
+        if name != "windows":
+            offset, code = field_at(fields, name)
+            assert struct.unpack_from(code, memory, offset) == (value,), name
+    if isinstance(header, RequestHeader):
+        offset, code = field_at(fields, "out_windows")
+        flat = [bound for window in header.windows for bound in window]
+        assert list(struct.unpack_from(code, memory, offset)) == flat + [0] * (6 - len(flat))
+        assert f"client {header.client} slot {header.slot} seq {header.seq}" in header.where
+
+
+@pytest.mark.parametrize("kind", [RequestHeader, ResponseHeader])
+@pytest.mark.parametrize("field", ["magic", "version"])
+def test_foreign_headers_are_refused(kind, field):
+    memory = bytearray(slot.HEADER_BYTES)
+    with pytest.raises(ProtocolError, match="got magic 0x0"):
+        kind.unpack_from(memoryview(memory))
+    windows = ((0, 1),) if kind is RequestHeader else 0
+    kind._make([0] * len(kind._fields))._replace(**({"windows": windows} if windows else {})).pack_into(
+        memoryview(memory)
+    )
+    kind.unpack_from(memoryview(memory))
+    memory[field_at(slot.REQUEST_FIELDS, field)[0]] ^= 1
+    with pytest.raises(ProtocolError, match=f"expected .* version {slot.VERSION}"):
+        kind.unpack_from(memoryview(memory))
+
+
+@pytest.mark.parametrize("count", [0, 4, 2**32 - 1])
+def test_a_header_has_one_to_three_windows(count):
+    memory = bytearray(slot.HEADER_BYTES)
+    RequestHeader._make([0] * len(RequestHeader._fields))._replace(windows=((0, 1),)).pack_into(memoryview(memory))
+    offset, code = field_at(slot.REQUEST_FIELDS, "num_windows")
+    struct.pack_into(code, memory, offset, count)
+    with pytest.raises(ProtocolError, match=f"got {count} output windows"):
+        RequestHeader.unpack_from(memoryview(memory))
+
+
+@given(
+    segments=st.integers(0, 999), entries=st.integers(0, 999), flags=st.integers(0, 3), row_bytes=st.integers(0, 9**6)
+)
+def test_parts_of_a_request_are_aligned_and_disjoint(segments, entries, flags, row_bytes):
+    at = slot.request_offsets(segments, entries, flags, row_bytes)
+    in_map, out_map = 4 * entries * bool(flags & slot.HAS_IN_MAP), 4 * entries * bool(flags & slot.HAS_OUT_MAP)
+    parts = [(0, slot.HEADER_BYTES), (at.segments, 16 * segments), (at.in_map, in_map), (at.out_map, out_map)]
+    parts += [(at.weights, out_map), (at.rows, row_bytes)]
+    end = 0
+    for offset, size in parts:
+        assert offset >= end and offset % 16 == 0
+        end = offset + size
+    assert at.end == end and at.rows % slot.ALIGN == 0
+    gaps = at.end - sum(size for _, size in parts)
+    assert gaps < 2 * 16 + slot.ALIGN, "absent parts take no space"
+
+
+@given(epoch=U32, seq=SEQ, other=U32)
+def test_signal_words(epoch, seq, other):
+    word = slot.signal(epoch, seq)
+    assert 0 <= word < 2**64 and slot.signalled_seq(word, epoch) == seq
+    assert slot.signalled_seq(word, other) == (seq if (epoch - other) % 2**16 == 0 else 0)
+    assert slot.signalled_seq(0, epoch) == 0, "a fresh region says nothing in any epoch"
+    assert seq == 2**48 - 1 or slot.signal(epoch, seq + 1) > word, "words of one epoch grow"
+
+
+@settings(deadline=None, max_examples=60)
+@given(preset=st.sampled_from(sorted(spec.PRESETS)), rows=st.integers(1, 512), depth=st.integers(1, 8))
+def test_slots_hold_the_largest_message_at_every_site(preset, rows, depth):
+    model = spec.PRESETS[preset]
+    layout = RegionLayout.for_model(model, rows, depth)
+    for site in model.sites():
+        for item in slot.ELEMENT_BYTES:
+            flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP
+            request = slot.request_offsets(rows, rows, flags, rows * model.in_width(site) * item)
+            assert request.end <= layout.request_bytes
+            assert slot.HEADER_BYTES + rows * model.out_width(site) * item <= layout.response_bytes
+
+
+@given(depth=st.integers(1, 5), request=st.integers(1, 3), response=st.integers(1, 3))
+def test_slots_do_not_overlap(depth, request, response):
+    layout = RegionLayout(depth, request * region.PAGE_BYTES, response * region.PAGE_BYTES)
+    memory = bytearray(layout.nbytes)
+    shared = Region(memoryview(memory), layout)
+    shared.write_geometry()
+    assert Region.read_geometry(shared.memory) == layout
+    lines = bytes(memory[: region.PAGE_BYTES])
+    for seq in range(depth):
+        shared.request(seq)[:] = bytes([seq + 1]) * layout.request_bytes
+        shared.response(seq)[:] = bytes([seq + 101]) * layout.response_bytes
+    for seq in range(depth):
+        assert set(shared.request(seq + depth)) == {seq + 1} and set(shared.response(seq + depth)) == {seq + 101}
+    assert bytes(memory[: region.PAGE_BYTES]) == lines, "slots keep off the lines"
+    assert region.PAGE_BYTES + sum(map(len, shared._requests + shared._responses)) == layout.nbytes
+    for line, view in enumerate((shared.request_signal, shared.response_signal, shared.parked)):
+        view.cast("B")[0] = 200 + line
+        assert memory[line * region.LINE_BYTES] == 200 + line
+
+
+def test_foreign_regions_are_refused():
+    layout = RegionLayout(2, 4096, 4096)
+    with pytest.raises(ProtocolError, match="got 100 bytes, expected"):
+        Region(memoryview(bytearray(100)), layout)
+    with pytest.raises(ProtocolError, match="got magic 0x0"):
+        Region.read_geometry(memoryview(bytearray(4096)))
+
+
+MESSAGES = [Hello(1, 2, b"k"), Welcome(4, 4096, 8192), Refused("lease", "no"), Order(1, 2, 3), Prefetch(1, [2, 3])]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_messages_round_trip_and_refuse_others(message):
+    data = messages.encode(message)
+    assert messages.decode(data, type(message)) == message
+    fields = msgspec.msgpack.decode(data)
+    for bad in ({**fields, "more": 1}, {**fields, "type": "other"}, dict(list(fields.items())[:-1]), [], None):
+        with pytest.raises(ProtocolError, match="control message"):
+            messages.decode(msgspec.msgpack.encode(bad), type(message))
+    for other in MESSAGES:
+        if type(other) is not type(message):
+            with pytest.raises(ProtocolError):
+                messages.decode(data, type(other))
+
+
+@given(data=st.binary(max_size=64))
+def test_garbage_is_a_protocol_error(data):
+    for expected in map(type, MESSAGES):
+        try:
+            assert isinstance(messages.decode(data, expected), expected)
+        except ProtocolError:
+            continue
+
+
+def test_oversized_messages_are_not_parsed():
+    data = messages.encode(Hello(1, 1, b"k" * messages.MAX_MESSAGE_BYTES))
+    with pytest.raises(ProtocolError, match=f"got {len(data)} bytes, expected at most {messages.MAX_MESSAGE_BYTES}"):
+        messages.decode(data, Hello)
+
+
+@pytest.mark.parametrize("code", [*errors.BY_CODE, "from-the-future"])
+def test_refused_rebuilds_the_typed_error(code):
+    kind = errors.BY_CODE.get(code, errors.LoraServerError)
+    with pytest.raises(kind, match="why") as caught:
+        messages.decode_welcome(messages.encode(Refused(code, "why")))
+    assert type(caught.value) is kind
+    assert messages.decode_welcome(messages.encode(Welcome(1, 2, 3))) == Welcome(1, 2, 3)

@@ -1,0 +1,87 @@
+"""A tiny model, a handful of adapters in different formats, prompts, and what PEFT answers to them."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lora_server import spec
+from lora_server.demo import tiny
+from lora_server.demo.engine import Answer, Sequence, generate
+
+NEW_TOKENS = 8
+SCRATCH = tempfile.TemporaryDirectory(prefix="lora-tests-")
+
+# name -> how it is made; per-expert names exist for Mixtral and Qwen3-MoE only
+MOE_ADAPTERS = {
+    "fused": {"lora_rank": 8, "targets": "all"},
+    "experts": {"lora_rank": 5, "targets": "experts", "rslora": True},
+    "gate-up": {"lora_rank": 3, "targets": "gate_up"},
+    "attention": {"lora_rank": 6, "targets": "attention"},
+    "qv": {"lora_rank": 4, "targets": "qv"},
+}
+DENSE_ADAPTERS = {
+    "fused": {"lora_rank": 8, "targets": "all"},
+    "mlp": {"lora_rank": 5, "targets": "dense", "rslora": True},
+    "attention": {"lora_rank": 6, "targets": "attention"},
+    "qv": {"lora_rank": 4, "targets": "qv"},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything a test needs of one model; `expected` are PEFT's answers to `batch`."""
+
+    kind: str
+    model: torch.nn.Module
+    base: Path
+    adapters: Path
+    batch: list[Sequence]
+    expected: list[Answer]
+
+    @property
+    def names(self) -> list[str | None]:
+        return [sequence.adapter for sequence in self.batch]
+
+    @property
+    def spec(self) -> spec.ModelSpec:
+        return spec.load(self.base)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        return {path.name: path for path in sorted(self.adapters.iterdir())}
+
+    def check(self, answers: list[Answer], tolerance: float = 1e-4) -> None:
+        """Tokens equal PEFT's, and log probabilities within the fp32 bar."""
+        for sequence, ours, theirs in zip(self.batch, answers, self.expected, strict=True):
+            assert ours.tokens == theirs.tokens, sequence.adapter
+            worst = max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+            assert worst <= tolerance, (sequence.adapter, worst)
+
+
+@functools.cache
+def workload(kind: str) -> Workload:
+    """One per kind and test run; everything is seeded."""
+    torch.set_grad_enabled(False)
+    model = tiny.make_model(kind)
+    base, adapters = Path(SCRATCH.name) / kind / "base", Path(SCRATCH.name) / kind / "adapters"
+    tiny.save_model(model, base)
+    recipes = dict(DENSE_ADAPTERS if kind == "llama" else MOE_ADAPTERS)
+    if kind in ("mixtral", "qwen3_moe"):
+        recipes["per-expert"] = {"lora_rank": 7, "targets": "experts", "style": "per_expert"}
+    for seed, (name, recipe) in enumerate(recipes.items()):
+        tiny.make_adapter(model, adapters / name, seed=seed, **recipe)
+    generator = torch.Generator().manual_seed(7)
+    batch = []
+    for index, name in enumerate([*recipes, None, "fused"]):
+        length = 3 + 2 * index % 9
+        batch.append(Sequence(torch.randint(3, 250, (length,), generator=generator).tolist(), name))
+    expected = []
+    for sequence in batch:
+        oracle = model if sequence.adapter is None else tiny.peft_model(model, adapters / sequence.adapter)
+        expected += generate(oracle, [sequence], NEW_TOKENS)
+    return Workload(kind, model, base, adapters, batch, expected)
