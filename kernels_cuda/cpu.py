@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cuda.ops import Pair, Step, placed
+from kernels_cuda.ops import Step, placed
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
     """Semantics: see `ops`. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
-    Two passes: shrink all segments, weight the rows of v, expand all. Without an out_map and in
+    Two passes: shrink all segments, weight the rows of v, expand all (the scale goes with the expand). Without an out_map and in
     float32 the results go straight into `out_UO`, otherwise through one float32 buffer of N rows.
     Sums over the entries of an output row are in entry order.
     """
@@ -30,36 +30,35 @@ def lora_step(step: Step, out_UO: torch.Tensor) -> None:
 
 
 def _shrink(step: Step) -> torch.Tensor:
-    """v = scale * x A for every entry: the ranks of a segment's pairs side by side, the rest undefined."""
+    """v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     rows_NK = rows_NK.float()
-    width = max((sum(p.a_RK.shape[0] for p in s.pairs) for s in step.segments), default=0)
-    v_NR = torch.empty(step.num_entries, width, dtype=torch.float32)
-    for pairs, first, num_entries in step.segments:
-        x_nK, column = rows_NK[first : first + num_entries], 0
-        for pair in pairs:
-            a_RK = _window(pair, step.in_begin, x_nK.shape[1])
-            v_nR = v_NR[first : first + num_entries, column : column + a_RK.shape[0]]
-            torch.addmm(v_nR, x_nK, a_RK.t(), beta=0, alpha=pair.scale, out=v_nR)
-            column += a_RK.shape[0]
+    rank = max((segment.block.a_RK.shape[0] for segment in step.segments), default=0)
+    v_NR = torch.empty(step.num_entries, rank, dtype=torch.float32)
+    for block, first, num_entries in step.segments:
+        if block.pairs:
+            x_nK = rows_NK[first : first + num_entries]
+            a_RK = _window(block.a_RK, step.in_begin, x_nK.shape[1])
+            torch.mm(x_nK, a_RK.t(), out=v_NR[first : first + num_entries, : a_RK.shape[0]])
     return v_NR
 
 
-def _window(pair: Pair, begin: int, width: int) -> torch.Tensor:
+def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
     """The columns of A that meet the rows' window, in float32."""
-    a_RK = pair.a_RK if pair.a_RK.shape[1] == width else pair.a_RK[:, begin : begin + width]
-    return a_RK.float()
+    return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
 def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> None:
-    """delta = v B for every entry, windows side by side; zero where no pair reaches."""
-    for pairs, first, num_entries in step.segments:
-        y_nO, column = delta_NO[first : first + num_entries], 0
-        parts = [placed(pair, step.windows) for pair in pairs]
+    """delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
+    for block, first, num_entries in step.segments:
+        y_nO = delta_NO[first : first + num_entries]
+        parts = [placed(pair, step.windows) for pair in block.pairs]
         if sum(b_oR.shape[0] for part in parts for b_oR, _ in part) < y_nO.shape[1]:
             y_nO.zero_()
-        for pair, part in zip(pairs, parts, strict=True):
+        column = 0
+        for pair, part in zip(block.pairs, parts, strict=True):
             v_nR = v_NR[first : first + num_entries, column : column + pair.a_RK.shape[0]]
-            for b_oR, filled in part:
-                torch.mm(v_nR, b_oR.float().t(), out=y_nO[:, filled : filled + b_oR.shape[0]])
+            for b_oR, begin in part:
+                out_no = y_nO[:, begin : begin + b_oR.shape[0]]
+                torch.addmm(out_no, v_nR, b_oR.float().t(), beta=0, alpha=pair.scale, out=out_no)
             column += pair.a_RK.shape[0]

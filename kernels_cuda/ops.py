@@ -9,12 +9,12 @@ Semantics (all implementations, fp32 accumulation):
     for segment in segments:
         for i in range(segment.first, segment.first + segment.num_entries):
             x = rows[in_map[i]]                                  (rows[i] without in_map)
-            for pair in segment.pairs:
+            for pair in segment.block.pairs:
                 v = x @ pair.a_RK[:, in_window].T * pair.scale * weights[i]     (1 without weights)
                 out[out_map[i], pair's rows] += v @ pair.b_OR.T  (out[i] without out_map)
     return out[:, windows side by side]
 
-Segments are consecutive, disjoint and cover all N entries. A segment without pairs adds nothing.
+Segments are consecutive, disjoint and cover all N entries. A block without pairs adds nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,29 @@ class Pair(NamedTuple):
     out_begin: int
 
 
+class Block(NamedTuple):
+    """The weights of one expert of one site. The A of all pairs lie in one tensor, one below the other."""
+
+    a_RK: torch.Tensor
+    pairs: tuple[Pair, ...]
+
+
+NOTHING = Block(torch.empty(0, 0), ())  # an expert without a delta
+
+
+def stack(pairs: Sequence[Pair]) -> Block:
+    """A block of pairs; their A become views of the stacked one."""
+    if not pairs:
+        return NOTHING
+    a_RK = torch.cat([pair.a_RK for pair in pairs]).contiguous()
+    views = torch.split(a_RK, [pair.a_RK.shape[0] for pair in pairs])
+    return Block(a_RK, tuple(pair._replace(a_RK=view) for pair, view in zip(pairs, views, strict=True)))
+
+
 class Segment(NamedTuple):
     """Consecutive entries that meet the same adapter and expert."""
 
-    pairs: Sequence[Pair]
+    block: Block
     first: int
     num_entries: int
 

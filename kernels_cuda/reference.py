@@ -18,7 +18,7 @@ def lora_step(step: Step) -> npt.NDArray[np.float64]:
     rows = _array(step.rows_TK)
     site_width = max(
         [end for _, end in step.windows]
-        + [pair.out_begin + pair.b_OR.shape[0] for segment in step.segments for pair in segment.pairs]
+        + [pair.out_begin + pair.b_OR.shape[0] for segment in step.segments for pair in segment.block.pairs]
     )
     out = np.zeros((step.num_out_rows, site_width))
     for segment in step.segments:
@@ -26,7 +26,7 @@ def lora_step(step: Step) -> npt.NDArray[np.float64]:
             x = rows[i if step.in_map_N is None else int(step.in_map_N[i])]
             target = i if step.out_map_N is None else int(step.out_map_N[i])
             weight = 1.0 if step.weights_N is None else float(step.weights_N[i])
-            for pair in segment.pairs:
+            for pair in segment.block.pairs:
                 a, b = _array(pair.a_RK)[:, step.in_begin : step.in_begin + x.shape[0]], _array(pair.b_OR)
                 v = a @ x * (pair.scale * weight)
                 out[target, pair.out_begin : pair.out_begin + b.shape[0]] += b @ v

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -21,4 +22,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_grad():
     with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tmp_path_factory):
+    """Directories of tiny-mixtral adapters, by name."""
+    from lora_server.demo import tiny
+
+    model, root = tiny.make_model("mixtral"), tmp_path_factory.mktemp("adapters")
+    made = {
+        "all": {"lora_rank": 4, "targets": "all"},
+        "down": {"lora_rank": 3, "targets": "down", "style": "per_expert"},
+        "bf16": {"lora_rank": 5, "targets": "experts", "dtype": torch.bfloat16},
+    }
+    for seed, (name, settings) in enumerate(made.items()):
+        tiny.make_adapter(model, root / name, seed=seed, **settings)
+    tiny.make_shared_outer(model, root / "shared-outer", lora_rank=2, seed=9)
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def quiet():
+    """Keep what shards log about failed steps off the output."""
+    with capture_logs():
         yield

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_cuda import cpu, reference
-from kernels_cuda.ops import Pair, Segment, Step
+from kernels_cuda.ops import Pair, Segment, Step, stack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # largest error of a result, relative to the largest result that rounding could reach (sum of magnitudes)
@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6, torch.float16: 2
 def magnitudes(step):
     """The same step with every number replaced by its magnitude: what errors are measured against."""
     segments = [
-        Segment([Pair(p.a_RK.abs(), p.b_OR.abs(), abs(p.scale), p.out_begin) for p in s.pairs], s.first, s.num_entries)
+        s._replace(block=stack([Pair(p.a_RK.abs(), p.b_OR.abs(), abs(p.scale), p.out_begin) for p in s.block.pairs]))
         for s in step.segments
     ]
     weights = None if step.weights_N is None else step.weights_N.abs()
@@ -71,7 +71,7 @@ def steps(draw):
             a, b = noise(rank, full_width).to(weight_dtype), noise(rows, rank).to(weight_dtype)
             found.append(Pair(a, b, draw(st.sampled_from([2.0, 0.5, -1.25])), begin))
             begin += rows
-        return found
+        return stack(found)
 
     sizes = draw(st.lists(st.integers(1, 6), max_size=5), label="segments")
     firsts = np.cumsum([0, *sizes])
@@ -128,7 +128,7 @@ def test_an_entry_alone_equals_itself_in_the_batch(step, data):
     alone = replaced(
         step,
         rows_TK=step.rows_TK[row : row + 1],
-        segments=[Segment(segment.pairs, 0, 1)],
+        segments=[Segment(segment.block, 0, 1)],
         num_entries=1,
         num_out_rows=1,
         in_map_N=None,
@@ -147,13 +147,14 @@ def test_realistic_widths_and_mixed_ranks(dtype, rank):
         return torch.randn(shape, generator=generator).to(dtype)
 
     half = 320
-    gate_up = [Pair(noise(rank, 512), noise(half, rank), 2.0, begin) for begin in (0, half)]
-    small = [Pair(noise(3, 512), noise(2 * half, 3), 0.25, 0)]
+    pairs = [Pair(noise(rank, 512), noise(half, rank), 2.0, begin) for begin in (0, half)]
+    gate_up, up = stack(pairs), stack(pairs[1:])
+    small = stack([Pair(noise(3, 512), noise(2 * half, 3), 0.25, 0)])
     rows = torch.randint(20, (40,), generator=generator, dtype=torch.int32)
     for maps in ({}, {"in_map_N": rows}, {"in_map_N": rows, "out_map_N": rows, "weights_N": noise(40).float()}):
         step = Step(
             rows_TK=noise(20 if maps else 40, 512),
-            segments=[Segment(gate_up, 0, 17), Segment((), 17, 2), Segment(small, 19, 1), Segment(gate_up[1:], 20, 20)],
+            segments=[Segment(gate_up, 0, 17), Segment(stack([]), 17, 2), Segment(small, 19, 1), Segment(up, 20, 20)],
             num_entries=40,
             num_out_rows=20 if "out_map_N" in maps else 40,
             windows=((0, 100), (half, half + 200)),
@@ -166,7 +167,7 @@ def test_realistic_widths_and_mixed_ranks(dtype, rank):
 def test_rows_that_no_entry_reaches_are_zero(dtype):
     step = Step(
         rows_TK=torch.ones(3, 8, dtype=dtype),
-        segments=[Segment((), 0, 2)],
+        segments=[Segment(stack([]), 0, 2)],
         num_entries=2,
         num_out_rows=3,
         windows=((0, 4), (6, 8)),
@@ -186,7 +187,7 @@ def test_inputs_are_left_alone():
     before = [tensor.clone() for tensor in inputs]
     step = Step(
         rows_TK=rows,
-        segments=[Segment([Pair(a, b, 3.0, 0)], 0, 3)],
+        segments=[Segment(stack([Pair(a, b, 3.0, 0)]), 0, 3)],
         num_entries=3,
         num_out_rows=3,
         windows=((0, 6),),

@@ -31,21 +31,6 @@ def spec_of(kind):
     return specs.from_config(model_of(kind).config.to_dict(), name=f"tiny-{kind}")
 
 
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory):
-    """Directories of tiny-mixtral adapters, by name."""
-    root = tmp_path_factory.mktemp("adapters")
-    made = {
-        "all": {"lora_rank": 4, "targets": "all"},
-        "down": {"lora_rank": 3, "targets": "down", "style": "per_expert"},
-        "bf16": {"lora_rank": 5, "targets": "experts", "dtype": torch.bfloat16},
-    }
-    for seed, (name, settings) in enumerate(made.items()):
-        tiny.make_adapter(model_of("mixtral"), root / name, seed=seed, **settings)
-    tiny.make_shared_outer(model_of("mixtral"), root / "shared-outer", lora_rank=2, seed=9)
-    return {path.name: path for path in root.iterdir()}
-
-
 class Gate:
     """An on_layer that writes down what was loaded, and stops the loader where the test says."""
 
@@ -109,14 +94,14 @@ def states(store, handle):
     return [store.state(handle, layer).value for layer in range(4)]
 
 
-def test_layers_become_ready_one_by_one(make_store, adapters):
+def test_layers_become_ready_one_by_one(make_store, tiny_adapters):
     store, gate = make_store()
     assert states(store, 1) == ["unknown"] * 4
     gate.shut()
-    done = load(store, 1, adapters["all"])
+    done = load(store, 1, tiny_adapters["all"])
     assert gate.arrived.wait(SECONDS)
     assert states(store, 1) == ["ready", "loading", "loading", "loading"] and not done.calls
-    assert len(store.pairs(1, Site(0, "gate_up"), 3)) == 1
+    assert len(store.block(1, Site(0, "gate_up"), 3).pairs) == 1
     before = store.nbytes()
     assert before > 0
     gate.open()
@@ -125,18 +110,18 @@ def test_layers_become_ready_one_by_one(make_store, adapters):
     assert store.nbytes() == 4 * before, "layers of this model are equal"
 
 
-def blocked(store, gate, adapters):
+def blocked(store, gate, tiny_adapters):
     """The loader stands after layer 0 of handle 1, so that what is queued next is known."""
     gate.shut()
-    done = load(store, 1, adapters["all"])
+    done = load(store, 1, tiny_adapters["all"])
     assert gate.arrived.wait(SECONDS)
     return done
 
 
-def test_prefetched_adapters_overtake(make_store, adapters):
+def test_prefetched_adapters_overtake(make_store, tiny_adapters):
     store, gate = make_store()
-    dones = [blocked(store, gate, adapters)]
-    dones += [load(store, handle, adapters["down"]) for handle in (2, 3, 4)]
+    dones = [blocked(store, gate, tiny_adapters)]
+    dones += [load(store, handle, tiny_adapters["down"]) for handle in (2, 3, 4)]
     store.prefetch([4, 99, 3])
     store.prefetch([4])
     gate.open()
@@ -148,30 +133,30 @@ def test_prefetched_adapters_overtake(make_store, adapters):
     assert all([layers for h, layers in gate.loaded if h == handle][:4] == [1, 2, 3, 4] for handle in (1, 2, 3, 4))
 
 
-def test_loading_twice_reads_once_and_tells_both(make_store, adapters):
+def test_loading_twice_reads_once_and_tells_both(make_store, tiny_adapters):
     store, gate = make_store()
-    first = blocked(store, gate, adapters)
-    second = load(store, 1, adapters["all"])
+    first = blocked(store, gate, tiny_adapters)
+    second = load(store, 1, tiny_adapters["all"])
     assert not second.calls
     gate.open()
     assert first.result() is None and second.result() is None
     nbytes, loaded = store.nbytes(), len(gate.loaded)
-    assert load(store, 1, adapters["all"]).result() is None
+    assert load(store, 1, tiny_adapters["all"]).result() is None
     assert (store.nbytes(), len(gate.loaded)) == (nbytes, loaded)
 
 
 @pytest.mark.parametrize("when", ["while it waits", "while it is read", "between two layers"])
-def test_a_drop_stops_a_load_and_says_so(when, make_store, adapters):
+def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
     """`done` is called once whatever happens, and the files are closed."""
     store, gate = make_store()
-    other = blocked(store, gate, adapters)
+    other = blocked(store, gate, tiny_adapters)
     descriptors = psutil.Process().num_fds()
     if when == "while it waits":
-        done, handle = load(store, 2, adapters["down"]), 2
+        done, handle = load(store, 2, tiny_adapters["down"]), 2
     elif when == "while it is read":
         done, handle = other, 1
     else:
-        done, handle = load(store, 2, adapters["down"]), 2
+        done, handle = load(store, 2, tiny_adapters["down"]), 2
         store.prefetch([2])
         gate.then = lambda handle, layers: store.drop(2) if (handle, layers) == (2, 1) else None
     if when != "between two layers":
@@ -181,38 +166,38 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, adapters):
     error = done.result()
     assert isinstance(error, AdapterLoadError) and f"handle {handle}" in str(error)
     assert states(store, handle) == ["unknown"] * 4
-    assert load(store, 3, adapters["down"]).result() is None, "the loader goes on"
+    assert load(store, 3, tiny_adapters["down"]).result() is None, "the loader goes on"
     if handle != 1:
         assert other.result() is None
     eventually(lambda: psutil.Process().num_fds() < descriptors, "the adapter's files to be closed")
     store.drop(1), store.drop(2), store.drop(3), store.drop(4)
     assert store.nbytes() == 0
     with pytest.raises(UnknownAdapterError, match=f"handle {handle}"):
-        store.pairs(handle, Site(0, "down"), 0)
+        store.block(handle, Site(0, "down"), 0)
 
 
-def test_a_dropped_handle_can_be_loaded_again(make_store, adapters):
+def test_a_dropped_handle_can_be_loaded_again(make_store, tiny_adapters):
     store, gate = make_store()
-    first = blocked(store, gate, adapters)
+    first = blocked(store, gate, tiny_adapters)
     store.drop(1)
-    second = load(store, 1, adapters["down"])
+    second = load(store, 1, tiny_adapters["down"])
     gate.open()
     assert isinstance(first.result(), AdapterLoadError) and second.result() is None
     assert states(store, 1) == ["ready"] * 4
-    assert not store.pairs(1, Site(0, "gate_up"), 0) and store.pairs(1, Site(0, "down"), 0)
+    assert not store.block(1, Site(0, "gate_up"), 0).pairs and store.block(1, Site(0, "down"), 0).pairs
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "not safetensors"])
-def test_a_bad_file_fails_its_own_adapter_only(damage, make_store, adapters, tmp_path):
+def test_a_bad_file_fails_its_own_adapter_only(damage, make_store, tiny_adapters, tmp_path):
     store, _ = make_store()
     directory = tmp_path / "bad"
     directory.mkdir()
-    weights = (adapters["all"] / "adapter_model.safetensors").read_bytes()
-    (directory / "adapter_config.json").write_bytes((adapters["all"] / "adapter_config.json").read_bytes())
+    weights = (tiny_adapters["all"] / "adapter_model.safetensors").read_bytes()
+    (directory / "adapter_config.json").write_bytes((tiny_adapters["all"] / "adapter_config.json").read_bytes())
     if damage != "missing":
         data = weights[: len(weights) // 2] if damage == "truncated" else b"\xff" * 4096
         (directory / "adapter_model.safetensors").write_bytes(data)
-    bad, good = load(store, 1, directory), load(store, 2, adapters["down"])
+    bad, good = load(store, 1, directory), load(store, 2, tiny_adapters["down"])
     error = bad.result()
     assert isinstance(error, AdapterError) and str(directory) in str(error)
     assert states(store, 1) == ["failed"] * 4 and store.error(1) is error
@@ -220,14 +205,14 @@ def test_a_bad_file_fails_its_own_adapter_only(damage, make_store, adapters, tmp
     assert good.result() is None and states(store, 2) == ["ready"] * 4
     store.drop(1)
     assert states(store, 1) == ["unknown"] * 4 and isinstance(store.error(1), LoraServerError)
-    assert load(store, 1, adapters["down"]).result() is None, "mended files load"
+    assert load(store, 1, tiny_adapters["down"]).result() is None, "mended files load"
 
 
-def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(make_store, adapters, tmp_path):
+def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(make_store, tiny_adapters, tmp_path):
     store, gate = make_store()
     directory = tmp_path / "cut"
     directory.mkdir()
-    for file in adapters["all"].iterdir():
+    for file in tiny_adapters["all"].iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     gate.shut()
     done = load(store, 1, directory)
@@ -243,18 +228,18 @@ def owned(stores, site, expert):
     """The weights at every shard that does not refuse to know them."""
     for store in stores:
         try:
-            yield store.pairs(1, site, expert)
+            yield store.block(1, site, expert).pairs
         except ProtocolError as error:
             assert "placements differ" in str(error)
 
 
 @pytest.mark.parametrize("layout", ["ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2", "ep1-pp4", "ep9-pp5"])
 @pytest.mark.parametrize("name", ["all", "down", "bf16", "shared-outer"])
-def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make_store, adapters):
+def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make_store, tiny_adapters):
     spec, dtype = spec_of("mixtral"), torch.bfloat16 if name == "bf16" else torch.float32
     stores = [make_store(layout, shard, dtype)[0] for shard in range(Layout.parse(layout).num_shards)]
-    assert all(done.result() is None for done in [load(store, 1, adapters[name]) for store in stores])
-    with open_adapter(adapters[name], spec) as adapter:
+    assert all(done.result() is None for done in [load(store, 1, tiny_adapters[name]) for store in stores])
+    with open_adapter(tiny_adapters[name], spec) as adapter:
         assert sum(store.nbytes() for store in stores) == adapter.nbytes
         for site in spec.sites():
             for expert in range(spec.experts_at(site)):
@@ -266,10 +251,10 @@ def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make
     assert all(store.state(1, layer) is State.READY for store, layer in foreign), "there is nothing to wait for"
 
 
-def test_close_stops_a_load_and_frees_everything(make_store, adapters):
+def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
     store, gate = make_store()
-    done = blocked(store, gate, adapters)
-    waiting = load(store, 2, adapters["down"])
+    done = blocked(store, gate, tiny_adapters)
+    waiting = load(store, 2, tiny_adapters["down"])
     closer = threading.Thread(target=store.close)
     closer.start()
     gate.open()

@@ -130,14 +130,14 @@ def handshake(shard, hello):
 
 
 def test_regions_have_no_name_and_cannot_be_resized(shard):
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     shard.port.grant(Grant(1, 1, b"key"))
     data, fds = handshake(shard, messages.encode(Hello(1, 1, b"key")))
     assert messages.decode_welcome(data) == Welcome(LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes)
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(Path("/dev/shm").iterdir()) == before
     assert len(fds) == 2 and os.fstat(fds[0]).st_size == LAYOUT.nbytes
     for fd in fds:
-        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/memfd:")
         for nbytes in (0, 100, 10 * LAYOUT.nbytes):
             with pytest.raises(PermissionError):
                 os.ftruncate(fd, nbytes)
@@ -215,7 +215,7 @@ print(time.monotonic() - began, flush=True)
 def test_no_wake_up_is_lost_between_processes(spin):
     """Each lost one would cost SLEEP_SECONDS: one in a hundred, and this fails. No spin means that all waits park."""
     rounds = 20_000
-    fd, memory = create_memory("ping-pong", mmap.PAGESIZE)
+    fd, _ = create_memory("ping-pong", mmap.PAGESIZE)
     processes = [start(PINGPONG, fd, side, rounds, spin, pass_fds=[fd]) for side in (0, 1)]
     try:
         seconds = [float(line_of(process)) for process in processes]

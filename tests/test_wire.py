@@ -75,7 +75,7 @@ REQUESTS = st.builds(
     step_class=st.integers(0, 255),
     flags=st.integers(0, 255),
     windows=WINDOWS,
-    **{f: U64 for f in ("seq", "payload_bytes", "budget_us", "pushed_ns")},
+    **dict.fromkeys(("seq", "payload_bytes", "budget_us", "pushed_ns"), U64),
     **{
         f: U32
         for f in RequestHeader._fields
@@ -85,8 +85,8 @@ REQUESTS = st.builds(
 RESPONSES = st.builds(
     ResponseHeader,
     status=st.integers(0, 2**16 - 1),
-    **{f: U32 for f in ("client", "epoch", "slot", "dtype", "num_rows", "width")},
-    **{f: U64 for f in ("seq", "payload_bytes", "received_ns", "started_ns", "done_ns")},
+    **dict.fromkeys(("client", "epoch", "slot", "dtype", "num_rows", "width"), U32),
+    **dict.fromkeys(("seq", "payload_bytes", "received_ns", "started_ns", "done_ns"), U64),
 )
 
 

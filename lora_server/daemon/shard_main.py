@@ -6,12 +6,12 @@ The main thread runs the loop; threads serve the controller's stream, listeners 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +103,8 @@ class ShardProcess:
             listener.close()
         self.coordinator.close()
         self.store.close()
+        with contextlib.suppress(OSError):  # a killed parent leaves its directory to its last shard
+            Path(self.settings.run_dir).rmdir()
         return self.exit_code
 
     def stop(self, exit_code: int = 0) -> None:
@@ -206,8 +208,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: process.stop())
     code = process.run()
     log.info("shard stopped", shard=settings.shard)
-    time.sleep(0)  # let daemon threads see the stop before the interpreter goes
-    os._exit(code)
+    os._exit(code)  # daemon threads hold grpc and zmq; nothing is left to flush
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import msgspec

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from kernels_cuda.ops import Pair
+from kernels_cuda.ops import NOTHING, Block, Pair, stack
 from lora_server.adapters import Adapter, open_adapter
 from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.placement import Placement
@@ -63,7 +63,7 @@ class WeightStore(ABC):
         """Why a handle is FAILED."""
 
     @abstractmethod
-    def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
+    def block(self, handle: int, site: Site, expert: int) -> Block:
         """The weights of a READY layer; empty where the adapter has no delta.
 
         Raises UnknownAdapterError if it was dropped since, ProtocolError for what another shard owns.
@@ -90,7 +90,7 @@ class _Entry:
     failure: LoraServerError | None = None
     nbytes: int = 0
     adapter: Adapter | None = None
-    pairs: dict[tuple[Site, int], tuple[Pair, ...]] = field(default_factory=dict)
+    blocks: dict[tuple[Site, int], Block] = field(default_factory=dict)
 
 
 class ResidentStore(WeightStore):
@@ -164,15 +164,15 @@ class ResidentStore(WeightStore):
         failure = entry.failure if entry is not None else None
         return failure or AdapterLoadError(f"handle {handle}: not failed")
 
-    def pairs(self, handle: int, site: Site, expert: int) -> Sequence[Pair]:
+    def block(self, handle: int, site: Site, expert: int) -> Block:
         """See WeightStore."""
         entry = self._entries.get(handle)
         if entry is None:
             raise UnknownAdapterError(f"handle {handle}: not on shard {self._shard}; was it removed?")
-        found = entry.pairs.get((site, expert))
+        found = entry.blocks.get((site, expert))
         if found is None and expert not in self._placement.experts(site, self._shard):
             raise ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
-        return found or ()
+        return found or NOTHING
 
     def nbytes(self) -> int:
         """See WeightStore."""
@@ -226,14 +226,16 @@ class ResidentStore(WeightStore):
             entry.adapter = open_adapter(entry.path, self._placement.spec)
         for site in (site for site in entry.adapter.sites() if site.layer == layer):
             for expert in self._placement.experts(site, self._shard):
-                pairs = self._read(entry.adapter, site, expert)
-                entry.pairs[site, expert] = pairs
-                entry.nbytes += sum(pair.a_RK.nbytes + pair.b_OR.nbytes for pair in pairs)
+                block = self._read(entry.adapter, site, expert)
+                entry.blocks[site, expert] = block
+                entry.nbytes += block.a_RK.nbytes + sum(pair.b_OR.nbytes for pair in block.pairs)
         entry.layers.remove(layer)
         entry.ready.add(layer)
 
-    def _read(self, adapter: Adapter, site: Site, expert: int) -> tuple[Pair, ...]:
-        return tuple(
-            Pair(a_RK.to(self._dtype), b_OR.to(self._dtype), pair.scale, pair.out_begin)
-            for pair, a_RK, b_OR in adapter.read(site, expert)
+    def _read(self, adapter: Adapter, site: Site, expert: int) -> Block:
+        return stack(
+            [
+                Pair(a_RK.to(self._dtype), b_OR.to(self._dtype), pair.scale, pair.out_begin)
+                for pair, a_RK, b_OR in adapter.read(site, expert)
+            ]
         )

@@ -32,12 +32,14 @@ class Request:
 
 
 def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> RequestHeader:
-    """The header of an expected step; raises ProtocolError if it is any other's."""
+    """The header of an expected step, fit for the scheduler; raises ProtocolError if it is any other's."""
     header = RequestHeader.unpack_from(memory)
     if (header.client, header.epoch, header.seq) != (client, epoch, seq):
         raise ProtocolError(
             f"{header.where} epoch {header.epoch}: expected client {client} epoch {epoch} seq {seq} in this slot"
         )
+    if header.step_class not in (slot.DECODE, slot.PREFILL):
+        raise ProtocolError(f"{header.where}: got class {header.step_class}, expected {slot.DECODE} or {slot.PREFILL}")
     return header
 
 
@@ -78,8 +80,8 @@ def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max
 def _site(header: RequestHeader, spec: ModelSpec) -> Site:
     if header.layer >= spec.layers or header.projection >= len(PROJECTIONS):
         raise ProtocolError(f"{header.where}: expected a layer below {spec.layers} and one of {PROJECTIONS}")
-    if header.dtype >= len(slot.DTYPES) or header.step_class not in (slot.DECODE, slot.PREFILL):
-        raise ProtocolError(f"{header.where}: got dtype {header.dtype}, class {header.step_class}")
+    if header.dtype >= len(slot.DTYPES):
+        raise ProtocolError(f"{header.where}: got dtype {header.dtype}, expected one of {slot.DTYPES} by index")
     return Site(header.layer, PROJECTIONS[header.projection])
 
 
@@ -96,11 +98,14 @@ def _check_counts(header: RequestHeader, site: Site, spec: ModelSpec, max_step_r
             f"{header.where}: got input window [{header.in_begin}, {header.in_end}), "
             f"expected it within {spec.in_width(site)}"
         )
-    for begin, end in header.windows:
-        if not begin < end <= spec.out_width(site):
+    previous = 0
+    for begin, end in header.windows:  # in order and disjoint: together they fit the response slot
+        if not previous <= begin < end <= spec.out_width(site):
             raise ProtocolError(
-                f"{header.where}: got output window [{begin}, {end}), expected it within {spec.out_width(site)}"
+                f"{header.where}: got output window [{begin}, {end}), "
+                f"expected it within [{previous}, {spec.out_width(site)})"
             )
+        previous = end
     if not header.flags & slot.HAS_IN_MAP and header.num_rows != header.num_entries:
         raise ProtocolError(f"{header.where}: got {header.num_rows} rows, expected {header.num_entries} (no in_map)")
     if not header.flags & slot.HAS_OUT_MAP and header.num_out_rows != header.num_entries:

@@ -153,7 +153,7 @@ class Shard:
         layer = request.site.layer
         state = self.store.state(handle, layer)
         if state is State.READY:
-            return Segment(self.store.pairs(handle, request.site, expert), first, entries)
+            return Segment(self.store.block(handle, request.site, expert), first, entries)
         if state is State.FAILED:
             raise self.store.error(handle)
         raise UnknownAdapterError(

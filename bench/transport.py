@@ -1,0 +1,190 @@
+"""One-way push latency of the transports, beside a C memcpy + flag in the same run.
+
+    python -m bench.transport [--json] [--rounds N]
+
+One process pushes, another takes and answers with the time (CLOCK_MONOTONIC, one host) at which it
+saw the push; one way is that minus the time before the payload was copied. The floor is the same
+game in C, compiled on the spot where there is a compiler. Medians; the rounds of all paths and sizes
+follow each other in one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import multiprocessing
+import os
+import shutil
+import statistics
+import struct
+import subprocess
+import tempfile
+import time
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lora_server.transport.base import Grant, Link, Port
+from lora_server.transport.shm import ShmLink, ShmListener, create_memory
+from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+
+SIZES = (16 << 10, 256 << 10, 4 << 20)
+HELLO = Hello(1, 1, b"key")
+DEADLINE_SECONDS = 60.0
+WARM_UP = 0.1
+SPAWN = multiprocessing.get_context("spawn")
+STAMP = struct.Struct("<Q")
+
+
+def _median_us(times_ns: list[int]) -> float:
+    return statistics.median(times_ns[int(len(times_ns) * WARM_UP) :]) / 1e3
+
+
+# -- our transports
+
+
+def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
+    """The other process: a shard's receive loop that answers with when it saw the push."""
+    port = Port(RegionLayout(depth=4, request_bytes=nbytes, response_bytes=4096))
+    port.grant(Grant(HELLO.client, HELLO.epoch, HELLO.key))
+    with tempfile.TemporaryDirectory() as directory:
+        shm = transport == "shm"
+        listener = ShmListener(port, Path(directory) / "s") if shm else ZmqListener(port, "127.0.0.1")
+        pipe.send(listener.address)
+
+        def pushed() -> bool:
+            return any(c.requested() > c.served for c in port.connections)
+
+        for _ in range(rounds):
+            while not port.wait(pushed, 0.1):
+                pass
+            seen_ns = time.monotonic_ns()
+            (connection,) = port.connections
+            connection.served += 1
+            STAMP.pack_into(connection.region.response(connection.served), 0, seen_ns)
+            connection.respond(connection.served, STAMP.size)
+        pipe.recv()
+        listener.close()
+
+
+def one_way_us(transport: str, nbytes: int, rounds: int) -> float:
+    """Median of our own push, from before the copy to when the shard's loop sees it."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=_shard, args=(transport, nbytes, rounds, theirs))
+    process.start()
+    address = ours.recv()
+    link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else ZmqLink(address, HELLO, 0)
+    payload = memoryview(os.urandom(nbytes))
+    times_ns = []
+    for seq in range(1, rounds + 1):
+        began_ns = time.monotonic_ns()
+        link.region.request(seq)[:] = payload
+        link.push(seq, nbytes)
+        link.wait(seq, time.monotonic() + DEADLINE_SECONDS)
+        times_ns.append(STAMP.unpack_from(link.region.response(seq))[0] - began_ns)
+    link.close()
+    ours.send("done")
+    process.join()
+    return _median_us(times_ns)
+
+
+# -- the floor
+
+
+class _Floor:
+    """push.c over a shared memory: two flags, two time stamps' worth of answer, one payload slot."""
+
+    def __init__(self, library: str, memory: memoryview, nbytes: int) -> None:
+        code: Any = ctypes.CDLL(library)
+        pointer, u64 = ctypes.c_void_p, ctypes.c_uint64
+        code.push.argtypes, code.push.restype = (pointer, pointer, u64, pointer, u64), u64
+        code.take.argtypes, code.take.restype = (pointer, u64), u64
+        self.push, self.take = code.push, code.take
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.request, self.response, self.stamp, self.slot = base, base + 128, base + 256, base + 4096
+        self.memory, self.nbytes = memory, nbytes
+
+
+def _floor_partner(library: str, path: str, nbytes: int, rounds: int) -> None:
+    with open(path, "r+b") as file:  # noqa: PTH123
+        floor = _Floor(library, memoryview(mmap.mmap(file.fileno(), 4096 + nbytes)), nbytes)
+    for seq in range(1, rounds + 1):
+        stamp = STAMP.pack(floor.take(floor.request, seq))
+        floor.push(floor.stamp, stamp, len(stamp), floor.response, seq)
+
+
+def floor_us(library: str, nbytes: int, rounds: int) -> float:
+    """Median of memcpy + release flag + acquire poll."""
+    fd, memory = create_memory("bench", 4096 + nbytes)
+    floor = _Floor(library, memory, nbytes)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    process = SPAWN.Process(target=_floor_partner, args=(library, path, nbytes, rounds))
+    process.start()
+    payload = ctypes.create_string_buffer(os.urandom(nbytes), nbytes)
+    times_ns = []
+    for seq in range(1, rounds + 1):
+        began_ns = floor.push(floor.slot, payload, nbytes, floor.request, seq)
+        floor.take(floor.response, seq)
+        times_ns.append(STAMP.unpack_from(memory, 256)[0] - began_ns)
+    process.join()
+    os.close(fd)
+    return _median_us(times_ns)
+
+
+def compile_floor(directory: str) -> str | None:
+    """push.c as a shared library; None without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    library = f"{directory}/push.so"
+    source = str(Path(__file__).with_name("push.c"))
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    return library
+
+
+def measure(rounds: int) -> list[dict[str, Any]]:
+    """One row per size."""
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        library = compile_floor(directory)
+        for nbytes in track(SIZES, "pushing", console=Console(stderr=True)):
+            row: dict[str, Any] = {"nbytes": nbytes}
+            if library is not None:
+                row["c_us"] = floor_us(library, nbytes, rounds)
+            for transport in ("shm", "zmq"):
+                row[f"{transport}_us"] = one_way_us(transport, nbytes, rounds)
+                if library is not None:
+                    row[f"{transport}_ratio"] = row[f"{transport}_us"] / row["c_us"]
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2000)
+    arguments = parser.parse_args()
+    rows = measure(arguments.rounds)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title="One-way push, median us (ratio to C memcpy + flag)", title_justify="left")
+    for column in ("bytes", "C", "shm", "zmq"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = [f"{row[f'{t}_us']:.1f} ({row.get(f'{t}_ratio', float('nan')):.1f}x)" for t in ("shm", "zmq")]
+        table.add_row(f"{row['nbytes']:,}", f"{row.get('c_us', float('nan')):.2f}", *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

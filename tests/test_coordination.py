@@ -1,0 +1,189 @@
+"""Which step comes next: decode first without starving prefill, and followers in their leader's order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_transport import eventually
+from test_worker import LOADED, Client, healthy, make_rig
+
+from lora_server.transport.base import Connection
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+from lora_server.worker import coordination
+from lora_server.worker.coordination import Follower, Independent, Leader
+from lora_server.worker.schedule import PATIENCE, DecodeFirst, Pending
+
+
+class Peer(Connection):
+    """Only a name: the scheduler never touches a region."""
+
+    def __init__(self, client, epoch=1):
+        self.client, self.epoch = client, epoch
+
+    def respond(self, seq, nbytes):
+        raise AssertionError("a scheduler does not answer")
+
+
+def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
+    header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class)
+    return Pending(Peer(client, epoch), seq, header, received, 0, blocked)
+
+
+ARRIVALS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=60)
+
+
+@given(arrivals=ARRIVALS)
+def test_decode_goes_first_oldest_first_and_nothing_starves(arrivals):
+    """Before each pick some steps arrive: (prefill?, how many, blocked?)."""
+    rule, waiting, clock, passed = DecodeFirst(), [], 0, 0
+    for prefill, count, blocked in arrivals:
+        for _ in range(count):
+            clock += 1
+            waiting.append(step(clock, slot.PREFILL if prefill else slot.DECODE, clock, blocked=blocked))
+        picked = rule.pick(waiting)
+        ready = [one for one in waiting if not one.blocked]
+        assert (picked is None) == (not ready)
+        if picked is None:
+            continue
+        assert not picked.blocked
+        same = [one for one in ready if one.header.step_class == picked.header.step_class]
+        assert picked is min(same, key=lambda one: one.received_ns)
+        prefills = any(one.header.step_class == slot.PREFILL for one in ready)
+        if picked.header.step_class == slot.PREFILL:
+            decodes = any(one.header.step_class == slot.DECODE for one in ready)
+            assert not decodes or passed == PATIENCE, "decode goes first"
+            passed = 0
+        elif prefills:
+            passed += 1
+            assert passed <= PATIENCE, "a prompt is starved"
+        waiting.remove(picked)
+
+
+def test_a_flood_of_decoding_lets_one_prefill_through_per_patience():
+    rule, prefills = DecodeFirst(), [step(900 + i, slot.PREFILL, i) for i in range(3)]
+    taken = []
+    for clock in range(3 * (PATIENCE + 1)):
+        picked = rule.pick([step(1, slot.DECODE, 1000 + clock), *prefills])
+        taken.append(picked.header.step_class)
+        if picked in prefills:
+            prefills.remove(picked)
+    assert taken == ([slot.DECODE] * PATIENCE + [slot.PREFILL]) * 3
+
+
+@pytest.fixture
+def leader():
+    found = Leader("127.0.0.1")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def make_follower(leader):
+    followers = []
+
+    def make():
+        follower = Follower(lambda: None)
+        follower.follow(leader.address)
+        followers.append(follower)
+        eventually(lambda: leader.anything_new() or leader.followers == len(followers), "the leader to count it")
+        return follower
+
+    yield make
+    for follower in followers:
+        follower.close()
+
+
+def pending(*steps):
+    return {one.connection.client: one for one in steps}
+
+
+def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
+    first, *_ = [make_follower() for _ in range(3)]
+    assert leader.followers == 3
+    first.close()
+    eventually(lambda: leader.anything_new() or leader.followers == 2, "one to be counted out")
+
+
+def order_of(leader, *clients):
+    """Let the leader pick these clients' steps, one after another."""
+    for client in clients:
+        assert leader.next(pending(step(client))).connection.client == client
+
+
+def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
+    follower = make_follower()
+    order_of(leader, 3, 1, 2)
+    eventually(lambda: len(follower._queue) == 3, "the orders to arrive")
+    here = pending(step(1, slot.DECODE, 1), step(2, slot.DECODE, 2), step(3, slot.PREFILL, 3))
+    served = []
+    while (picked := follower.next(here)) is not None:
+        served.append(picked.connection.client)
+        del here[picked.connection.client]
+    assert served == [3, 1, 2] and not follower.anything_new()
+    assert follower.next(pending(step(4))) is None, "what the leader has not ordered waits"
+
+
+def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, make_follower):
+    follower = make_follower()
+    order_of(leader, 1, 2, 3)
+    eventually(lambda: len(follower._queue) == 3, "the orders to arrive")
+    assert follower.next({}) is None and follower.anything_new()
+    blocked, late = step(1, blocked=True), step(2)
+    assert follower.next(pending(blocked, step(3))).connection.client == 3
+    assert follower.next(pending(blocked)) is None
+    blocked.blocked = False
+    assert follower.next(pending(blocked, late)) is blocked
+    assert follower.next(pending(late)) is late
+
+
+@pytest.mark.parametrize("other", [None, {"seq": 2}, {"epoch": 2}])
+def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower, monkeypatch):
+    monkeypatch.setattr(coordination, "FOLLOWER_PATIENCE_NS", 50_000_000)
+    follower = make_follower()
+    order_of(leader, 1, 2)
+    eventually(lambda: len(follower._queue) == 2, "the orders to arrive")
+    here = pending(step(1, **other)) if other else {}
+    began = time.monotonic()
+    eventually(lambda: follower.next(here) is None and not follower.anything_new(), "the orders to be skipped")
+    assert 0.04 < time.monotonic() - began < 5
+
+
+def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
+    follower, successor = make_follower(), Leader("127.0.0.1")
+    order_of(leader, 1)
+    eventually(follower.anything_new, "the order to arrive")
+    follower.follow(successor.address)
+    assert not follower.anything_new()
+    eventually(lambda: successor.anything_new() or successor.followers == 1, "the successor to count it")
+    order_of(leader, 2)
+    order_of(successor, 3)
+    eventually(follower.anything_new, "the order to arrive")
+    assert follower.next(pending(step(2), step(3))).connection.client == 3
+    successor.close()
+
+
+def test_a_stage_of_real_shards_serves_alike(leader, make_follower, tiny_adapters):
+    """Two shards with all weights, one leads: the same client's step is served on both."""
+    rigs = [make_rig(), make_rig()]
+    rigs[0].shard.coordinator, rigs[1].shard.coordinator = leader, make_follower()
+    for rig in rigs:
+        assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+    pairs = [[Client(rig.shard, client) for rig in rigs] for client in (1, 2)]
+    for led, following in pairs * 5:
+        following_seq = following.push(following.request())
+        assert rigs[1].shard.serve_once() is False, "not before the leader says so"
+        healthy(led)
+        following.answer(following_seq)
+    for rig in rigs:
+        rig.shard.store.close()
+
+
+def test_independent_picks_from_what_is_pending():
+    coordinator = Independent()
+    assert coordinator.next({}) is None and not coordinator.anything_new()
+    assert coordinator.next(pending(step(1), step(2, received=-1))).connection.client == 2
+    coordinator.close()
