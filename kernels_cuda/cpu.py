@@ -10,9 +10,9 @@ from kernels_cuda.ops import Step, placed
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
     """Semantics: see `ops`. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
-    Two passes: shrink all segments, weight the rows of v, expand all (the scale goes with the expand). Without an out_map and in
-    float32 the results go straight into `out_UO`, otherwise through one float32 buffer of N rows.
-    Sums over the entries of an output row are in entry order.
+    Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the expand.
+    Without an out_map and in float32 the results go straight into `out_UO`, otherwise through one
+    float32 buffer of N rows. Sums over the entries of an output row are in entry order.
     """
     v_NR = _shrink(step)
     if step.weights_N is not None:

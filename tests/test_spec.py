@@ -52,7 +52,7 @@ def test_adapter_bytes_equal_the_sum_over_every_matrix(preset: ModelSpec):
                     total += 16 * preset.in_width(site) if index == 0 or not shared_a else 0
         return 2 * total
 
-    everywhere = dict(projections=spec.PROJECTIONS)
+    everywhere = {"projections": spec.PROJECTIONS}
     assert preset.adapter_bytes(16, **everywhere) == count(False)
     assert preset.adapter_bytes(16, shared_a=True, **everywhere) == count(True)
 

@@ -141,11 +141,14 @@ class Port:
             grant = self._grants.get(connection.client)
             if grant is None or grant.epoch != connection.epoch:
                 raise LeaseError(f"client {connection.client}: its lease was revoked while it connected")
+            replaced = [c for c in self.connections if c.client == connection.client]
             kept = tuple(c for c in self.connections if c.client != connection.client)
             self.connections = (*kept, connection)
+        for older in replaced:
+            older.close()
 
     def disconnect(self, connection: Connection) -> None:
-        """A client closed, or died."""
+        """A client closed, died, or broke the rules."""
         with self._lock:
             known = connection in self.connections
             self.connections = tuple(c for c in self.connections if c is not connection)

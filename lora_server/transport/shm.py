@@ -200,12 +200,17 @@ class ShmListener(Listener):
             finally:
                 os.close(fd)
         except (LeaseError, ProtocolError) as error:
-            with contextlib.suppress(OSError):
-                sock.send(messages.encode(Refused(error.code, str(error))))
-            self._selector.unregister(sock)
-            sock.close()
-        except OSError:  # the client went away in the middle of it: its end of file comes next
+            self._refuse(sock, error)
+        except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
+        except OSError as error:  # out of descriptors or memory
+            self._refuse(sock, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
+
+    def _refuse(self, sock: socket.socket, error: LoraServerError) -> None:
+        with contextlib.suppress(OSError):
+            sock.send(messages.encode(Refused(error.code, str(error))))
+        self._selector.unregister(sock)
+        sock.close()
 
     def close(self) -> None:
         """See Listener."""

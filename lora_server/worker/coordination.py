@@ -36,6 +36,9 @@ class Coordinator(ABC):
         """Whether `next` may say something else than before, apart from new signals."""
         return False
 
+    def refused(self, client: int, epoch: int, seq: int) -> None:  # noqa: B027  (Independent tells nobody)
+        """A step that was answered with an error without ever being picked."""
+
     def close(self) -> None:  # noqa: B027  (Independent holds nothing)
         """Give up sockets."""
 
@@ -67,9 +70,15 @@ class Leader(Coordinator):
         """See Coordinator; the order goes out before the step is served."""
         step = self._rule.pick(pending.values())
         if step is not None:
-            order = Order(step.connection.client, step.connection.epoch, step.seq)
-            self._orders.send(messages.encode(order))
+            self._order(step.connection.client, step.connection.epoch, step.seq)
         return step
+
+    def refused(self, client: int, epoch: int, seq: int) -> None:
+        """The followers serve their part of it: the client waits for each."""
+        self._order(client, epoch, seq)
+
+    def _order(self, client: int, epoch: int, seq: int) -> None:
+        self._orders.send(messages.encode(Order(client, epoch, seq)))
 
     def anything_new(self) -> bool:
         """Counts followers that came or went."""
@@ -89,6 +98,7 @@ class Follower(Coordinator):
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._queue: deque[tuple[Order, int]] = deque()
+        self._fresh = False  # an order came since the last look
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -96,6 +106,7 @@ class Follower(Coordinator):
         """Listen to this leader from now on, and forget what another one said."""
         self.close()
         self._queue.clear()
+        self._fresh = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, args=(address, self._stop), daemon=True, name="orders")
         self._thread.start()
@@ -109,11 +120,13 @@ class Follower(Coordinator):
             if orders.poll(STOP_POLL_MS):
                 order = messages.decode(orders.recv(), Order)
                 self._queue.append((order, time.monotonic_ns()))
+                self._fresh = True
                 self._ring()
         orders.close(linger=0)
 
     def next(self, pending: Mapping[int, Pending]) -> Pending | None:
         """The first ordered step that has arrived here; what is blocked or late keeps its place."""
+        self._fresh = False
         now = time.monotonic_ns()
         for order, ordered_ns in tuple(self._queue):
             step = pending.get(order.client)
@@ -126,8 +139,8 @@ class Follower(Coordinator):
         return None
 
     def anything_new(self) -> bool:
-        """Whether an order waits; its step may be here already."""
-        return bool(self._queue)
+        """Whether the leader spoke."""
+        return self._fresh
 
     def close(self) -> None:
         """See Coordinator."""

@@ -89,7 +89,11 @@ class Shard:
             if alive.get(client) is not step.connection:
                 del self._pending[client]
         for connection in connections:
-            if connection.client not in self._pending and connection.requested() > connection.served:
+            if connection.requested() > connection.served + connection.region.layout.depth:
+                log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
+                self.port.disconnect(connection)
+                connection.close()
+            elif connection.client not in self._pending and connection.requested() > connection.served:
                 self._take(connection)
         for step in list(self._pending.values()):
             if step.blocked:
@@ -100,7 +104,7 @@ class Shard:
         try:
             header = requests.read_header(connection.region.request(seq), connection.client, connection.epoch, seq)
         except LoraServerError as error:
-            self._fail(connection, seq, error)
+            self._refuse(connection, seq, error)
             return
         step = Pending(connection, seq, header, now, now + header.budget_us * 1000)
         self._pending[connection.client] = step
@@ -114,7 +118,7 @@ class Shard:
         self.store.prefetch([handle])
         if time.monotonic_ns() >= step.expires_ns:
             del self._pending[step.connection.client]
-            self._fail(
+            self._refuse(
                 step.connection,
                 step.seq,
                 StepTimeoutError(
@@ -163,6 +167,10 @@ class Shard:
     def _respond(self, connection: Connection, seq: int, nbytes: int) -> None:
         connection.served = seq
         connection.respond(seq, nbytes)
+
+    def _refuse(self, connection: Connection, seq: int, error: LoraServerError) -> None:
+        self.coordinator.refused(connection.client, connection.epoch, seq)
+        self._fail(connection, seq, error)
 
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
         log.warning("step failed", shard=self.index, client=connection.client, seq=seq, error=str(error))
