@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from client_connector.routing import Message, in_step
-from lora_server.errors import LoraServerError, ProtocolError, StepError, rebuild
+from lora_server.errors import GeometryMismatchError, LoraServerError, ProtocolError, StepError, rebuild
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Link
 from lora_server.transport.session import Held, Server, Session, Terms
@@ -56,7 +56,7 @@ class Client:
     def _reset(self) -> None:
         self.broken: LoraServerError | None = None
         self._pushed = [0] * len(self.session.links)
-        self._unanswered = [0] * len(self.session.links)  # oldest seq whose response was not consumed, minus 1
+        self._consumed = [0] * len(self.session.links)  # newest seq whose response was consumed
         self.terms: Terms = self.session.terms
         self.placement = self.terms.placement
 
@@ -64,14 +64,22 @@ class Client:
         """Join anew if a step broke the session or its lease is gone; whether it did."""
         try:
             self.session.check()
+            for link in self.session.links:
+                link.check()
         except LoraServerError as error:
             self.broken = self.broken or error
         if self.broken is None:
             return False
-        replaces = self.terms.client
+        served = self.terms.spec
         self.session.leave()
-        self.session = self._server.join(replaces)
+        self.session = self._server.join()
         self._reset()
+        if self.terms.spec.fingerprint() != served.fingerprint():
+            self.broken = GeometryMismatchError(
+                f"the server now serves {self.terms.spec.name}, this engine was attached for {served.name}: "
+                "attach again"
+            )
+            raise self.broken
         return True
 
     def acquire(self, names: Sequence[str]) -> list[Held]:
@@ -147,9 +155,9 @@ class Exchange:
 
     def _drain(self, shard: int) -> None:
         client = self._client
-        if client._unanswered[shard] < client._pushed[shard]:
+        if client._consumed[shard] < client._pushed[shard]:
             client.session.links[shard].wait(client._pushed[shard], self._deadline)
-            client._unanswered[shard] = client._pushed[shard]
+            client._consumed[shard] = client._pushed[shard]
 
     def finish(self, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for every delta and hand it to `add`, which must copy what it keeps.
@@ -161,8 +169,8 @@ class Exchange:
             link, waited_ns = self._client.session.links[shard], time.monotonic_ns()
             with _breaks(self._client):
                 link.wait(seq, self._deadline)
-                header = self._check(link, seq)
-            self._client._unanswered[shard] = seq
+                header = self._check(link, seq, message)
+            self._client._consumed[shard] = seq
             if header.status != slot.OK:
                 raise self._failure(link, seq, header)
             if len(message.rows_M):
@@ -186,8 +194,8 @@ class Exchange:
         seq = client._pushed[shard] + 1
         pushed_ns = time.monotonic_ns()
         nbytes = self._fill(link, seq, message, pushed_ns)
+        client._pushed[shard] = seq  # first: whatever happens in between, a seq is never used twice
         link.push(seq, nbytes)
-        client._pushed[shard] = seq
         self._flying.append((shard, seq, message, pushed_ns))
 
     def _fill(self, link: Link, seq: int, message: Message, pushed_ns: int) -> int:
@@ -240,13 +248,17 @@ class Exchange:
             _view(memory, at.out_map, entries, torch.int32).copy_(message.map_N)
             _view(memory, at.weights, entries, torch.float32).copy_(self._weights[message.entries_N])
 
-    def _check(self, link: Link, seq: int) -> ResponseHeader:
+    def _check(self, link: Link, seq: int, message: Message) -> ResponseHeader:
         header = ResponseHeader.unpack_from(link.region.response(seq))
-        expected = (self._client.terms.client, self._client.terms.epoch, seq)
-        if (header.client, header.epoch, header.seq) != expected:
+        terms = self._client.terms
+        rows = len(message.rows_M) if self._weights is not None else len(message.entries_N)
+        shape = (rows, terms.spec.out_width(self._site), DTYPE_CODES[self._x.dtype])
+        expected = (terms.client, terms.epoch, seq, *shape)
+        got = (header.client, header.epoch, header.seq, header.num_rows, header.width, header.dtype)
+        if got[:3] != expected[:3] or (header.status == slot.OK and got != expected):
             raise ProtocolError(
-                f"shard {link.shard} seq {seq}: got a response for client {header.client} epoch {header.epoch} "
-                f"seq {header.seq}, expected {expected}"
+                f"shard {link.shard} seq {seq}: got a response for (client, epoch, seq, rows, width, dtype) {got}, "
+                f"expected {expected}"
             )
         return header
 
@@ -274,7 +286,7 @@ class Exchange:
 
 
 class _breaks:  # noqa: N801  (reads as a statement)
-    """A StepError inside means that client and shard no longer agree on seqs: the session is over."""
+    """Any error inside means that client and shards may no longer agree on seqs: the session is over."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -285,6 +297,10 @@ class _breaks:  # noqa: N801  (reads as a statement)
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StepError):
             self._client.broken = error
+        elif error is not None:
+            self._client.broken = StepError(
+                f"an earlier step was interrupted by {error!r}; the next request joins anew"
+            )
 
 
 def _view(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

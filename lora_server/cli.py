@@ -41,7 +41,7 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="Weights in memory: float32, bfloat16, float16. [float32]")] = None,
     listen: Annotated[str | None, typer.Option(help="gRPC address. [127.0.0.1:7400]")] = None,
     http: Annotated[str | None, typer.Option(help="/livez /readyz /metrics. [127.0.0.1:7401]")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Directory for this node's sockets. [temporary]")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where this node keeps its sockets. [temporary]")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes that form this server. [1]")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This node; 0 runs the controller. [0]")] = None,
     controller: Annotated[str | None, typer.Option(help="Node 0's --listen, for the other nodes.")] = None,

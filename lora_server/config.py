@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
@@ -29,7 +29,7 @@ class ServeConfig(BaseSettings):
     base_model: str
     adapters: Path | None = None
     layout: str = "ep1-pp1"
-    device: Literal["cpu"] = "cpu"
+    device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     listen: str = "127.0.0.1:7400"
     http: str = "127.0.0.1:7401"
@@ -48,6 +48,13 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _layout(cls, text: str) -> str:
         return str(Layout.parse(text))
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, text: str) -> str:
+        if text != "cpu":
+            raise ValueError("expected cpu, the only device that shards compute on so far")
+        return text
 
     @field_validator("listen", "http")
     @classmethod
@@ -74,33 +81,27 @@ class ServeConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags come as init, the file as a source of its own below the environment."""
-        return init_settings, env_settings, _FileSource(settings_cls)
-
-
-class _FileSource(PydanticBaseSettingsSource):
-    """The --config file, whose contents `load` leaves here for one construction."""
-
-    values: dict[str, Any] = {}  # noqa: RUF012
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        """Unused: __call__ gives everything at once."""
-        return self.values.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return dict(self.values)
+        """Flags come as init; `load` puts the file below the environment."""
+        return init_settings, env_settings
 
 
 def load(flags: dict[str, Any], file: Path | None = None) -> ServeConfig:
     """Merge the sources; `flags` holds only what was given. Raises ConfigError naming the setting."""
-    _FileSource.values = _read(file) if file is not None else {}
+    below = _read(file) if file is not None else {}
+
+    class WithFile(ServeConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *sources: Any, **named: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            given = ServeConfig.settings_customise_sources(settings_cls, *sources, **named)
+            return *given, InitSettingsSource(settings_cls, below)
+
     try:
-        return ServeConfig(**flags)
+        return WithFile(**flags)
     except ValidationError as error:
         problems = "; ".join(_describe(dict(problem)) for problem in error.errors())
         raise ConfigError(problems) from None
-    finally:
-        _FileSource.values = {}
 
 
 def _describe(problem: dict[str, Any]) -> str:

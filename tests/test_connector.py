@@ -5,7 +5,9 @@ import time
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from client_connector.routing import Batch
 from client_connector.transformers import attach
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
@@ -240,3 +242,92 @@ def test_an_interrupted_forward_pass_leaves_the_next_one_right(mixtral_server):
                 load.model(ids, attention_mask=mask)
             handle.remove()
             assert torch.equal(load.model(ids, attention_mask=mask).logits, expected)
+
+
+def test_an_interrupted_push_never_hands_out_another_steps_delta(mixtral_server):
+    """Ctrl-C right after a push: its answer must not be taken for the next step's."""
+    load = workload("mixtral")
+    first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[9, 8, 7]])
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+        expected = load.model(second).logits
+        link_type = type(lora.client.session.links[0])
+        push, pushes = link_type.push, []
+
+        def interrupted(self, seq, nbytes):
+            push(self, seq, nbytes)
+            if not pushes:
+                pushes.append(seq)
+                raise KeyboardInterrupt
+
+        link_type.push = interrupted
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                load.model(first)
+            assert torch.equal(load.model(second).logits, expected)
+        finally:
+            link_type.push = push
+
+
+def test_handles_of_another_session_are_never_used(mixtral_server):
+    """After the server was replaced its handles mean other adapters; a failed hold must not leave old ones."""
+    load = workload("mixtral")
+    ids = torch.tensor([[5, 6, 7]])
+    renumbered = InprocServer(load.spec, {name: load.paths[name] for name in ("qv",)})
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+        load.model(ids)
+        lora.client._server = renumbered
+        for link in lora.client.session.links:
+            link.close()
+        for _ in range(2):
+            with pytest.raises(UnknownAdapterError, match="fused"):
+                load.model(ids)
+    renumbered.close()
+
+
+def test_a_rejoined_server_may_have_another_layout(mixtral_server):
+    load = workload("mixtral")
+    other = InprocServer(load.spec, load.paths, layout="ep3-pp1", max_step_rows=8)
+    with attach(load.model, mixtral_server) as lora, lora.adapters(load.names):
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+        lora.client._server = other
+        lora.client.session.links[0].close()
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+    other.close()
+
+
+def test_expert_parallel_sentinels_are_skipped(mixtral_server):
+    """An id of num_experts means that the expert is on another rank of the engine."""
+    load = workload("mixtral")
+    experts = load.model.model.layers[0].mlp.experts
+    x, weights = torch.randn(3, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 3)
+    index = torch.tensor([[1, 8], [8, 8], [2, 3]])
+    with attach(load.model, mixtral_server) as lora:
+        held = lora.client.acquire(["fused"])[0]
+        lora._context.batch = Batch.of([held] * 3, None, decode=True)
+        out = experts(x, index, weights)
+        alone = experts(x, torch.tensor([[1, 1], [1, 1], [2, 3]]), torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.5, 0.5]]))
+        lora._context.batch = None
+    assert torch.allclose(out, alone, atol=1e-5)
+
+
+def test_models_that_cannot_be_attached_are_refused(mixtral_server):
+    with pytest.raises(ConfigError, match="float64"):
+        attach(copy.deepcopy(workload("mixtral").model).double(), mixtral_server)
+
+
+def test_after_detach(mixtral_server):
+    load = workload("mixtral")
+    lora = attach(load.model, mixtral_server)
+    lora.detach()
+    with pytest.raises(ConfigError, match="detached"), lora.adapters(["fused"]):
+        pass
+
+
+def test_a_generation_config_given_by_position(mixtral_server):
+    load = workload("mixtral")
+    settings = GenerationConfig(num_beams=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused", None]):
+        ours = load.model.generate(prompts, settings)
+    expected = tiny.peft_model(load.model, load.paths["fused"]).generate(prompts[:1], generation_config=settings)
+    assert ours[:1].tolist() == expected.tolist()

@@ -13,7 +13,6 @@ from test_worker import LOADED, Client, healthy, make_rig
 from lora_server.transport.base import Connection
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
-from lora_server.worker import coordination
 from lora_server.worker.coordination import Follower, Independent, Leader
 from lora_server.worker.schedule import PATIENCE, DecodeFirst, Pending
 
@@ -29,8 +28,8 @@ class Peer(Connection):
 
 
 def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
-    header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class)
-    return Pending(Peer(client, epoch), seq, header, received, 0, blocked)
+    header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class, budget_us=60_000_000)
+    return Pending(Peer(client, epoch), seq, header, received, 0, blocked=blocked)
 
 
 ARRIVALS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=60)
@@ -89,7 +88,7 @@ def make_follower(leader):
         follower = Follower(lambda: None)
         follower.follow(leader.address)
         followers.append(follower)
-        eventually(lambda: leader.anything_new() or leader.followers == len(followers), "the leader to count it")
+        eventually(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
         return follower
 
     yield make
@@ -105,7 +104,7 @@ def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
     first, *_ = [make_follower() for _ in range(3)]
     assert leader.followers == 3
     first.close()
-    eventually(lambda: leader.anything_new() or leader.followers == 2, "one to be counted out")
+    eventually(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
 
 
 def order_of(leader, *clients):
@@ -142,15 +141,15 @@ def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, mak
 
 
 @pytest.mark.parametrize("other", [None, {"seq": 2}, {"epoch": 2}])
-def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower, monkeypatch):
-    monkeypatch.setattr(coordination, "FOLLOWER_PATIENCE_NS", 50_000_000)
+def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower):
     follower = make_follower()
-    order_of(leader, 1, 2)
+    for client in (1, 2):
+        leader.refused(client, 1, 1, 50_000)
     eventually(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
     began = time.monotonic()
     eventually(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
-    assert 0.04 < time.monotonic() - began < 5
+    assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
 
 
 def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
@@ -159,7 +158,7 @@ def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
     eventually(follower.anything_new, "the order to arrive")
     follower.follow(successor.address)
     assert not follower.anything_new()
-    eventually(lambda: successor.anything_new() or successor.followers == 1, "the successor to count it")
+    eventually(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
     order_of(leader, 2)
     order_of(successor, 3)
     eventually(follower.anything_new, "the order to arrive")

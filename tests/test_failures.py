@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -9,10 +10,12 @@ import psutil
 import pytest
 import torch
 
+from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
+from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
-from lora_server.errors import LoraServerError, ServerUnavailableError, StepError
+from lora_server.errors import AdapterLoadError, LoraServerError, ServerUnavailableError, StepError
 from tests.serving import cli, descendants, start_engine, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
@@ -143,6 +146,54 @@ def test_a_server_that_went_away_is_a_typed_error(tmp_path):
         with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
             load.model(torch.tensor([[5, 6]]))
     with pytest.raises(ServerUnavailableError, match="is it running"):
-        from client_connector.remote import RemoteServer
-
         RemoteServer(server.address, join_seconds=0.5).join()
+
+
+def test_a_shard_that_restarts_never_mixes_versions(tmp_path):
+    """Files overwritten after registration: a restarted shard refuses them, under the old version's name."""
+    load = workload("mixtral")
+    shutil.copytree(load.paths["experts"], tmp_path / "adapters" / "tenant")
+    tiny.make_adapter(load.model, tmp_path / "newer", lora_rank=5, seed=99, targets="experts", rslora=True)
+    base = ["--base-model", str(load.base), "--adapters", str(tmp_path / "adapters"), "--layout", "ep1-pp2"]
+    with running_server(tmp_path / "log", base) as server:
+        with attach(load.model, server=server.address) as lora:
+            with lora.adapters(["tenant"]):
+                load.model(torch.tensor([[5, 6]]))
+            shutil.copytree(tmp_path / "newer", tmp_path / "adapters" / "tenant", dirs_exist_ok=True)
+            os.kill(status(server.address).shards[1].pid, signal.SIGKILL)
+            until(lambda: status(server.address).shards[1].restarts == 1, "the shard is back")
+            with pytest.raises(AdapterLoadError, match="changed since it was registered"):
+                until(lambda: _use(lora, load), "the step says so")
+
+
+def _use(lora, load: Workload) -> bool:
+    try:
+        with lora.adapters(["tenant"]):
+            load.model(torch.tensor([[5, 6]]))
+    except (StepError, ServerUnavailableError):
+        return False
+    return False
+
+
+def test_sigterm_ends_a_server_that_somebody_waits_for(tmp_path):
+    """A client polls for a server whose second node never comes; SIGTERM still ends it at once."""
+    load = workload("mixtral")
+    server = launch(tmp_path / "log", *flags(load, "--layout", "ep1-pp2", "--nodes", "2"))
+    until(lambda: server.get("/livez")[0] == 200, "it listens")
+    with pytest.raises(ServerUnavailableError, match=r"shards \[.*1\] of ep1-pp2 are not up"):
+        RemoteServer(server.address, join_seconds=1).join()
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 8
+
+
+def test_a_stopped_shard_is_not_ready(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load)) as server:
+        (shard,) = descendants(server.process.pid)
+        shard.suspend()
+        try:
+            until(lambda: server.get("/readyz") == (503, "shards not up: [0]\n"), "/readyz sees it", 40)
+        finally:
+            shard.resume()
+        server.wait_ready(20)

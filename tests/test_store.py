@@ -14,7 +14,7 @@ from lora_server import spec as specs
 from lora_server.adapters import open_adapter
 from lora_server.demo import tiny
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.store import ResidentStore, State
+from lora_server.memory.store import ResidentStore, Source, State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 
@@ -84,9 +84,18 @@ def make_store():
         store.close()
 
 
+def source_of(path):
+    """What a controller would have registered; of files that cannot be opened, nothing."""
+    try:
+        with open_adapter(path, spec_of("mixtral")) as adapter:
+            return Source(path, adapter.version(), adapter.stamp)
+    except LoraServerError:
+        return Source(path, "", "")
+
+
 def load(store, handle, path):
     done = Done()
-    store.load(handle, path, done)
+    store.load(handle, source_of(path), done)
     return done
 
 

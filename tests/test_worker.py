@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from test_store import Done, Gate, spec_of
+from test_store import Done, Gate, source_of, spec_of
 
 from kernels_cuda import cpu
 from lora_server.errors import (
@@ -116,7 +116,7 @@ class Rig:
 
     def load(self, handle, path):
         done = Done()
-        self.shard.store.load(handle, path, done)
+        self.shard.store.load(handle, source_of(path), done)
         return done
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -13,6 +12,7 @@ from client_connector.client import Client, Exchange
 from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
+from lora_server.transport.session import Terms
 
 
 @dataclass
@@ -22,18 +22,19 @@ class Context:
     client: Client
     batch: Batch | None = None
     observe_gemm: Callable[[Site, int, int], None] | None = None  # (site, began, ended) in monotonic ns
-    _owners: dict[int, torch.Tensor] = field(default_factory=dict)
+    _owners: dict[tuple[Terms, int], torch.Tensor] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def max_entries(self) -> int:
         """Entries that one message may hold."""
         return self.client.terms.max_step_rows
 
     def owners(self, layer: int) -> torch.Tensor:
         """Shard of each expert of a layer; int64."""
-        if layer not in self._owners:
-            self._owners[layer] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
-        return self._owners[layer]
+        key = (self.client.terms, layer)  # after joining anew the layout may be another
+        if key not in self._owners:
+            self._owners[key] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
+        return self._owners[key]
 
     def route_experts(self, site: Site, experts_Tk: torch.Tensor) -> list[Message]:
         """Messages of an expert site; empty where the batch has no delta."""

@@ -28,7 +28,7 @@ def experts_forward(
     kept = int((expert_N < module.num_experts).sum())  # ids beyond mean "not here" under expert parallelism
     expert_N, order_N = expert_N[:kept], order_N[:kept]
     counts = torch.bincount(expert_N, minlength=module.num_experts).tolist()
-    place = torch.empty(experts_Tk.numel(), dtype=torch.int64).scatter_(0, order_N, torch.arange(kept))
+    place = torch.zeros(experts_Tk.numel(), dtype=torch.int64).scatter_(0, order_N, torch.arange(kept))
 
     batch_decodes = context.batch is not None and context.batch.decode
     messages = context.route_experts(gate_up, experts_Tk)

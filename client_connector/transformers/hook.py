@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from client_connector.client import Client, StepTimes
+from client_connector.client import DTYPE_CODES, Client, StepTimes
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch
 from client_connector.transformers.context import Context, expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
-from lora_server.errors import ConfigError, GeometryMismatchError
+from lora_server.errors import ConfigError, GeometryMismatchError, LeaseError
 from lora_server.spec import ModelSpec, Site, from_config
-from lora_server.transport.session import Held
+from lora_server.transport.session import Held, Session
 
 IMPLEMENTATION = "remote_lora"
 _DENSE_MODULES = {
@@ -69,9 +69,12 @@ class Attachment:
     def __init__(self, model: Any, server: Any, *, transport: str = "auto", timeout_seconds: float = 30.0) -> None:
         if "generate" in vars(model) or getattr(model.config, "_experts_implementation", None) == IMPLEMENTATION:
             raise ConfigError("attach: this model is attached already; detach it first")
+        _check_tensors(model)
         self._undo = contextlib.ExitStack()
+        self._detached = False
         self._names: tuple[str | None, ...] | None = None
         self._held: dict[str, Held] = {}
+        self._held_by: Session | None = None  # handles mean nothing to another session
         self._copies = 1
         self._model = model
         joinable = RemoteServer(server, transport) if isinstance(server, str) else server
@@ -93,6 +96,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Undo everything and leave the server; idempotent."""
+        self._detached = True
         self._undo.close()
 
     def observe(
@@ -113,7 +117,8 @@ class Attachment:
             raise ConfigError(f"lora.adapters: got {names!r}, expected a list with a name or None per sequence")
         if self._names is not None:
             raise ConfigError("lora.adapters: already inside another lora.adapters(...) block of this model")
-        self.client.recover()
+        if self._detached:
+            raise ConfigError("lora.adapters: this model was detached from the server; attach it again")
         self._hold(names)
         self._names = tuple(names)
         try:
@@ -121,11 +126,23 @@ class Attachment:
         finally:
             self._names = None
             held, self._held = list(self._held.values()), {}
-            self.client.release(held)
+            if self._held_by is self.client.session:
+                self.client.release(held)
+            self._held_by = None
 
     def _hold(self, names: Sequence[str | None]) -> None:
+        """Hold every named adapter in the current session, which may be a new one."""
+        self.client.recover()
+        if self._held_by is self.client.session:
+            return
         wanted = sorted({name for name in names if name is not None})
-        self._held = {held.name: held for held in self.client.acquire(wanted)} if wanted else {}
+        try:
+            held = self.client.acquire(wanted) if wanted else []
+        except LeaseError:  # it expired since: once more under a new one
+            self.client.recover()
+            held = self.client.acquire(wanted)
+        self._held = {one.name: one for one in held}
+        self._held_by = self.client.session
 
     # -- hooks
 
@@ -160,7 +177,8 @@ class Attachment:
             self._undo.callback(_ATTACHED.pop, experts, None)
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config") or self._model.generation_config
+        positional = args[1] if len(args) > 1 else None
+        config = kwargs.get("generation_config") or positional or self._model.generation_config
 
         def setting(name: str) -> int:
             value = kwargs.get(name)
@@ -185,8 +203,7 @@ class Attachment:
         inputs = ids if ids is not None else kwargs["inputs_embeds"]
         rows, seq_len = inputs.shape[:2]
         repeats = expand(self._names, rows, seq_len, self._copies)
-        if self.client.recover():
-            self._hold(self._names)
+        self._hold(self._names)
         if not self._held:
             return
         held = [self._held[name] if name is not None else None for name in self._names for _ in range(repeats)]
@@ -201,6 +218,15 @@ def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
     return mask[:, -seq_len:].reshape(-1).bool()
+
+
+def _check_tensors(model: Any) -> None:
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or parameter.dtype not in DTYPE_CODES:
+        raise ConfigError(
+            f"attach: got a {parameter.dtype} model on {parameter.device}, expected float32, bfloat16 or float16 "
+            "on the CPU"
+        )
 
 
 def _check_geometry(model: Any, served: ModelSpec) -> None:

@@ -113,6 +113,11 @@ class WeightFiles:
                 for begin in range(0, entry.end - entry.begin, _CHUNK_BYTES):
                     yield entry, self.read(entry, begin, min(begin + _CHUNK_BYTES, entry.end - entry.begin))
 
+    def stamp(self) -> str:
+        """Sizes, times and inodes: equal stamps on one host mean that nobody wrote to the files."""
+        stats = [os.fstat(descriptor) for descriptor in self._descriptors]
+        return ",".join(f"{one.st_dev}:{one.st_ino}:{one.st_size}:{one.st_mtime_ns}" for one in stats)
+
     def close(self) -> None:
         """Closes the descriptors; may be called again."""
         while self._descriptors:

@@ -77,7 +77,14 @@ class Controller:
         adapter, version = validate_adapter(path, self.settings.spec)
         with adapter:
             record = Record(
-                name, version, 0, str(path), adapter.lora_rank, adapter.nbytes, adapter.sites(), adapter.warnings
+                name=name,
+                version=version,
+                path=str(path),
+                stamp=adapter.stamp,
+                lora_rank=adapter.lora_rank,
+                nbytes=adapter.nbytes,
+                sites=adapter.sites(),
+                warnings=adapter.warnings,
             )
         with self._lock:
             existing = self.registry.existing(name, version)
@@ -93,37 +100,42 @@ class Controller:
         for name, path in found.items():
             try:
                 record, _ = self.register(name, str(path))
-            except AdapterError as error:
+            except (AdapterError, OSError) as error:
                 log.error("adapter refused", name=name, error=str(error))
-                self.registry.refused[name] = str(error)
+                with self._lock:
+                    self.registry.refused[name] = str(error)
             else:
                 self.start_loading(record)
         self.adapters_registered.set()
 
     def start_loading(self, record: Record) -> list[Pending]:
         """Tell every live shard; those that register later are told then."""
-        return [self._load_on(handle, record) for handle in self.shards.live().values()]
+        with self._lock:  # a removal comes wholly before or after, so no shard loads what it was told to drop
+            if self.registry.by_handle(record.handle) is None:
+                return []
+            return [self._load_on(handle, record) for handle in self.shards.live().values()]
 
     def _load_on(self, handle: ShardHandle, record: Record) -> Pending:
         def loaded(error: LoraServerError | None) -> None:
             if error is None:
                 record.loaded.add(handle.hello.shard)
-            elif not isinstance(error, ShardUnavailableError):  # a dead shard's successor loads it again
+                record.error = ""
+            elif record.listed and not isinstance(error, ShardUnavailableError):  # a successor loads it again
                 record.error = str(error)
                 log.error("adapter failed to load", name=record.name, shard=handle.hello.shard, error=str(error))
 
-        return handle.send(pb.ShardCommand(load=pb.Load(handle=record.handle, path=record.path)), loaded)
+        load = pb.Load(handle=record.handle, path=record.path, version=record.version, stamp=record.stamp)
+        return handle.send(pb.ShardCommand(load=load), loaded)
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
+        self.shards.require_up()
         record, new = self.register(name, uri)
-        if not new:
-            return record
         try:
-            self.shards.wait_up(seconds)
             wait_all(self.start_loading(record), seconds, f"loading {name!r}")
         except LoraServerError:
-            self.remove(name)
+            if new:
+                self.remove(name)
             raise
         return record
 
@@ -148,6 +160,12 @@ class Controller:
             if record is not None:
                 record.layers[shard] = report.layers
 
+    def records(self) -> list[tuple[Record, int]]:
+        """Every adapter, by name, with the number of clients that hold it."""
+        with self._lock:
+            records = sorted(self.registry.records(), key=lambda record: record.name)
+            return [(record, len(+record.holders)) for record in records]
+
     def resident_layers(self, record: Record) -> int:
         """Layers that all their shards have."""
         layout, total = self.settings.layout, 0
@@ -158,11 +176,9 @@ class Controller:
 
     # -- clients
 
-    def join(self, instance: str, seconds: float, replaces: int) -> tuple[ClientLease, dict[int, ShardHandle]]:
-        """A lease that every shard knows of; waits until all shards are up."""
-        if replaces:
-            self.end_lease(replaces, 0)
-        live = self.shards.wait_up(seconds)
+    def join(self, instance: str) -> tuple[ClientLease, dict[int, ShardHandle]]:
+        """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        live = self.shards.require_up()
         lease = self.leases.grant(instance)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key)
         try:
@@ -175,8 +191,10 @@ class Controller:
 
     def end_lease(self, client: int, epoch: int) -> None:
         """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
-        if not self.leases.end(client, epoch):
-            return
+        if self.leases.end(client, epoch):
+            self._forget(client)
+
+    def _forget(self, client: int) -> None:
         self.shards.broadcast(pb.ShardCommand(revoke=client))
         with self._lock:
             free = self.registry.forget_client(client)
@@ -185,9 +203,9 @@ class Controller:
 
     def expire_leases(self) -> None:
         """Called about once a second."""
-        for lease in self.leases.expired():
+        for lease in self.leases.take_expired():
             log.warning("lease expired", client=lease.client, instance=lease.instance)
-            self.end_lease(lease.client, lease.epoch)
+            self._forget(lease.client)
 
     def acquire(self, client: int, epoch: int, names: list[str]) -> list[Record]:
         """Hold adapters for a client; raises UnknownAdapterError, LeaseError."""
@@ -223,8 +241,8 @@ class Controller:
                 record.layers.pop(hello.shard, None)
                 record.loaded.discard(hello.shard)
             self.shards.arrive(handle)
-        for record in records:
-            self._load_on(handle, record)
+            for record in records:
+                self._load_on(handle, record)
         if self.settings.coordination == "leader":
             self._introduce(handle)
         log.info("shard up", shard=hello.shard, node=hello.node, pid=hello.pid)
@@ -253,4 +271,6 @@ class Controller:
             return f"shards not up: {missing}"
         if not self.adapters_registered.is_set():
             return "adapters are still being registered"
-        return "; ".join(f"adapter {name!r} was refused: {why}" for name, why in self.registry.refused.items())
+        with self._lock:
+            refused = dict(self.registry.refused)
+        return "; ".join(f"adapter {name!r} was refused: {why}" for name, why in refused.items())

@@ -55,8 +55,7 @@ class ControllerCollector(Collector):
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.leases))
-        records = controller.registry.records()
-        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(records))
+        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.records()))
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -81,7 +80,7 @@ class HttpServer:
             path = environ["PATH_INFO"]
             if path == "/metrics":
                 return metrics(environ, start_response)
-            reason = {"/livez": "", "/readyz": not_ready()}.get(path)
+            reason = not_ready() if path == "/readyz" else "" if path == "/livez" else None
             status = "404 Not Found" if reason is None else "503 Service Unavailable" if reason else "200 OK"
             start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
             return [f"{reason or ('ok' if reason == '' else 'try /livez, /readyz or /metrics')}\n".encode()]

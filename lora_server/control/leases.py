@@ -59,16 +59,19 @@ class Leases:
         """The client left or died; False if that was known."""
         with self._lock:
             lease = self._leases.get(client)
-            if lease is None or (epoch and lease.epoch != epoch):
+            if lease is None or lease.epoch != epoch:
                 return False
             del self._leases[client]
             return True
 
-    def expired(self) -> list[ClientLease]:
-        """Those that have been silent for too long."""
+    def take_expired(self) -> list[ClientLease]:
+        """End the leases of those that have been silent for too long."""
         now = time.monotonic()
         with self._lock:
-            return [lease for lease in self._leases.values() if lease.expires < now]
+            expired = [lease for lease in self._leases.values() if lease.expires < now]
+            for lease in expired:
+                del self._leases[lease.client]
+            return expired
 
     def __len__(self) -> int:
         return len(self._leases)

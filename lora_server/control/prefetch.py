@@ -9,6 +9,7 @@ import structlog
 import zmq
 
 from lora_server.errors import ProtocolError
+from lora_server.transport.address import bind
 from lora_server.wire import messages
 from lora_server.wire.messages import Prefetch
 
@@ -19,10 +20,10 @@ _POLL_MS = 200
 class PrefetchListener:
     """Receives Prefetch messages and passes their handles on, in a thread of its own."""
 
-    def __init__(self, host: str, on_prefetch: Callable[[list[int]], None]) -> None:
+    def __init__(self, host: str, advertise: str, on_prefetch: Callable[[list[int]], None]) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        self.address = f"tcp://{host}:{self._socket.bind_to_random_port(f'tcp://{host}')}"
+        self.address = bind(self._socket, host, advertise)
         self._on_prefetch = on_prefetch
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)

@@ -1,6 +1,6 @@
 """Which adapters there are, who holds them, and what each shard has of them. In memory; not durable.
 
-Not thread-safe: the controller holds its lock around every call.
+Not thread-safe: the controller calls it under its lock.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from lora_server.spec import Site
 _NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Record:
-    """One registered version of an adapter."""
+    """One registered version of an adapter; `stamp` tells whether its files were touched since."""
 
     name: str
     version: str
-    handle: int
     path: str
+    stamp: str
     lora_rank: int
     nbytes: int
     sites: tuple[Site, ...]
     warnings: tuple[str, ...]
+    handle: int = 0
     listed: bool = True
     error: str = ""
     holders: Counter[int] = field(default_factory=Counter)  # client -> times acquired

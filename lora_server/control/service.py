@@ -19,10 +19,10 @@ from lora_server.errors import LoraServerError
 from lora_server.spec import PROJECTIONS
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import CODE_KEY, status_of
+from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
 MAX_WAIT_SECONDS = 600.0
-RPC_THREADS = 32
+RPC_THREADS = 64
 SERVICES = ("Adapters", "Clients", "Server")
 log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ class AdaptersService(rpc.AdaptersServicer):
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    def _message(self, record: Record) -> pb.Adapter:
+    def _message(self, record: Record, holders: int = 0) -> pb.Adapter:
         return pb.Adapter(
             name=record.name,
             version=record.version,
@@ -62,7 +62,7 @@ class AdaptersService(rpc.AdaptersServicer):
             resident_layers=self._controller.resident_layers(record),
             warnings=record.warnings,
             error=record.error,
-            holders=len(+record.holders),
+            holders=holders,
         )
 
     @_guard
@@ -74,8 +74,7 @@ class AdaptersService(rpc.AdaptersServicer):
     @_guard
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:  # noqa: N802
         """See the proto."""
-        records = sorted(self._controller.registry.records(), key=lambda record: record.name)
-        return pb.ListAdaptersReply(adapters=[self._message(record) for record in records])
+        return pb.ListAdaptersReply(adapters=[self._message(*record) for record in self._controller.records()])
 
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:  # noqa: N802
@@ -92,8 +91,7 @@ class ClientsService(rpc.ClientsServicer):
     @_guard
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:  # noqa: N802
         """See the proto."""
-        seconds = min(request.wait_seconds, MAX_WAIT_SECONDS)
-        lease, live = self._controller.join(request.instance, seconds, request.replaces)
+        lease, live = self._controller.join(request.instance)
         settings = self._controller.settings
         return pb.Lease(
             client=lease.client,
@@ -163,7 +161,7 @@ class ServerService(rpc.ServerServicer):
             layout=str(layout),
             ready=not controller.not_ready(),
             clients=len(controller.leases),
-            adapters=len(controller.registry.records()),
+            adapters=len(controller.records()),
         )
         for shard, incarnations in controller.shards.incarnations.items():
             row = reply.shards.add(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
@@ -219,7 +217,7 @@ class ControlServer:
 
     def __init__(self, controller: Controller, address: str, prefetch_address: str) -> None:
         threads = RPC_THREADS + controller.settings.layout.num_shards  # a stream occupies one for good
-        self._server = grpc.server(futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc"))
+        self._server = grpc.server(futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc"), options=KEEPALIVE)
         rpc.add_AdaptersServicer_to_server(AdaptersService(controller), self._server)
         rpc.add_ClientsServicer_to_server(ClientsService(controller, prefetch_address), self._server)
         rpc.add_ServerServicer_to_server(ServerService(controller), self._server)

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lora_server.errors import LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
+from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb
+
+SILENCE_SECONDS = 10.0
 
 
 @dataclass
@@ -37,6 +39,7 @@ class ShardHandle:
     def __init__(self, hello: pb.Hello) -> None:
         self.hello = hello
         self.stats = pb.ShardStats()
+        self.heard = time.monotonic()
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, Pending] = {}
         self._ids = itertools.count(1)
@@ -78,6 +81,10 @@ class ShardHandle:
         while (command := self._commands.get()) is not None:
             yield command
 
+    def silent(self) -> bool:
+        """Whether it has not reported for so long that it cannot be serving (stopped, or its host is gone)."""
+        return time.monotonic() - self.heard > SILENCE_SECONDS
+
     def _death(self) -> ShardUnavailableError:
         return ShardUnavailableError(f"shard {self.hello.shard}: it went away before it finished the command")
 
@@ -88,43 +95,55 @@ class ShardTable:
     def __init__(self, layout: Layout, coordination: str) -> None:
         self._layout, self._coordination = layout, coordination
         self._live: dict[int, ShardHandle] = {}
+        self._closed = False
         self.incarnations: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
-        self._changed = threading.Condition()
+        self._guard = threading.Lock()
 
     def arrive(self, handle: ShardHandle) -> None:
-        """A shard registered; an older incarnation of it is closed."""
-        with self._changed:
+        """A shard registered. Raises ConfigError while an incarnation of it is alive."""
+        with self._guard:
             older = self._live.get(handle.hello.shard)
+            if self._closed or (older is not None and not older.silent()):
+                holder = f"by pid {older.hello.pid} of node {older.hello.node}" if older is not None else "no more"
+                raise ConfigError(
+                    f"shard {handle.hello.shard}: served {holder}; is a node rank used twice, or the server stopping?"
+                )
             self._live[handle.hello.shard] = handle
             self.incarnations[handle.hello.shard] += 1
-            self._changed.notify_all()
         if older is not None:
             older.close()
 
+    def close(self) -> None:
+        """The server stops: end every stream and every wait."""
+        with self._guard:
+            self._closed = True
+            live = list(self._live.values())
+        for handle in live:
+            handle.close()
+
     def depart(self, handle: ShardHandle) -> bool:
         """A shard's stream ended; False if a newer incarnation has taken its place."""
-        with self._changed:
+        with self._guard:
             current = self._live.get(handle.hello.shard) is handle
             if current:
                 del self._live[handle.hello.shard]
-            self._changed.notify_all()
         handle.close()
         return current
 
     def live(self) -> dict[int, ShardHandle]:
         """By shard."""
-        with self._changed:
+        with self._guard:
             return dict(sorted(self._live.items()))
 
     def update(self, handle: ShardHandle, stats: pb.ShardStats) -> None:
         """A shard's counters."""
-        with self._changed:
+        with self._guard:
             handle.stats = stats
-            self._changed.notify_all()
+            handle.heard = time.monotonic()
 
     def missing(self) -> list[int]:
         """Shards that cannot serve now; in leader mode also leaders that lack followers."""
-        with self._changed:
+        with self._guard:
             return self._missing()
 
     def _missing(self) -> list[int]:
@@ -132,17 +151,17 @@ class ShardTable:
 
     def _is_up(self, shard: int) -> bool:
         handle = self._live.get(shard)
-        if handle is None:
+        if handle is None or handle.silent():
             return False
         leads = self._coordination == "leader" and self._layout.ep_rank(shard) == 0
         return not leads or handle.stats.followers >= self._layout.ep - 1
 
-    def wait_up(self, seconds: float) -> dict[int, ShardHandle]:
-        """All shards, once all are up; raises ServerUnavailableError naming those that are not."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._missing(), seconds):
+    def require_up(self) -> dict[int, ShardHandle]:
+        """All shards; raises ServerUnavailableError naming those that are not up. Never waits."""
+        with self._guard:
+            if self._missing():
                 raise ServerUnavailableError(
-                    f"shards {self._missing()} of {self._layout} are not up after {seconds:g} s; "
+                    f"shards {self._missing()} of {self._layout} are not up; "
                     "the server is starting or restarting them: try again"
                 )
             return dict(sorted(self._live.items()))

@@ -12,7 +12,7 @@ import torch
 from kernels_cuda import cpu
 from lora_server.adapters import validate_adapter
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.store import ResidentStore
+from lora_server.memory.store import ResidentStore, Source
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Grant, Port
@@ -60,7 +60,8 @@ class InprocServer:
             self._load(handle, name, path)
 
     def _load(self, handle: int, name: str, path: Path) -> None:
-        adapter, _ = validate_adapter(path, self.placement.spec)
+        adapter, version = validate_adapter(path, self.placement.spec)
+        source = Source(path, version, adapter.stamp)
         with adapter:
             self.held[name] = Held(name, handle, frozenset(adapter.sites()))
         for shard in self.shards:
@@ -71,13 +72,13 @@ class InprocServer:
                     outcome.append(error)  # noqa: B023  (used before the next round)
                 finished.set()
 
-            shard.store.load(handle, path, done)
+            shard.store.load(handle, source, done)
             if not finished.wait(LOAD_SECONDS):
                 raise AdapterLoadError(f"adapter {name!r}: not loaded within {LOAD_SECONDS:g} s")
             if outcome:
                 raise outcome[0]
 
-    def join(self, replaces: int = 0) -> Session:
+    def join(self) -> Session:
         """See transport.session.Server."""
         return _InprocSession(self, next(self._clients))
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import structlog
 
 from lora_server import spec as specs
@@ -25,14 +26,19 @@ from lora_server.daemon.processes import ShardProcesses
 from lora_server.daemon.shard_main import ShardSettings
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, block
+from lora_server.transport.address import bracketed
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call
 
 SWEEP_SECONDS = 0.5
 GRACE_SECONDS = 1.0
+MAX_SOCKET_DIRECTORY = 80
 log = structlog.get_logger()
 
 
 class Node:
-    """Started by its constructor, stopped by `close`; `wait` returns why it stopped ('' for a signal)."""
+    """Started by its constructor, stopped by `close`. `stopped` is set when it fails; `failure` says why."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
@@ -49,8 +55,9 @@ class Node:
 
     def _start(self) -> None:
         config = self.config
+        self._found = find_adapters(config.adapters) if config.adapters and config.node_rank == 0 else {}
         self._run_dir = self._stack.enter_context(_run_directory(config.data_dir))
-        self.host = _advertised(config)
+        self.bind_host, self.advertise = _hosts(config)
         controller_address = config.controller if config.node_rank else self._start_controller()
         http_host, http_port = split_address(config.http, "--http")
         collector = ControllerCollector(self.controller) if self.controller else None
@@ -66,19 +73,20 @@ class Node:
     def _start_controller(self) -> str:
         config = self.config
         controller = Controller(self.settings, Leases(config.lease_seconds))
-        prefetch = PrefetchListener(self.host, controller.prefetch)
+        prefetch = PrefetchListener(self.bind_host, self.advertise, controller.prefetch)
         self._stack.callback(prefetch.close)
-        host, port = split_address(config.listen, "--listen")
+        host, _ = split_address(config.listen, "--listen")
         try:
-            self.control = ControlServer(controller, f"{host}:{port}", prefetch.address)
+            self.control = ControlServer(controller, config.listen, prefetch.address)
         except RuntimeError as error:
             raise ConfigError(
                 f"--listen {config.listen}: cannot listen there ({error}); choose another port"
             ) from error
         self._stack.callback(self.control.close, GRACE_SECONDS)
+        self._stack.callback(controller.shards.close)
         self.controller = controller
-        local = "127.0.0.1" if host in ("0.0.0.0", "") else "[::1]" if host == "::" else host
-        return f"{local}:{self.control.port}"
+        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"{bracketed(local)}:{self.control.port}"
 
     def _shard_settings(self, controller_address: str) -> list[ShardSettings]:
         config, settings = self.config, self.settings
@@ -95,7 +103,8 @@ class Node:
                 threads=config.threads,
                 agreement=settings.agreement(),
                 controller=controller_address,
-                host=self.host,
+                host=self.bind_host,
+                advertise=self.advertise,
                 run_dir=str(self._run_dir),
             )
             for shard in block(settings.layout.num_shards, config.nodes, config.node_rank)
@@ -104,30 +113,23 @@ class Node:
     def _background(self) -> None:
         if self.controller is None:
             return
-        try:
-            found = find_adapters(self.config.adapters) if self.config.adapters else {}
-        except LoraServerError as error:
-            self._fail(str(error))
-            return
-        self.controller.register_directory(found)
-        log.info("adapters registered", count=len(found), refused=len(self.controller.registry.refused))
+        self.controller.register_directory(self._found)
+        log.info("adapters registered", count=len(self._found), refused=len(self.controller.registry.refused))
         while not self.stopped.wait(SWEEP_SECONDS):
-            self.controller.expire_leases()
-            self.control.set_ready(not self._not_ready())
+            try:
+                self.controller.expire_leases()
+                self.control.set_ready(not self._not_ready())
+            except Exception:
+                log.exception("sweep failed; it goes on")
 
     def _not_ready(self) -> str:
         if self.controller is not None:
             return self.controller.not_ready()
-        return ""
+        return _not_up(self.config.controller, self.config.nodes, self.config.node_rank)
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
         self.stopped.set()
-
-    def wait(self) -> str:
-        """Until a signal or a failure; returns the failure."""
-        self.stopped.wait()
-        return self.failure
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -169,26 +171,53 @@ def _settings(config: ServeConfig) -> Settings:
 
 @contextlib.contextmanager
 def _run_directory(data_dir: Path | None) -> Iterator[Path]:
+    """A private directory (mode 0700) for the shards' sockets."""
     if data_dir is not None:
         data_dir.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="lora-server-"))  # mode 0700; short, for a socket's path
+    directory = Path(tempfile.mkdtemp(prefix="lora-server-", dir=data_dir)).resolve()
     try:
+        if len(str(directory)) > MAX_SOCKET_DIRECTORY:
+            raise ConfigError(
+                f"sockets: {directory} is longer than {MAX_SOCKET_DIRECTORY} characters, too long for a Unix socket; "
+                "set TMPDIR, or --data-dir, to a shorter path"
+            )
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _advertised(config: ServeConfig) -> str:
-    """The address at which this node's shards are reached over TCP."""
-    if config.advertise:
-        return config.advertise
+def _hosts(config: ServeConfig) -> tuple[str, str]:
+    """Where this node's shards bind, and where others reach them over TCP."""
     if config.node_rank:
         host, port = split_address(config.controller, "--controller")
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, port))
-                return str(probe.getsockname()[0])
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                own = str(probe.getsockname()[0])
         except OSError as error:
             raise ConfigError(f"--controller {config.controller}: {error.strerror or error}") from error
-    host, _ = split_address(config.listen, "--listen")
-    return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::") else host
+    else:
+        own, _ = split_address(config.listen, "--listen")
+    if config.advertise:
+        return ("::" if ":" in own else "0.0.0.0"), config.advertise
+    if own in ("0.0.0.0", "::"):
+        try:
+            return own, socket.gethostbyname(socket.gethostname())
+        except OSError as error:
+            raise ConfigError(
+                f"--listen {config.listen}: give --advertise, the address others reach ({error})"
+            ) from error
+    return own, own
+
+
+def _not_up(controller: str, nodes: int, node: int) -> str:
+    """A node above rank 0: why its shards do not serve, as the controller sees it."""
+    with grpc.insecure_channel(controller) as channel:
+        try:
+            reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=controller, seconds=2.0)
+        except LoraServerError as error:
+            return str(error)
+    own = block(len(reply.shards), nodes, node)
+    down = [shard.shard for shard in reply.shards if shard.shard in own and shard.state != "up"]
+    return f"shards not up: {down}" if down else ""

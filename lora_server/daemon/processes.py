@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from lora_server.daemon.shard_main import EXIT_NO_CONTROLLER, ShardSettings
+from lora_server.daemon.shard_main import EXIT_NO_CONTROLLER, EXIT_REFUSED, ShardSettings
 from lora_server.placement import Layout
 
 STOP_SECONDS = 5.0
@@ -47,8 +48,9 @@ class ShardProcesses:
             crashes = crashes + 1 if time.monotonic() - started < CRASH_SECONDS else 1
             where = _name(settings)
             log.error(f"{where} died: {_reason(code)}; restarting it", shard=settings.shard)
-            if code == EXIT_NO_CONTROLLER and settings.node:
-                self._on_fatal(f"{where} cannot reach the controller at {settings.controller}")
+            if code == EXIT_REFUSED or (code == EXIT_NO_CONTROLLER and settings.node):
+                why = "was refused" if code == EXIT_REFUSED else "lost, or cannot reach, the controller"
+                self._on_fatal(f"{where} {why} (controller {settings.controller}); see the log above")
                 return
             if crashes >= MAX_CRASHES:
                 self._on_fatal(f"{where} died {crashes} times within {CRASH_SECONDS:g} s of its start")
@@ -60,7 +62,8 @@ class ShardProcesses:
         with self._lock:
             if self._stopping.is_set():
                 return 0
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            # a group of its own: Ctrl-C goes to the parent, which stops its shards in order
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0)
             self._running[settings.shard] = process
         assert process.stdin is not None
         try:
@@ -71,13 +74,15 @@ class ShardProcesses:
         return process.wait()
 
     def close(self) -> None:
-        """Stop all: ask by closing stdin, then SIGKILL what is left after STOP_SECONDS."""
+        """Stop all: SIGTERM, then SIGKILL what is left after STOP_SECONDS."""
         with self._lock:
             self._stopping.set()
             running = list(self._running.values())
         for process in running:
+            process.terminate()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
         deadline = time.monotonic() + STOP_SECONDS
         for process in running:
             try:

@@ -22,24 +22,26 @@ import torch
 
 from kernels_cuda import cpu
 from lora_server import logs
-from lora_server.errors import LoraServerError
-from lora_server.memory.store import ResidentStore
+from lora_server.errors import ConfigError, LoraServerError
+from lora_server.memory.store import ResidentStore, Source
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
-from lora_server.transport.base import Grant, Listener, Port
+from lora_server.transport import park
+from lora_server.transport.base import Grant, Port
 from lora_server.transport.shm import ShmListener
 from lora_server.transport.zmq import ZmqListener
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.rpc import KEEPALIVE
 from lora_server.worker.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.worker.shard import Shard
 
 CONTROLLER_SECONDS = 60.0
 STATS_SECONDS = 0.5
 SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread
-EXIT_NO_CONTROLLER = 69
+EXIT_NO_CONTROLLER, EXIT_REFUSED = 69, 78
 log = structlog.get_logger()
 
 
@@ -57,7 +59,8 @@ class ShardSettings(msgspec.Struct, forbid_unknown_fields=True):
     threads: int
     agreement: str
     controller: str
-    host: str
+    host: str  # to bind to
+    advertise: str  # where others reach it, if that is another
     run_dir: str
 
 
@@ -66,6 +69,7 @@ class ShardProcess:
 
     def __init__(self, settings: ShardSettings) -> None:
         self.settings = settings
+        self._parent = os.getppid()
         spec, layout = ModelSpec.from_json(settings.spec_json), Layout.parse(settings.layout)
         placement = Placement(spec, layout)
         self.reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
@@ -73,21 +77,29 @@ class ShardProcess:
         self.exit_code = 0
         region = RegionLayout.for_model(spec, settings.max_step_rows, settings.slots)
         self.port = Port(region, on_gone=self._client_gone)
-        self.listeners: list[Listener] = [
-            ShmListener(self.port, Path(settings.run_dir) / f"shard-{settings.shard}-{os.getpid()}.sock"),
-            ZmqListener(self.port, settings.host),
-        ]
+        self.shm = self._shm_listener()
+        self.zmq = ZmqListener(self.port, settings.host, settings.advertise)
         self.store = ResidentStore(placement, settings.shard, getattr(torch, settings.dtype), self._layer_loaded)
         self.coordinator = self._coordinator(layout)
         self.shard = Shard(
             settings.shard, spec, settings.max_step_rows, self.port, self.store, self.coordinator, cpu.lora_step
         )
 
+    def _shm_listener(self) -> ShmListener | None:
+        """None where the CPU does not keep stores in order: then there is ZeroMQ."""
+        try:
+            park.require_total_store_order()
+        except ConfigError as error:
+            log.warning("no shared memory", reason=str(error))
+            return None
+        path = Path(self.settings.run_dir) / f"shard-{self.settings.shard}-{os.getpid()}.sock"
+        return ShmListener(self.port, path)
+
     def _coordinator(self, layout: Layout) -> Coordinator:
         if self.settings.coordination == "independent":
             return Independent()
         if layout.ep_rank(self.settings.shard) == 0:
-            return Leader(self.settings.host)
+            return Leader(self.settings.host, self.settings.advertise)
         return Follower(self.port.ring)
 
     def run(self) -> int:
@@ -99,12 +111,14 @@ class ShardProcess:
         for thread in threads:
             thread.start()
         self.shard.run(self.stopping.is_set)
-        for listener in self.listeners:
-            listener.close()
+        if self.shm is not None:
+            self.shm.close()
+        self.zmq.close()
         self.coordinator.close()
         self.store.close()
-        with contextlib.suppress(OSError):  # a killed parent leaves its directory to its last shard
-            Path(self.settings.run_dir).rmdir()
+        if os.getppid() != self._parent:  # a killed parent leaves its directory to its last shard
+            with contextlib.suppress(OSError):
+                Path(self.settings.run_dir).rmdir()
         return self.exit_code
 
     def stop(self, exit_code: int = 0) -> None:
@@ -139,15 +153,14 @@ class ShardProcess:
             self.reports.put(pb.ShardReport(stats=stats))
 
     def _hello(self) -> pb.Hello:
-        settings, (shm, zmq) = self.settings, self.listeners
-        leads = isinstance(self.coordinator, Leader)
+        settings, shm = self.settings, self.shm.address if self.shm is not None else ""
         return pb.Hello(
             shard=settings.shard,
             node=settings.node,
             pid=os.getpid(),
             agreement=settings.agreement,
-            endpoint=pb.Endpoint(shard=settings.shard, host=host_identity(), shm=shm.address, zmq=zmq.address),
-            order_address=self.coordinator.address if isinstance(self.coordinator, Leader) and leads else "",
+            endpoint=pb.Endpoint(shard=settings.shard, host=host_identity(), shm=shm, zmq=self.zmq.address),
+            order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
         )
 
     # -- commands
@@ -158,7 +171,8 @@ class ShardProcess:
             yield report
 
     def _commands(self) -> None:
-        channel = grpc.insecure_channel(self.settings.controller)
+        channel = grpc.insecure_channel(self.settings.controller, options=KEEPALIVE)
+        code = EXIT_NO_CONTROLLER
         try:
             grpc.channel_ready_future(channel).result(CONTROLLER_SECONDS)
             for command in rpc.ShardsStub(channel).Register(self._outgoing()):
@@ -167,10 +181,12 @@ class ShardProcess:
         except grpc.FutureTimeoutError:
             log.error("controller not reached", controller=self.settings.controller, seconds=CONTROLLER_SECONDS)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                code = EXIT_REFUSED
             if not self.stopping.is_set():
-                log.error("lost the controller", shard=self.settings.shard, error=error.details())
+                log.error("the controller ended the stream", shard=self.settings.shard, reason=error.details())
         finally:
-            self.stop(EXIT_NO_CONTROLLER)
+            self.stop(0 if self.stopping.is_set() else code)
 
     def _execute(self, command: pb.ShardCommand) -> None:
         def done(error: LoraServerError | None = None) -> None:
@@ -181,7 +197,8 @@ class ShardProcess:
 
         kind = command.WhichOneof("command")
         if kind == "load":
-            self.store.load(command.load.handle, Path(command.load.path), done)
+            load = command.load
+            self.store.load(load.handle, Source(Path(load.path), load.version, load.stamp), done)
             return
         if kind == "grant":
             self.port.grant(Grant(command.grant.client, command.grant.epoch, command.grant.key))
@@ -196,18 +213,31 @@ class ShardProcess:
         done()
 
 
+def _die(failure: threading.ExceptHookArgs) -> None:
+    """A shard without its listener, loader or stream would only look alive: better restarted."""
+    log.critical("a thread died", thread=failure.thread.name if failure.thread else "", exc_info=failure.exc_value)
+    os._exit(1)
+
+
 def main() -> None:
     """Entry point of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     logs.configure()
+    threading.excepthook = _die
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ShardSettings)
     torch.set_num_threads(settings.threads)
     torch.set_grad_enabled(False)
     sys.setswitchinterval(SWITCH_SECONDS)
-    process = ShardProcess(settings)
-    signal.signal(signal.SIGTERM, lambda *_: process.stop())
-    code = process.run()
-    log.info("shard stopped", shard=settings.shard)
+    code = 1
+    try:
+        process = ShardProcess(settings)
+        signal.signal(signal.SIGTERM, lambda *_: process.stop())
+        code = process.run()
+        log.info("shard stopped", shard=settings.shard)
+    except LoraServerError as error:
+        log.error("shard cannot start", shard=settings.shard, error=str(error))
+        code = EXIT_REFUSED
+    except Exception:
+        log.exception("shard failed", shard=settings.shard)
     os._exit(code)  # daemon threads hold grpc and zmq; nothing is left to flush
 
 

@@ -41,9 +41,10 @@ class RunningServer:
     def wait_ready(self, seconds: float = READY_SECONDS) -> None:
         """Until /readyz says yes; raises ServerUnavailableError with the end of the log."""
         deadline = time.monotonic() + seconds
-        while self.get("/readyz")[0] != 200:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise ServerUnavailableError(f"server at {self.address} did not get ready: {self.tail()}")
+        while (answer := self.get("/readyz"))[0] != 200:
+            hopeless = self.process.poll() is not None or "was refused" in answer[1]
+            if hopeless or time.monotonic() > deadline:
+                raise ServerUnavailableError(f"server at {self.address} did not get ready: {answer[1]}{self.tail()}")
             time.sleep(0.05)
 
     def tail(self) -> str:

@@ -117,9 +117,13 @@ def _serve_and_generate(
             for i in range(ENGINES)
         ]
         results = []
-        for engine in engines:
-            results.append(_finish_engine(engine))
-            progress.advance(task)
+        try:
+            for engine in engines:
+                results.append(_finish_engine(engine))
+                progress.advance(task)
+        finally:
+            for engine in engines:
+                engine.kill()
     return results
 
 

@@ -33,11 +33,20 @@ class State(Enum):
     FAILED = "failed"
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp)."""
+
+    path: Path
+    version: str
+    stamp: str
+
+
 class WeightStore(ABC):
     """Weights of the (site, expert)s that one shard owns. Thread-safe."""
 
     @abstractmethod
-    def load(self, handle: int, path: Path, done: Callable[[LoraServerError | None], None]) -> None:
+    def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
         """Bring an adapter in, layer by layer, in the background; `done` is called once, from any thread.
 
         Loading what is here already only calls `done`.
@@ -81,7 +90,7 @@ class WeightStore(ABC):
 @dataclass
 class _Entry:
     handle: int
-    path: Path
+    source: Source
     layers: list[int]
     done: list[Callable[[LoraServerError | None], None]]
     urgent: bool = False
@@ -116,12 +125,12 @@ class ResidentStore(WeightStore):
         self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
 
-    def load(self, handle: int, path: Path, done: Callable[[LoraServerError | None], None]) -> None:
+    def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
         """See WeightStore."""
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
-                entry = self._entries[handle] = _Entry(handle, path, list(self._layers), [done])
+                entry = self._entries[handle] = _Entry(handle, source, list(self._layers), [done])
                 self._enqueue(entry)
                 return
             if not entry.finished:
@@ -204,7 +213,9 @@ class ResidentStore(WeightStore):
             if entry.layers:
                 self._load_layer(entry, entry.layers[0])
         except Exception as error:
-            reason = error if isinstance(error, LoraServerError) else AdapterLoadError(f"{entry.path}: {error!r}")
+            reason = (
+                error if isinstance(error, LoraServerError) else AdapterLoadError(f"{entry.source.path}: {error!r}")
+            )
             entry.failure = reason
         with self._changed:
             if entry.layers and entry.failure is None:
@@ -223,7 +234,7 @@ class ResidentStore(WeightStore):
 
     def _load_layer(self, entry: _Entry, layer: int) -> None:
         if entry.adapter is None:
-            entry.adapter = open_adapter(entry.path, self._placement.spec)
+            entry.adapter = self._open(entry.source)
         for site in (site for site in entry.adapter.sites() if site.layer == layer):
             for expert in self._placement.experts(site, self._shard):
                 block = self._read(entry.adapter, site, expert)
@@ -231,6 +242,17 @@ class ResidentStore(WeightStore):
                 entry.nbytes += block.a_RK.nbytes + sum(pair.b_OR.nbytes for pair in block.pairs)
         entry.layers.remove(layer)
         entry.ready.add(layer)
+
+    def _open(self, source: Source) -> Adapter:
+        """The adapter that was registered; files touched since are read whole and must have the same content."""
+        adapter = open_adapter(source.path, self._placement.spec)
+        if adapter.stamp != source.stamp and adapter.version() != source.version:
+            adapter.close()
+            raise AdapterLoadError(
+                f"{source.path}: its content changed since it was registered (version {source.version[:12]}); "
+                "remove it and add it again"
+            )
+        return adapter
 
     def _read(self, adapter: Adapter, site: Site, expert: int) -> Block:
         return stack(

@@ -11,6 +11,7 @@ A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 pe
 from __future__ import annotations
 
 import hmac
+import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,10 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport.park import Parker
+from lora_server.transport.park import LocalParker, Parker
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
-from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.region import Region, RegionLayout
 
 
 class Link(ABC):
@@ -44,6 +45,10 @@ class Link(ABC):
 
         Raises StepTimeoutError at the deadline, ShardUnavailableError when the shard is gone.
         """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ShardUnavailableError if the shard is known to be gone."""
 
     @abstractmethod
     def close(self) -> None:
@@ -100,16 +105,14 @@ class Port:
 
     def __init__(self, layout: RegionLayout, on_gone: Callable[[int, int], None] | None = None) -> None:
         self.layout = layout
-        self.doorbell_memory = anonymous(PAGE_BYTES)
         self.connections: tuple[Connection, ...] = ()
         self._grants: dict[int, Grant] = {}
         self._lock = threading.Lock()
         self._on_gone = on_gone
-        self._parker = Parker(self.doorbell_memory[0:4])
+        self._parker: Parker | LocalParker = LocalParker()
 
     def share_doorbell(self, memory: memoryview) -> None:
         """Take the doorbell page from memory that clients can map, before any client connects."""
-        self.doorbell_memory = memory
         self._parker = Parker(memory[0:4])
 
     def grant(self, grant: Grant) -> None:
@@ -179,6 +182,4 @@ class Listener(ABC):
 
 def anonymous(nbytes: int) -> memoryview:
     """Zeroed, page-aligned private memory."""
-    import mmap
-
     return memoryview(mmap.mmap(-1, nbytes))

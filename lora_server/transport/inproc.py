@@ -54,6 +54,11 @@ class InprocLink(Link):
             if not self._pump() and time.monotonic() >= deadline:
                 raise self._timeout(seq)
 
+    def check(self) -> None:
+        """See Link."""
+        if not self._connection.open:
+            raise self._gone(self.responded() + 1)
+
     def close(self) -> None:
         """See Link."""
         self._connection.open = False

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
+import threading
 import time
 from collections.abc import Callable
 
@@ -50,6 +51,24 @@ def require_total_store_order(machine: str = "") -> None:
 def register() -> bool:
     """Take part in other processes' membarrier; once per process, before any push. False if refused."""
     return bool(_syscall(_SYS_MEMBARRIER, _MEMBARRIER_REGISTER, 0, 0) == 0)
+
+
+class LocalParker:
+    """The same for threads of one process, on any CPU: an event instead of a futex."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """See Parker.wait; does not spin, since whoever makes it ready needs the interpreter."""
+        self._event.clear()
+        if not ready():
+            self._event.wait(max(0.0, min(SLEEP_SECONDS, deadline - time.monotonic())))
+        return ready()
+
+    def wake(self) -> None:
+        """See Parker.wake."""
+        self._event.set()
 
 
 class Parker:

@@ -72,6 +72,6 @@ class Session(ABC):
 class Server(Protocol):
     """Something to join."""
 
-    def join(self, replaces: int = 0) -> Session:
-        """A new session; `replaces` names a client id that this one gives up."""
+    def join(self) -> Session:
+        """A new session."""
         ...

@@ -97,6 +97,11 @@ class ShmLink(Link):
         except OSError:
             return False
 
+    def check(self) -> None:
+        """See Link."""
+        if not self._peer_alive():
+            raise self._gone(self.responded() + 1)
+
     def close(self) -> None:
         """See Link."""
         self._socket.close()

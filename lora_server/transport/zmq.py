@@ -3,7 +3,8 @@
 The shard's side runs a thread that does what a network card does for one-sided writes: it puts what
 arrives into the client's slots, sets the signal word and rings the doorbell, so the shard's loop
 cannot tell it from shared memory. Frames: client -> shard [kind, seq, slot bytes]; shard -> client the
-same. A dead peer is seen by the connection's end, or by ZeroMQ heartbeats when its host is gone.
+same. A client sees a dead shard by the connection's end, or by ZeroMQ heartbeats when its host is
+gone; a shard learns of a dead client when its lease expires.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 import zmq
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
+from lora_server.transport.address import bind
 from lora_server.transport.base import Connection, Grant, Link, Listener, Port, anonymous
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
@@ -49,6 +51,7 @@ class ZmqLink(Link):
         self._poller.register(self._events, zmq.POLLIN)
         self._closed = False
         try:
+            self._socket.setsockopt(zmq.IPV6, int("[" in address))
             self._socket.connect(address)
             self._socket.send_multipart([_HELLO, messages.encode(hello)])
             layout = self._welcome(address, seconds)
@@ -91,6 +94,11 @@ class ZmqLink(Link):
         self.region.response(seq)[: len(frames[1])] = frames[1].buffer
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
 
+    def check(self) -> None:
+        """See Link."""
+        if self._closed or self._events.poll(0):
+            raise self._gone(self.responded() + 1)
+
     def close(self) -> None:
         """See Link."""
         if not self._closed:
@@ -120,13 +128,14 @@ class _ZmqConnection(Connection):
 class ZmqListener(Listener):
     """Accepts clients on a TCP port and puts what they push into their slots, in a thread of its own."""
 
-    def __init__(self, port: Port, host: str) -> None:
+    def __init__(self, port: Port, host: str, advertise: str = "") -> None:
+        """Binds to `host`, and tells clients to come to `advertise` if that is another."""
         self._port = port
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         _tune(self._router)
-        self._host = host
-        self._tcp_port = self._router.bind_to_random_port(f"tcp://{host}")
+        self._router.setsockopt(zmq.MAXMSGSIZE, max(port.layout.request_bytes, messages.MAX_MESSAGE_BYTES))
+        self._address = bind(self._router, host, advertise)
         self._outbox: deque[list[bytes | memoryview]] = deque()
         self._outbox_lock = threading.Lock()
         self._bell_out: zmq.Socket[bytes] = context.socket(zmq.PAIR)
@@ -140,7 +149,7 @@ class ZmqListener(Listener):
     @property
     def address(self) -> str:
         """tcp://host:port."""
-        return f"tcp://{self._host}:{self._tcp_port}"
+        return self._address
 
     def send(self, frames: list[bytes | memoryview]) -> None:
         """From any thread: hand frames to the listener's thread."""

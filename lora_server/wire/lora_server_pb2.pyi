@@ -65,14 +65,10 @@ class RemoveAdapterReply(_message.Message):
     def __init__(self, holders: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("instance", "wait_seconds", "replaces")
+    __slots__ = ("instance",)
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REPLACES_FIELD_NUMBER: _ClassVar[int]
     instance: str
-    wait_seconds: float
-    replaces: int
-    def __init__(self, instance: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., replaces: _Optional[int] = ...) -> None: ...
+    def __init__(self, instance: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address")
@@ -321,12 +317,16 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path")
+    __slots__ = ("handle", "path", "version", "stamp")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    version: str
+    stamp: str
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ...) -> None: ...
 
 class Handles(_message.Message):
     __slots__ = ("handles",)

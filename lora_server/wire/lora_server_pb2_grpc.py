@@ -55,7 +55,7 @@ class AdaptersServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Add(self, request, context):
-        """Validate, load on every shard, then list. Same name and content: returns what is there.
+        """Validate, list, load on every shard; taken back if one cannot. Same name and content: what is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
@@ -40,13 +40,13 @@ class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
     client: int
     epoch: int
     seq: int
+    budget_us: int
 
 
 class Prefetch(msgspec.Struct, tag="prefetch", forbid_unknown_fields=True):
     """A client to the controller, before a request's first step: bring these in first."""
 
-    client: int
-    handles: list[int]
+    handles: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 
 _T = TypeVar("_T")

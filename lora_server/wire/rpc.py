@@ -21,6 +21,14 @@ from lora_server.errors import (
 )
 
 CODE_KEY = "lora-error-code"
+# streams between shards and the controller: a host that vanished is noticed within seconds
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
+)
 _T = TypeVar("_T")
 
 _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (

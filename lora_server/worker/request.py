@@ -20,7 +20,7 @@ TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Request:
-    """One checked step. segments_S4: (handle, expert, first, num_entries) rows, int64."""
+    """One checked step; segments are (handle, expert, first entry, entries)."""
 
     header: RequestHeader
     site: Site
@@ -43,13 +43,13 @@ def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> Reques
     return header
 
 
-def handles(memory: memoryview, header: RequestHeader) -> set[int]:
+def handles(memory: memoryview, header: RequestHeader) -> frozenset[int]:
     """The adapters that a step names; empty if its tables do not fit the slot (`read_request` says so)."""
     count = header.num_segments
     if slot.HEADER_BYTES + count * slot.SEGMENT_BYTES > len(memory):
-        return set()
+        return frozenset()
     table = _tensor(memory, slot.HEADER_BYTES, count * 4, torch.int32).view(-1, 4)
-    return set(table[:, 0].tolist())
+    return frozenset(table[:, 0].tolist())
 
 
 def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max_step_rows: int) -> Request:

@@ -28,6 +28,7 @@ class Pending:
     header: RequestHeader
     received_ns: int
     expires_ns: int
+    handles: frozenset[int] = frozenset()
     blocked: bool = False  # its weights are not here yet
 
 

@@ -25,6 +25,8 @@ from lora_server.worker.coordination import Coordinator
 from lora_server.worker.schedule import Pending
 
 IDLE_SECONDS = 0.1
+MAX_BUDGET_US = 3_600_000_000
+REFUSED_BUDGET_US = 30_000_000  # of a step whose header cannot be read
 log = structlog.get_logger()
 
 Kernel = Callable[[Step, torch.Tensor], None]
@@ -104,9 +106,11 @@ class Shard:
         try:
             header = requests.read_header(connection.region.request(seq), connection.client, connection.epoch, seq)
         except LoraServerError as error:
-            self._refuse(connection, seq, error)
+            self._refuse(connection, seq, error, REFUSED_BUDGET_US)
             return
-        step = Pending(connection, seq, header, now, now + header.budget_us * 1000)
+        expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
+        handles = requests.handles(connection.region.request(seq), header)
+        step = Pending(connection, seq, header, now, expires, handles)
         self._pending[connection.client] = step
         self._recheck(step)
 
@@ -125,11 +129,12 @@ class Shard:
                     f"shard {self.index} {step.header.where}: the weights of handle {handle} were not loaded "
                     "before the client's deadline; wait longer, or prefetch"
                 ),
+                step.header.budget_us,
             )
 
     def _weights(self, step: Pending) -> tuple[State, int]:
         """LOADING if any adapter of the step still is, with its handle; otherwise READY."""
-        for handle in requests.handles(step.connection.region.request(step.seq), step.header):
+        for handle in step.handles:
             if self.store.state(handle, step.header.layer) is State.LOADING:
                 return State.LOADING, handle
         return State.READY, -1
@@ -145,8 +150,9 @@ class Shard:
         except LoraServerError as error:
             self._fail(step.connection, step.seq, error)
             return
-        except (RuntimeError, IndexError) as error:  # torch refused: tables changed after they were checked
-            self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error}"))
+        except Exception as error:  # tables changed after they were checked, say: never the end of the loop
+            log.exception("step failed unexpectedly", shard=self.index, step=step.header.where)
+            self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error!r}"))
             return
         done = time.monotonic_ns()
         nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
@@ -168,8 +174,8 @@ class Shard:
         connection.served = seq
         connection.respond(seq, nbytes)
 
-    def _refuse(self, connection: Connection, seq: int, error: LoraServerError) -> None:
-        self.coordinator.refused(connection.client, connection.epoch, seq)
+    def _refuse(self, connection: Connection, seq: int, error: LoraServerError, budget_us: int) -> None:
+        self.coordinator.refused(connection.client, connection.epoch, seq, budget_us)
         self._fail(connection, seq, error)
 
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:

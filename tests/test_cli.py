@@ -1,0 +1,105 @@
+"""Flags, environment, file and default; errors that name the flag; a quick --help."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lora_server import config
+from lora_server.errors import ConfigError
+from tests.serving import cli
+from tests.workload import workload
+
+
+def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("base-model: from-file\nlayout: ep2-pp2\nmax_step_rows: 64\nslots: 8\n")
+    monkeypatch.setenv("LORA_SERVER_LAYOUT", "ep3-pp1")
+    monkeypatch.setenv("LORA_SERVER_MAX_STEP_ROWS", "65")
+    loaded = config.load({"max_step_rows": 66}, file)
+    assert (loaded.base_model, loaded.layout, loaded.max_step_rows, loaded.slots) == ("from-file", "ep3-pp1", 66, 8)
+    assert loaded.coordination == "independent"
+    assert config.load({"base_model": "x"}).slots == 4, "a file is not remembered"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--base-model: missing"),
+        ({"layout": "2x2"}, "layout"),
+        ({"device": "tpu"}, "--device"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"listen": "7400"}, "HOST:PORT"),
+        ({"http": "localhost:99999"}, "HOST:PORT"),
+        ({"max_step_rows": 0}, "--max-step-rows"),
+        ({"coordination": "chaos"}, "--coordination"),
+        ({"node_rank": 1}, "node-rank"),
+        ({"nodes": 2}, "fewer shards"),
+        ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
+        ({"sloots": 2}, "sloots: no such setting"),
+    ],
+)
+def test_bad_settings_are_named(flags, words):
+    base = {"base_model": "mixtral-8x7b"} if flags else {}
+    with pytest.raises(ConfigError, match=words):
+        config.load(base | flags)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "layout: [", "layouts: ep1-pp1"])
+def test_bad_files_are_refused(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError):
+        config.load({"base_model": "x"}, tmp_path / "c.yaml")
+
+
+def test_errors_are_one_line_and_exit_code_two(tmp_path):
+    done = cli("serve", "--base-model", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: base model: no config.json")
+    assert done.stderr.count("\n") == 1
+    done = cli("serve", "--base-model", "mixtral-8x7b", "--adapters", str(tmp_path / "nowhere"))
+    assert (done.returncode, "nowhere" in done.stderr) == (2, True)
+
+
+def test_an_address_in_use_is_named(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = cli("serve", "--base-model", str(workload("llama").base), "--http", address, "--listen", "127.0.0.1:0")
+    assert (done.returncode, address in done.stderr) == (2, True)
+
+
+def test_a_server_that_is_not_there():
+    done = cli("status", "--server", "127.0.0.1:1")
+    assert (done.returncode, "is it running?" in done.stderr, done.stdout) == (1, True, "")
+
+
+def test_help_is_quick_and_without_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "lora_server", "--help"]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        seconds.append(time.perf_counter() - began)
+    assert "serve" in done.stdout
+    assert " torch" not in done.stderr
+    assert min(seconds) < 1.0  # 0.2 s on an idle machine; the promise is 0.5 s
+
+
+def test_demo_as_json():
+    done = cli("demo", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["tokens_checked"] == document["tokens_equal"] > 0
+    assert document["max_abs_logprob_diff"] <= 1e-4
+    assert {row["layout"] for row in document["layouts"]} >= {"ep2-pp2", "ep4-pp1", "ep1-pp4"}
+
+
+def test_demo_needs_both_or_neither(tmp_path):
+    done = cli("demo", "--model", str(tmp_path))
+    assert (done.returncode, "--adapters" in done.stderr) == (2, True)
