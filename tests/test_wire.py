@@ -57,6 +57,13 @@ def test_c_struct_equals_python_layout(name):
         assert packed == slot.SEGMENT_BYTES
 
 
+def test_c_geometry_equals_python_layout():
+    codes = "".join(code * count for _, code, count in c_struct("lora_geometry"))
+    assert "<" + codes == region.GEOMETRY.format
+    assert define("LORA_REGION_MAGIC") == region.MAGIC
+    assert define("LORA_PAGE_BYTES") == region.PAGE_BYTES
+
+
 def test_c_constants_equal_python():
     assert define("LORA_REQUEST_MAGIC") == slot.REQUEST_MAGIC == int.from_bytes(b"LORQ", "little")
     assert define("LORA_RESPONSE_MAGIC") == slot.RESPONSE_MAGIC == int.from_bytes(b"LORP", "little")

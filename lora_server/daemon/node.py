@@ -33,7 +33,7 @@ from lora_server.wire.rpc import call
 
 SWEEP_SECONDS = 0.5
 GRACE_SECONDS = 1.0
-MAX_SOCKET_DIRECTORY = 80
+MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
 log = structlog.get_logger()
 
 
@@ -113,6 +113,7 @@ class Node:
     def _background(self) -> None:
         if self.controller is None:
             return
+        self._name_ignored()
         self.controller.register_directory(self._found)
         log.info("adapters registered", count=len(self._found), refused=len(self.controller.registry.refused))
         while not self.stopped.wait(SWEEP_SECONDS):
@@ -121,6 +122,13 @@ class Node:
                 self.control.set_ready(not self._not_ready())
             except Exception:
                 log.exception("sweep failed; it goes on")
+
+    def _name_ignored(self) -> None:
+        """A sub-directory without an adapter's files is probably a mistake."""
+        children = self.config.adapters.iterdir() if self.config.adapters else ()
+        ignored = sorted(child.name for child in children if child.is_dir() and child.name not in self._found)
+        if ignored:
+            log.warning("no adapter files in these directories; ignored", directories=ignored)
 
     def _not_ready(self) -> str:
         if self.controller is not None:
@@ -171,16 +179,18 @@ def _settings(config: ServeConfig) -> Settings:
 
 @contextlib.contextmanager
 def _run_directory(data_dir: Path | None) -> Iterator[Path]:
-    """A private directory (mode 0700) for the shards' sockets."""
+    """A private directory (mode 0700) for the shards' sockets: in data_dir where its path is short enough."""
     if data_dir is not None:
         data_dir.mkdir(parents=True, exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="lora-server-", dir=data_dir)).resolve()
+    parents = [data_dir.resolve()] if data_dir is not None else []
+    short = [parent for parent in (*parents, Path(tempfile.gettempdir())) if len(str(parent)) <= MAX_SOCKET_PARENT]
+    if not short:
+        raise ConfigError(
+            f"sockets: {tempfile.gettempdir()} is longer than {MAX_SOCKET_PARENT} characters, too long for a Unix "
+            "socket; set TMPDIR, or --data-dir, to a shorter path"
+        )
+    directory = Path(tempfile.mkdtemp(prefix="lora-server-", dir=short[0]))
     try:
-        if len(str(directory)) > MAX_SOCKET_DIRECTORY:
-            raise ConfigError(
-                f"sockets: {directory} is longer than {MAX_SOCKET_DIRECTORY} characters, too long for a Unix socket; "
-                "set TMPDIR, or --data-dir, to a shorter path"
-            )
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -21,8 +21,8 @@ from lora_server.wire import slot
 
 LINE_BYTES = 128
 PAGE_BYTES = 4096
-_GEOMETRY = struct.Struct("<IIIIQQ")
-_MAGIC = 0x4752_4F4C  # "LORG"
+GEOMETRY = struct.Struct("<IIIIQQ")
+MAGIC = 0x4752_4F4C  # "LORG"
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Region:
     def write_geometry(self) -> None:
         """By the shard, before the client sees the region."""
         layout = self.layout
-        _GEOMETRY.pack_into(
+        GEOMETRY.pack_into(
             self.memory,
             3 * LINE_BYTES,
-            _MAGIC,
+            MAGIC,
             slot.VERSION,
             layout.depth,
             0,
@@ -93,9 +93,9 @@ class Region:
     @staticmethod
     def read_geometry(memory: memoryview) -> RegionLayout:
         """By the client, from a mapped region; raises ProtocolError for one that is not ours."""
-        magic, version, depth, _, request_bytes, response_bytes = _GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
-        if magic != _MAGIC or version != slot.VERSION:
+        magic, version, depth, _, request_bytes, response_bytes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
+        if magic != MAGIC or version != slot.VERSION:
             raise ProtocolError(
-                f"region: got magic {magic:#x} version {version}, expected {_MAGIC:#x} version {slot.VERSION}"
+                f"region: got magic {magic:#x} version {version}, expected {MAGIC:#x} version {slot.VERSION}"
             )
         return RegionLayout(depth, request_bytes, response_bytes)

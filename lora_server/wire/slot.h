@@ -65,5 +65,21 @@ struct lora_segment {
     uint32_t num_entries;
 };
 
-/* signal word: epoch << 48 | seq, set and never added, one writer, one 128-byte line each */
+/* A region: four lines of 128 bytes (request signal, response signal, parking word, geometry), then from
+ * LORA_PAGE_BYTES on `depth` request slots and `depth` response slots. The slot of a step is seq % depth. */
+#define LORA_PAGE_BYTES 4096
+#define LORA_REGION_MAGIC 0x47524F4Cu
+struct lora_geometry {
+    uint32_t magic;
+    uint32_t version;
+    uint32_t depth;
+    uint32_t reserved;
+    uint64_t request_bytes;
+    uint64_t response_bytes;
+};
+
+/* A signal word is set, never added to, by one writer: 16 bits of epoch, 48 of seq. */
+#define LORA_SIGNAL(epoch, seq) ((((uint64_t)(epoch) & 0xFFFF) << 48) | (uint64_t)(seq))
+#define LORA_SIGNAL_EPOCH(word) ((uint32_t)((uint64_t)(word) >> 48))
+#define LORA_SIGNAL_SEQ(word) ((uint64_t)(word) & 0xFFFFFFFFFFFF)
 #endif
