@@ -185,10 +185,13 @@ def test_a_lease_error_closes_the_socket(shard):
 
 PINGPONG = """
 import mmap, sys, time
+from lora_server.transport import park
 from lora_server.transport.park import Parker
 fd, side, rounds, spin = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 memory = memoryview(mmap.mmap(fd, 4096))
 mine, theirs = memory[128 * side : 128 * side + 8].cast("Q"), memory[128 * (1 - side) : 128 * (1 - side) + 8].cast("Q")
+park.SPIN_SECONDS = spin
+park.MAX_SPIN_SECONDS = max(spin, park.MAX_SPIN_SECONDS if spin else 0)
 own, other = Parker(memory[512 + 128 * side :][:4]), Parker(memory[512 + 128 * (1 - side) :][:4])
 mine[0] = 1
 other.wake()
@@ -201,7 +204,7 @@ for turn in range(2, rounds + 2):
         mine[0] = turn
         other.wake()
     waits = 0
-    while not own.wait(lambda: theirs[0] >= turn, began + 60, spin):
+    while not own.wait(lambda: theirs[0] >= turn, began + 60):
         waits += 1
         assert time.monotonic() < began + 60, f"turn {turn}"
     if side == 1:

@@ -1,5 +1,8 @@
 """Spin a little, then sleep on a futex: how both sides wait for a signal word in shared memory.
 
+The spin is 20 us, and longer (up to 200 us) only while waits turn out to be that short: waking a
+sleeper costs some 50 us, which counts beside a wait of 100 us and not beside one of 1000.
+
 A *parking word* (u32, shared) is 1 while its owner sleeps or is about to. The owner stores 1, looks
 once more at what it waits for, and sleeps only while the word is still 1; whoever makes the awaited
 thing true stores it first, and if it then sees 1, stores 0 and wakes the owner.
@@ -22,7 +25,7 @@ from collections.abc import Callable
 
 from lora_server.errors import ConfigError
 
-SPIN_SECONDS = 20e-6
+SPIN_SECONDS, MAX_SPIN_SECONDS = 20e-6, 200e-6
 SLEEP_SECONDS = 0.1
 
 _SYS_FUTEX, _SYS_MEMBARRIER = 202, 324
@@ -80,8 +83,9 @@ class Parker:
         self._anchor = ctypes.c_uint32.from_buffer(word)
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
         self._sleep_seconds = SLEEP_SECONDS if register() else 1e-3
+        self._spin_seconds = SPIN_SECONDS
 
-    def wait(self, ready: Callable[[], bool], deadline: float, spin_seconds: float = SPIN_SECONDS) -> bool:
+    def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
         """Whether `ready()` came true before `deadline` (time.monotonic()), or one sleep ended early.
 
         Returns at the latest after one bounded sleep, so that the caller can look at other things
@@ -89,16 +93,22 @@ class Parker:
         """
         if ready():
             return True
-        spin_until = min(time.monotonic() + spin_seconds, deadline)
+        began = time.monotonic()
+        spin_until = min(began + self._spin_seconds, deadline)
         while time.monotonic() < spin_until:
             if ready():
                 return True
+        self._park(ready, deadline)
+        waited = time.monotonic() - began
+        self._spin_seconds = min(2 * waited, MAX_SPIN_SECONDS) if waited < MAX_SPIN_SECONDS else SPIN_SECONDS
+        return ready()
+
+    def _park(self, ready: Callable[[], bool], deadline: float) -> None:
         self._word[0] = 1
         _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
         if not ready():
             self._sleep(min(self._sleep_seconds, deadline - time.monotonic()))
         self._word[0] = 0
-        return ready()
 
     def _sleep(self, seconds: float) -> None:
         if seconds <= 0:
