@@ -6,7 +6,7 @@ Paper section 4.2.1. Three models of which adapters are present (N, p, LB, M as 
     offered   present while a request is in flight, q_i = 1 - exp(-lambda_i), and the M slots are
               shared when more than M are present:
               IAR(M) = sum_i p_i [q_i E[min(1, M/(K_i+1))] + (1-q_i) P(K_i <= M-1)]
-    queued    `offered`, where requests that wait for a slot stay present while they wait
+    queued    the same working set with its queue: who waits stays present, and the cold wait most
 
 K_i is the Poisson-binomial count of the others. `docs/provisioning.md` shows where each holds.
 """
@@ -18,13 +18,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from provisioning import iar_models
+from provisioning import iar_models, iar_queued
 from provisioning.iar_search import literal_min
 from provisioning.inputs import InputError, count, normalised, positive, share
 from provisioning.poisson_binomial import Floats
 
 Model = Literal["offered", "literal", "queued"]
-_MODELS = {"literal": iar_models.literal, "queued": iar_models.queued}
+_MODELS = {"literal": iar_models.literal, "queued": iar_queued.queued}
 
 
 def immediate_admissibility(
@@ -70,7 +70,7 @@ def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
     """Gallops from `offered`'s answer, which is seldom far, then bisects."""
 
     def reached(slots: int) -> bool:
-        return iar_models.queued(p_N, load, slots) >= wanted
+        return iar_queued.queued(p_N, load, slots) >= wanted
 
     low, high, stride = start - 1, start, 1
     if reached(start):

@@ -1,4 +1,4 @@
-"""The three admissibility models on validated input. `iar` is the public face.
+"""Two of the three admissibility models on validated input. `iar` is the public face.
 
 Legend: N adapters, K window of counts. p are probabilities, rates = LB * p, M = cache_slots.
 All of them compute the rate of misses and return 1 minus it.
@@ -97,47 +97,3 @@ def literal(p_N: Floats, global_batch: float, cache_slots: int) -> float:
         return admitted(0.0, cache_slots, called)
     q_N = literal_presence(rates_N, literal_threshold(rates_N, cache_slots))
     return admitted(literal_missed(p_N, q_N, poisson_binomial(q_N), cache_slots), cache_slots, called)
-
-
-def queued_presence(rates_N: Floats, wait: float) -> Floats:
-    """Share of time with a request in flight or waiting, if the first of a busy period waits `wait`.
-
-    Absent 1/l on average, then waiting, then busy (e^l - 1)/l, in units of the mean service time.
-    With no wait it is 1 - exp(-l).
-    """
-    with np.errstate(over="ignore"):
-        busy_N = np.expm1(np.minimum(rates_N, 700.0)) + rates_N * wait
-    q_N: Floats = busy_N / (busy_N + 1.0)
-    return q_N
-
-
-def queued_wait(rates_N: Floats, cache_slots: int) -> float:
-    """The wait W that reproduces itself: W = E[(K - M)+] / sum_i l_i (1 - q_i), by Little's law."""
-    from scipy.optimize import brentq
-
-    def surplus(wait: float) -> float:
-        q_N = queued_presence(rates_N, wait)
-        absent_rate = float(rates_N @ (1 - q_N))
-        if absent_rate <= 0:
-            return -wait
-        return poisson_binomial(q_N).excess(cache_slots) / absent_rate - wait
-
-    at_rest = surplus(0.0)
-    if at_rest <= 1e-12:
-        return max(at_rest, 0.0)
-    high = 2 * at_rest
-    while surplus(high) > 0:
-        high *= 4
-    return float(brentq(surplus, at_rest / 2, high, xtol=1e-12, rtol=1e-9))
-
-
-def queued(p_N: Floats, global_batch: float, cache_slots: int) -> float:
-    """`offered`, with the requests that wait counted as present while they wait."""
-    rates_N = global_batch * p_N
-    called = int(np.count_nonzero(p_N))
-    if cache_slots == 0 or cache_slots >= called:
-        return admitted(0.0, cache_slots, called)
-    q_N = queued_presence(rates_N, queued_wait(rates_N, cache_slots))
-    first, tail0, tail1 = shared_misses(p_N, q_N, poisson_binomial(q_N))
-    index = min(max(cache_slots - first, 0), tail0.size - 1)
-    return admitted(float(tail0[index] - cache_slots * tail1[index]), cache_slots, called)
