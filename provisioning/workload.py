@@ -15,82 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from provisioning.inputs import InputError, count, non_negative, normalised, positive
 from provisioning.poisson_binomial import Floats
+from provisioning.requests import Ints, Lengths, Requests, renewal_gaps
 
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Requests:
-    """Calls in order of arrival; `adapter` indexes adapters 0..num_adapters-1, in `names` where known."""
-
-    arrival_s: Floats
-    adapter: Ints
-    output_tokens: Ints
-    num_adapters: int
-    input_tokens: Ints | None = None
-    names: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return int(self.arrival_s.size)
-
-    def counts(self) -> Ints:
-        """Calls per adapter."""
-        return np.bincount(self.adapter, minlength=self.num_adapters)
-
-    @property
-    def span_s(self) -> float:
-        """From the first arrival to the last."""
-        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
-
-    def scaled_to(self, rate: float) -> Requests:
-        """The same calls, with time stretched to a mean rate (requests/s)."""
-        if self.span_s <= 0:
-            raise InputError("trace: all requests have the same timestamp, so that no rate follows; give distinct ones")
-        factor = (len(self) - 1) / self.span_s / positive(rate, "request_rate")
-        start = self.arrival_s[0]
-        return _replace_times(self, (self.arrival_s - start) * factor)
-
-
-def _replace_times(requests: Requests, arrival_s: Floats) -> Requests:
-    return Requests(
-        arrival_s=arrival_s,
-        adapter=requests.adapter,
-        output_tokens=requests.output_tokens,
-        num_adapters=requests.num_adapters,
-        input_tokens=requests.input_tokens,
-        names=requests.names,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lengths:
-    """Output lengths: log-normal with a mean and a coefficient of variation, or drawn from `observed`."""
-
-    mean_tokens: float = 256.0
-    cv: float = 1.0
-    observed: tuple[int, ...] = field(default=(), repr=False)
-
-    @classmethod
-    def of(cls, output_tokens: Ints) -> Lengths:
-        """The lengths seen in a trace."""
-        values = np.maximum(output_tokens, 1)
-        return cls(
-            mean_tokens=float(values.mean()), cv=float(values.std() / values.mean()), observed=tuple(map(int, values))
-        )
-
-    def sample(self, rng: np.random.Generator, num: int) -> Ints:
-        """At least one token each."""
-        if self.observed:
-            return rng.choice(np.asarray(self.observed, dtype=np.int64), num)
-        if self.cv == 0:
-            return np.full(num, max(round(self.mean_tokens), 1), dtype=np.int64)
-        spread = np.log1p(self.cv**2)
-        drawn = rng.lognormal(np.log(self.mean_tokens) - spread / 2, np.sqrt(spread), num)
-        return np.maximum(np.rint(drawn), 1).astype(np.int64)
+__all__ = [
+    "Lengths",
+    "Requests",
+    "Workload",
+    "from_counts",
+    "from_requests",
+    "littles_law_batch",
+    "read_counts",
+    "zipf",
+]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,15 +79,6 @@ class Workload:
         arrival_s = np.concatenate(times)
         order = np.argsort(arrival_s, kind="stable")
         return arrival_s[order], np.concatenate(owners)[order]
-
-
-def renewal_gaps(rng: np.random.Generator, cv: float, num: int) -> Floats:
-    """Gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0 gives a metronome."""
-    if cv == 0:
-        return np.ones(num)
-    if cv == 1:
-        return rng.exponential(size=num)
-    return rng.gamma(1 / cv**2, cv**2, num)
 
 
 def zipf(skew: float, num_adapters: int) -> Floats:
