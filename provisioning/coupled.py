@@ -111,17 +111,25 @@ def _needed(scenario: Scenario, cache_slots: int) -> int | None:
     return None
 
 
+def enough(coupled: Coupled) -> bool:
+    """Whether a coupled system on no more GPUs than the plan's would do."""
+    return coupled.holds or (coupled.gpus_needed is not None and coupled.gpus_needed <= coupled.gpus)
+
+
 def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled) -> str:
     """Plainly, whether a LoRA Server is worth it."""
     server = f"{scenario.instances} instances and {candidate.gpus} LoRA Server GPUs"
     if coupled.holds:
+        fewer = f", and by the model {coupled.gpus_needed} GPUs would do" if coupled.gpus_needed else ""
         return (
             f"A LoRA Server is not worth it here: {coupled.instances} coupled instances on the same "
-            f"{coupled.gpus} GPUs meet both SLOs"
-            + (f", and by the model {coupled.gpus_needed} GPUs would do." if coupled.gpus_needed else ".")
+            f"{coupled.gpus} GPUs meet both SLOs{fewer}."
         )
-    if coupled.gpus_needed is not None and coupled.gpus_needed <= coupled.gpus:
-        return f"By the model, a coupled system of {coupled.gpus_needed} GPUs would do as well as {server}."
+    if enough(coupled):
+        return (
+            f"A LoRA Server may not be worth it here: by the model, {coupled.gpus_needed} GPUs of coupled "
+            f"instances do as well as {server}; simulate it before deciding."
+        )
     why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
-    need = f"would need {coupled.gpus_needed} GPUs by the model" if coupled.gpus_needed else "needs over 64 instances"
+    need = f"would need {coupled.gpus_needed} GPUs by the model" if coupled.gpus_needed else "need over 64 instances"
     return f"A LoRA Server is worth it: coupled instances on the same {coupled.gpus} GPUs miss {why} and {need}."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import gammainc
 
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
@@ -64,6 +63,7 @@ def literal_threshold(rates_N: Floats, cache_slots: int, bracket: tuple[float, f
     any positive double is present but for a share below 1e-9, to beyond the largest rate.
     """
     from scipy.optimize import brentq
+    from scipy.special import gammainc
 
     positive_N = rates_N[rates_N > 0]
 
@@ -80,6 +80,8 @@ def literal_threshold(rates_N: Floats, cache_slots: int, bracket: tuple[float, f
 
 def literal_presence(rates_N: Floats, log_shape: float) -> Floats:
     """q of Eq. 2 at the threshold that `literal_threshold` gives."""
+    from scipy.special import gammainc
+
     return np.asarray(gammainc(math.exp(log_shape), rates_N), dtype=np.float64)
 
 

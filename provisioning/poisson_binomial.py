@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft
 
 Floats = NDArray[np.float64]
 
@@ -74,9 +73,9 @@ def _convolve(left: Floats, right: Floats) -> Floats:
         for shift in range(length):
             out[:, shift : shift + length] += left[:, shift : shift + 1] * right
         return out
-    size = fft.next_fast_len(2 * length - 1, real=True)
-    product = fft.rfft(left, size, axis=1) * fft.rfft(right, size, axis=1)
-    result: Floats = fft.irfft(product, size, axis=1)[:, : 2 * length - 1]
+    size = 9 * (length - 1) // 4  # length - 1 is a power of two: 2^a 3^2 >= 2 length - 1
+    product = np.fft.rfft(left, size, axis=1) * np.fft.rfft(right, size, axis=1)
+    result: Floats = np.fft.irfft(product, size, axis=1)[:, : 2 * length - 1]
     return result
 
 

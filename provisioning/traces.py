@@ -60,6 +60,7 @@ def load(path: str | Path, adapters: ZipfAdapters | None = None) -> Workload:
         lengths=Lengths.of(requests.output_tokens),
         source=f"{file}; no adapter ids, drawn from Zipf({drawn.skew:g}, {drawn.num_adapters}) with seed {drawn.seed}",
         trace=requests,
+        zipf_skew=drawn.skew,
     )
 
 

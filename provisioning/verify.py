@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import stdtrit
 
 from provisioning.plan import Candidate, Choice, Scenario, smallest
 from provisioning.poisson_binomial import Floats
@@ -38,6 +37,8 @@ class Estimate:
         mean = float(sample.mean())
         if sample.size < 2:
             return cls(mean=mean, low=-np.inf, high=np.inf)
+        from scipy.special import stdtrit  # slow to import, and of no use without a simulation
+
         reach = float(stdtrit(sample.size - 1, 0.975) * sample.std(ddof=1) / np.sqrt(sample.size))
         return cls(mean=mean, low=mean - reach, high=mean + reach)
 
@@ -69,10 +70,10 @@ def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     num = int(50_000 + (_WARM_UP_RESIDENCES + 4) * scenario.global_batch)
     if workload.trace is None:
         return workload.sample(rate=rate, num_requests=num, seed=seed)
-    return _rotated(workload.trace, seed, num).scaled_to(rate)
+    return rotated(workload.trace, seed, num).scaled_to(rate)
 
 
-def _rotated(trace: Requests, seed: int, num: int) -> Requests:
+def rotated(trace: Requests, seed: int, num: int) -> Requests:
     """The trace from a point that the seed draws, round its end; at most once through."""
     start = int(np.random.default_rng(seed).integers(len(trace)))
     index = (start + np.arange(min(num, len(trace)))) % len(trace)

@@ -44,6 +44,7 @@ class Workload:
     cv: float | Floats = 1.0
     source: str = "given"
     trace: Requests | None = None
+    zipf_skew: float | None = None
 
     @property
     def num_adapters(self) -> int:
