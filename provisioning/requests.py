@@ -39,7 +39,7 @@ class Requests:
     def scaled_to(self, rate: float) -> Requests:
         """The same calls, with time stretched to a mean rate (requests/s)."""
         if self.span_s <= 0:
-            raise InputError("trace: all requests have the same timestamp, so that no rate follows; give distinct ones")
+            raise InputError("--trace: all requests have one timestamp, so that no rate follows; give distinct ones")
         factor = (len(self) - 1) / self.span_s / positive(rate, "request_rate")
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
 
