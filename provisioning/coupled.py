@@ -13,10 +13,10 @@ import numpy as np
 
 from provisioning import memory
 from provisioning.iar_models import offered_curve
+from provisioning.judge import Verdict, judge
 from provisioning.plan import Candidate, Scenario
 from provisioning.poisson_binomial import Floats
 from provisioning.simulate import System, assign_greedily
-from provisioning.verify import Verdict, judge
 
 _MEMORY_SHARE = 0.5
 

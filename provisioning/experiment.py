@@ -10,11 +10,11 @@ import numpy as np
 
 from provisioning.iar import Model, immediate_admissibility
 from provisioning.inputs import InputError, count, non_negative, positive
+from provisioning.judge import Estimate, adapters_within, measured, rotated
 from provisioning.requests import Requests
 from provisioning.scenario import Flags, workload
 from provisioning.simulate import System, assign_greedily
 from provisioning.simulate import run as play
-from provisioning.verify import Estimate, adapters_within, measured, rotated
 from provisioning.workload import Workload
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from provisioning import coupled as coupling
 from provisioning.coupled import Coupled
+from provisioning.judge import Estimate, Verdict
 from provisioning.plan import Candidate, Scenario, smallest
 from provisioning.provenance import provenance
 from provisioning.sensitivity import Variant, sensitivity
-from provisioning.verify import Estimate, Refutation, Verdict, Verified, verify
+from provisioning.verify import Refutation, Verified, verify
 
 HOURS_PER_MONTH = 730
 
