@@ -64,11 +64,11 @@ class Verdict:
 
 
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
-    """One seed's requests: LB in flight on average, long enough for 50,000 after the warm-up."""
+    """One seed's requests: LB in flight on average, long enough for 30,000 after the warm-up."""
     workload = scenario.workload
     residence_s = workload.lengths.mean_tokens * step_us * 1e-6
     rate = scenario.global_batch / residence_s
-    num = int(50_000 + (_WARM_UP_RESIDENCES + 4) * scenario.global_batch)
+    num = int(30_000 + (_WARM_UP_RESIDENCES + 4) * scenario.global_batch)
     if workload.trace is None:
         return workload.sample(rate=rate, num_requests=num, seed=seed)
     return rotated(workload.trace, seed, num).scaled_to(rate)
