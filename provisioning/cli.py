@@ -144,7 +144,8 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-from provisioning import cli_models, cli_simulate  # noqa: E402  registers the subcommands
+from provisioning import cli_models, cli_simulate, cli_table4  # noqa: E402  registers the subcommands
 
 app.command("models")(cli_models.models)
 app.command("simulate")(cli_simulate.simulate)
+app.command("table4")(cli_table4.table4)

@@ -62,6 +62,26 @@ class Scenario:
         """Right sides of Eq. 5 and 6."""
         return budget(self.model, self.batch, self.slo.tpot_us)
 
+    def lora(self, layout: Layout) -> Latency:
+        """Of one layer's LoRA step; worked out once per ep, since pp has no part in it."""
+        if layout.ep not in self._latencies:
+            self._latencies[layout.ep] = self.model.lora(self.batch, layout)
+        return self._latencies[layout.ep]
+
+    @cached_property
+    def _latencies(self) -> dict[int, Latency]:
+        return {}
+
+    @cached_property
+    def base_us(self) -> tuple[float, float]:
+        """The base layer's attention and FFN at this batch."""
+        return self.model.base_attention_us(self.batch).value, self.model.base_ffn_us(self.batch).value
+
+    def step_us(self, layout: Layout) -> float:
+        """One decode step, LoRA beside the FFN."""
+        attention_us, ffn_us = self.base_us
+        return self.model.spec.layers * (attention_us + max(ffn_us, self.lora(layout).total))
+
     def slots(self, layout: Layout) -> int:
         """M of a layout."""
         model = self.model
@@ -110,11 +130,10 @@ def _stage_width(scenario: Scenario, layout: Layout) -> int:
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
     """One layout against all constraints, the base model's first."""
     model, slo = scenario.model, scenario.slo
-    latency, slots = model.lora(scenario.batch, layout), scenario.slots(layout)
-    step_us = model.step_us(scenario.batch, layout)
+    latency, slots, step_us = scenario.lora(layout), scenario.slots(layout), scenario.step_us(layout)
     load_us = visible_load_us(scenario, layout, step_us)
     failed = violations(latency, scenario.limit, scenario.instances)
-    if model.spec.layers * model.base_layer_us(scenario.batch) > slo.tpot_us:
+    if model.spec.layers * sum(scenario.base_us) > slo.tpot_us:
         failed.insert(0, "tpot")
     if slo.ttft_us <= step_us + load_us:
         failed.append("ttft")

@@ -8,6 +8,7 @@ from typing import Any
 
 from provisioning import coupled as coupling
 from provisioning.coupled import Coupled
+from provisioning.inputs import InputError
 from provisioning.judge import Estimate, Verdict
 from provisioning.plan import Candidate, Scenario, smallest
 from provisioning.provenance import provenance
@@ -15,6 +16,7 @@ from provisioning.sensitivity import Variant, sensitivity
 from provisioning.verify import Refutation, Verified, verify
 
 HOURS_PER_MONTH = 730
+MOST_SIMULATED = 100_000
 
 NOTES = (
     "TTFT is queueing plus the first decode step, as in the paper; prefill is not in it.",
@@ -180,6 +182,11 @@ def refutation_json(item: Refutation) -> dict[str, Any]:
 
 def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None = None) -> Result:
     """Plans, simulates (unless seeds is 0), compares with coupled and varies the question."""
+    if seeds and scenario.global_batch > MOST_SIMULATED:
+        raise InputError(
+            f"--no-simulate: {scenario.global_batch:g} requests in flight are too many to simulate "
+            f"(at most {MOST_SIMULATED:,}); add --no-simulate"
+        )
     choice = smallest(scenario)
     verified = verify(scenario, choice, seeds) if seeds else Verified(choice=choice, verdict=None)
     chosen = verified.choice.chosen

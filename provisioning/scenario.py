@@ -18,6 +18,7 @@ from provisioning.profile import load as load_profile
 from provisioning.requests import Lengths
 from provisioning.workload import Workload, littles_law_batch, read_counts, zipf
 
+MOST_ADAPTERS = 10_000_000
 # Instance #GPU of the paper's Table 3.
 _INSTANCE_GPUS = {
     "gpt-oss-20b": 1,
@@ -68,14 +69,14 @@ def workload(flags: Flags) -> Workload:
     if flags.trace is not None:
         from provisioning import traces
 
-        num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1)
+        num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
         found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=flags.seed))
         return _with_lengths(found, flags)
     if flags.counts is not None:
         return _with_lengths(Workload(popularity=read_counts(flags.counts), source=str(flags.counts)), flags)
     if flags.adapters is None:
         raise InputError("--adapters: missing; give --adapters N with --zipf S, or --counts FILE, or --trace FILE")
-    num = count(flags.adapters, "--adapters", 1)
+    num = count(flags.adapters, "--adapters", 1, MOST_ADAPTERS)
     popularity = normalised(zipf(skew, num), "--zipf")
     return _with_lengths(Workload(popularity=popularity, source=f"Zipf({skew:g}, {num}), given", zipf_skew=skew), flags)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lora_server.placement import Layout
 from lora_server.spec import PRESETS
@@ -71,3 +71,8 @@ def residuals() -> list[Residual]:
                 )
             )
     return cells
+
+
+def as_json() -> list[dict[str, object]]:
+    """All cells with their residuals."""
+    return [{**asdict(cell), "residual": cell.relative} for cell in residuals()]

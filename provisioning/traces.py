@@ -54,7 +54,7 @@ def load(path: str | Path, adapters: ZipfAdapters | None = None) -> Workload:
     drawn = adapters or ZipfAdapters()
     requests, named = read(file, drawn)
     if named:
-        return from_requests(requests, str(file))
+        return from_requests(requests, f"{file}, adapters as it names them")
     return Workload(
         popularity=zipf(drawn.skew, drawn.num_adapters),
         lengths=Lengths.of(requests.output_tokens),

@@ -291,6 +291,11 @@ def test_models_command():
     assert provision("models").exit_code == 0
 
 
+def test_table4_command_prints_residuals():
+    assert "%*)" in provision("table4").stdout
+    assert len(json.loads(provision("table4", "--json").stdout)) == 32
+
+
 def test_slo_units():
     assert slo.parse(" tpot_avg = 0.1s , ttft_p99.9=2.5e5us") == slo.Slo(250_000, 99.9, 100_000)
     with pytest.raises(InputError, match="--slo"):
