@@ -32,7 +32,7 @@ from provisioning.iar_models import admitted
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
 _NO_WAIT = 1e-12
-_LONGEST = 1e12
+_LONGEST = 600.0  # in ln(1 + wait)
 _NOISE = 1e-15
 
 
@@ -97,13 +97,14 @@ def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
 
 
 def _root(surplus: Callable[[float], float]) -> float:
-    """The wait at which a falling surplus is zero."""
+    """The wait at which a falling surplus is zero, sought in ln(1 + wait): hot adapters stay for e^l."""
     from scipy.optimize import brentq
 
-    at_rest = surplus(0.0)
-    if at_rest <= _NO_WAIT:
+    if surplus(0.0) <= _NO_WAIT:
         return 0.0
     high = 1.0
-    while surplus(high) > 0 and high < _LONGEST:
-        high *= 4
-    return float(brentq(surplus, 0.0, high, xtol=1e-12, rtol=1e-9)) if high < _LONGEST else _LONGEST
+    while high < _LONGEST and surplus(np.expm1(high)) > 0:
+        high = min(2 * high, _LONGEST)
+    if surplus(np.expm1(high)) > 0:
+        return float(np.expm1(_LONGEST))
+    return float(np.expm1(brentq(lambda size: surplus(np.expm1(size)), 0.0, high, xtol=1e-12, rtol=1e-9)))
