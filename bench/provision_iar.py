@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from scipy.special import pdtrc
 
 from provisioning.iar import immediate_admissibility
-from provisioning.iar_models import literal_missed, offered_curve
+from provisioning.iar_literal import literal_missed
+from provisioning.iar_models import offered_curve
 from provisioning.judge import Estimate, measured
 from provisioning.poisson_binomial import Floats, poisson_binomial
 from provisioning.requests import Lengths

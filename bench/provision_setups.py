@@ -12,7 +12,7 @@ import numpy as np
 
 from lora_server.placement import Layout
 from lora_server.spec import PRESETS, ModelSpec
-from provisioning import geometry, memory
+from provisioning import memory
 from provisioning.hardware import GPUS, Cluster
 from provisioning.judge import adapters_within
 from provisioning.latency import StepModel
@@ -102,8 +102,7 @@ class Setup:
             once_per_shard=False,
         )
         kv_share = 1.0 if self.layout is not None else 1 - self.lora_share
-        free = memory.instance_free_bytes(self.spec, CLUSTER, self.instance_gpus)
-        kv_batch = int(kv_share * free / (CONTEXT * self.spec.layers * geometry.kv_bytes_per_token(self.spec)))
+        kv_batch = memory.kv_batch(self.spec, CLUSTER, self.instance_gpus, CONTEXT, kv_share)
         most = min(kv_batch, 2048)
         grid = np.unique(np.geomspace(1, max(most, 2), 48).astype(int))
         steps = np.interp(np.arange(most + 1), grid, [self._step_s(model, int(batch)) for batch in grid])

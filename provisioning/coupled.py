@@ -1,7 +1,7 @@
 """The alternative on the same budget: no LoRA Server, all GPUs are LLM instances with their own caches.
 
-S-LoRA as in the paper's section 6.1: half of the memory that the base weights leave holds adapters,
-adapters are split over instances greedily by load, LoRA runs after the base GEMM, and a cold adapter
+S-LoRA as in the paper's section 6.1: half of the memory that the base weights leave holds adapters
+and half KV cache, adapters are split over instances greedily by load, LoRA runs after the base GEMM, and a cold adapter
 is loaded whole before its request starts.
 """
 
@@ -50,6 +50,13 @@ def slots(scenario: Scenario) -> int:
     )
 
 
+def most_requests(scenario: Scenario) -> int:
+    """Requests that the other half of the memory holds the KV cache of, per instance."""
+    model = scenario.model
+    free_share = 1 - _MEMORY_SHARE
+    return memory.kv_batch(model.spec, model.cluster, model.instance_gpus, model.context_tokens, free_share)
+
+
 def model_iar(scenario: Scenario, instances: int, cache_slots: int) -> float:
     """`offered` of every instance with its own adapters and its share of LB, weighted by requests."""
     popularity = scenario.workload.popularity
@@ -73,6 +80,7 @@ def system(scenario: Scenario, instances: int, step_us: float) -> System:
         step_s=[step_us * 1e-6],
         cache_slots=slots(scenario),
         shared=False,
+        max_batch=max(most_requests(scenario), 1),
         load_s=load_us * 1e-6,
     )
 
@@ -105,6 +113,8 @@ def _needed(scenario: Scenario, cache_slots: int) -> int | None:
         return None
     tried = np.unique(np.r_[1:17, np.geomspace(16, 64, 9).astype(int)])
     for instances in tried:
+        if scenario.global_batch / int(instances) > most_requests(scenario):
+            continue
         step_us = model.step_us(scenario.global_batch / int(instances), None)
         if step_us <= scenario.slo.tpot_us and model_iar(scenario, int(instances), cache_slots) >= scenario.iar_target:
             return int(instances) * model.instance_gpus

@@ -18,13 +18,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from provisioning import iar_models, iar_queued
+from provisioning import iar_literal, iar_models, iar_queued
 from provisioning.iar_search import literal_min
 from provisioning.inputs import InputError, count, normalised, positive, share
 from provisioning.poisson_binomial import Floats
 
 Model = Literal["offered", "literal", "queued"]
-_MODELS = {"literal": iar_models.literal, "queued": iar_queued.queued}
+_MODELS = {"literal": iar_literal.literal, "queued": iar_queued.queued}
 
 
 def immediate_admissibility(
@@ -70,7 +70,7 @@ def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
     """Gallops from `offered`'s answer, which is seldom far, then bisects."""
 
     def reached(slots: int) -> bool:
-        return iar_queued.queued(p_N, load, slots) >= wanted
+        return iar_queued.reaches(p_N, load, slots, wanted)
 
     low, high, stride = start - 1, start, 1
     if reached(start):

@@ -23,9 +23,11 @@ The lower IAR of the two is returned. Errors against simulation: `docs/provision
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import gammaln
 
 from provisioning.iar_models import admitted
@@ -47,6 +49,17 @@ def queued(p_N: Floats, global_batch: float, cache_slots: int) -> float:
     return admitted(missed, cache_slots, called)
 
 
+def reaches(p_N: Floats, global_batch: float, cache_slots: int, target: float) -> bool:
+    """queued(...) >= target, without the costlier of the two where the other already says no."""
+    called = int(np.count_nonzero(p_N))
+    if 0 < cache_slots < called:
+        positive_N = p_N[p_N > 0]
+        rates_N = np.maximum(global_batch * positive_N, 1e-300)
+        if admitted(_birth_death(positive_N, rates_N, cache_slots), cache_slots, called) < target:
+            return False
+    return queued(p_N, global_batch, cache_slots) >= target
+
+
 def cycle_shares(rates_N: Floats, wait: float) -> tuple[Floats, Floats]:
     """(active, waiting) shares of time. Requests that gather during the wait start together, which
     lengthens the busy period by about ln(1 + l W / 2)."""
@@ -62,7 +75,9 @@ def _mean_field(p_N: Floats, rates_N: Floats, cache_slots: int) -> float:
         absent_rate = float(rates_N @ (1 - present_N))
         return poisson_binomial(present_N).excess(cache_slots) - wait * absent_rate
 
-    active_N, waiting_N = cycle_shares(rates_N, _root(surplus))
+    present_N = cycle_shares(rates_N, 0.0)[0]
+    at_least = _least(poisson_binomial(present_N).excess(cache_slots), float(rates_N @ (1 - present_N)))
+    active_N, waiting_N = cycle_shares(rates_N, _root(surplus, at_least))
     q_N = active_N + waiting_N
     first, others_RK = leave_one_out(poisson_binomial(q_N), q_N, (p_N * (1 - q_N))[None])
     return float(p_N @ waiting_N + others_RK[0, max(cache_slots - first, 0) :].sum())
@@ -80,7 +95,8 @@ def _birth_death(p_N: Floats, rates_N: Floats, cache_slots: int) -> float:
     def surplus(wait: float) -> float:
         return excess - float(cycle_shares(rates_N, wait)[1].sum())
 
-    active_N, waiting_N = cycle_shares(rates_N, _root(surplus) if excess > _NO_WAIT else 0.0)
+    at_least = _least(excess, float(rates_N @ (1 - q_N)))
+    active_N, waiting_N = cycle_shares(rates_N, _root(surplus, at_least))
     absent_N = np.maximum(1 - active_N - waiting_N, 0.0)
     first, others_RK = leave_one_out(whole, q_N, (p_N * absent_N)[None])
     others_K = np.exp(np.minimum(_slowed(first, others_RK[0], cache_slots) - anchor, 0.0))
@@ -96,15 +112,26 @@ def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
     return np.where(law_K > _NOISE, log_law_K + growth_K, -np.inf)
 
 
-def _root(surplus: Callable[[float], float]) -> float:
-    """The wait at which a falling surplus is zero, sought in ln(1 + wait): hot adapters stay for e^l."""
-    from scipy.optimize import brentq
+def _least(excess: float, absent_rate: float) -> float:
+    """A lower bound of the wait: absence, and with it the rate that Little's law divides by, only shrinks."""
+    return min(excess / max(absent_rate, 1e-250), math.expm1(_LONGEST) / 4)
 
-    if surplus(0.0) <= _NO_WAIT:
+
+def _root(surplus: Callable[[float], float], at_least: float) -> float:
+    """The wait, `at_least` or longer, at which a falling surplus is zero; sought in ln(1 + wait), as hot
+    adapters stay for e^l."""
+    if at_least <= _NO_WAIT:
         return 0.0
-    high = 1.0
-    while high < _LONGEST and surplus(np.expm1(high)) > 0:
-        high = min(2 * high, _LONGEST)
-    if surplus(np.expm1(high)) > 0:
-        return float(np.expm1(_LONGEST))
-    return float(np.expm1(brentq(lambda size: surplus(np.expm1(size)), 0.0, high, xtol=1e-12, rtol=1e-9)))
+
+    def in_logs(size: float) -> float:
+        return surplus(math.expm1(size))
+
+    low = math.log1p(at_least * (1 - 1e-9))
+    high = math.log1p(2 * at_least)
+    while high < _LONGEST and in_logs(high) > 0:
+        low, high = high, min(2 * high, _LONGEST)
+    if high == _LONGEST and in_logs(high) > 0:
+        return math.expm1(_LONGEST)
+    if in_logs(low) <= 0:
+        return math.expm1(low)
+    return math.expm1(float(brentq(in_logs, low, high, xtol=1e-13, rtol=1e-9)))

@@ -24,7 +24,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtr
 
-from provisioning import iar_models
+from provisioning import iar_literal, iar_models
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
 _BERRY_ESSEEN, _EDGEWORTH = 0.56, 0.5
@@ -40,17 +40,17 @@ class _Point:
     rates: Floats
     slots: int
     called: int
-    bracket: tuple[float, float] | None = None
+    known: iar_literal.Known | None = None
 
     @cached_property
     def log_shape(self) -> float:
-        return iar_models.literal_threshold(self.rates, self.slots, self.bracket)
+        return iar_literal.literal_threshold(self.rates, self.slots, self.known)
 
     @cached_property
     def q(self) -> Floats:
         if self.slots >= self.called:
             return (self.rates > 0).astype(float)
-        return iar_models.literal_presence(self.rates, self.log_shape)
+        return iar_literal.literal_presence(self.rates, self.log_shape)
 
     @cached_property
     def whole(self) -> PoissonBinomial:
@@ -60,14 +60,14 @@ class _Point:
     def iar(self) -> float:
         if self.slots >= self.called:
             return 1.0
-        missed = iar_models.literal_missed(self.p, self.q, self.whole, self.slots)
+        missed = iar_literal.literal_missed(self.p, self.q, self.whole, self.slots)
         return iar_models.admitted(missed, self.slots, self.called)
 
     def at(self, slots: int) -> _Point:
         return _Point(self.p, self.rates, slots, self.called)
 
     def between(self, end: _Point) -> _Point:
-        known = (end.log_shape, self.log_shape) if end.slots < end.called else None
+        known = ((end.log_shape, end.slots), (self.log_shape, self.slots)) if end.slots < end.called else None
         return _Point(self.p, self.rates, (self.slots + end.slots) // 2, self.called, known)
 
 

@@ -78,3 +78,9 @@ def coupled_slots(
     """Adapters per coupled instance: `share` of what the weights leave (S-LoRA as in section 6.1)."""
     adapter = spec.adapter_bytes(lora_rank, shared_a=shared_a)
     return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // adapter), 0)
+
+
+def kv_batch(spec: ModelSpec, cluster: Cluster, instance_gpus: int, context_tokens: float, share: float = 0.5) -> int:
+    """Requests of an instance whose KV cache fits in `share` of what the weights leave."""
+    request = context_tokens * spec.layers * geometry.kv_bytes_per_token(spec)
+    return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // request), 0)
