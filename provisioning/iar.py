@@ -34,7 +34,7 @@ def immediate_admissibility(
 
     `popularity`: any non-negative weights, normalised here. Raises InputError (a ValueError) for
     NaN, negative, empty or all-zero weights, global_batch <= 0, or cache_slots outside [0, N].
-    Absolute error below 1e-9 (1e-12 up to 1,024 distinct weights).
+    Absolute error below 1e-9 (1e-12 up to 1,024 adapters).
     """
     p_N, load = normalised(popularity), positive(global_batch, "global_batch")
     slots = count(cache_slots, "cache_slots", 0, p_N.size)

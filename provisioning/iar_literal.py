@@ -14,6 +14,7 @@ from scipy.special import gammainc
 from provisioning.iar_models import admitted
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
+_SLACK = 1e-7  # of a slot, in Eq. 3: an evaluation is dear where there are many adapters
 Known = tuple[tuple[float, int], tuple[float, int]]
 
 
@@ -24,12 +25,13 @@ def literal_threshold(rates_N: Floats, cache_slots: int, known: Known | None = N
     from 1e-12, where any positive double is present but for a share below 1e-9, to beyond all rates.
     """
     positive_N = rates_N[rates_N > 0]
-    sums = dict(known or ())
+    sums, slack = dict(known or ()), 0.0 if rates_N.size <= 4096 else _SLACK
 
     def surplus(log_shape: float) -> float:
         if log_shape in sums:
             return sums[log_shape] - cache_slots
-        return float(gammainc(math.exp(log_shape), positive_N).sum()) - cache_slots
+        left = float(gammainc(math.exp(log_shape), positive_N).sum()) - cache_slots
+        return 0.0 if abs(left) < slack else left
 
     if known is not None:
         low, high = known[0][0], known[1][0]
@@ -39,12 +41,7 @@ def literal_threshold(rates_N: Floats, cache_slots: int, known: Known | None = N
         high += 0.5
     while surplus(low) < 0:
         low -= 0.5
-    return float(brentq(surplus, low, high, xtol=_precision(rates_N.size), rtol=8.9e-16))
-
-
-def _precision(num_adapters: int) -> float:
-    """Of log(tau + 1); an evaluation is dear where there are many adapters, and one matters little."""
-    return 1e-14 if num_adapters <= 4096 else 1e-11
+    return float(brentq(surplus, low, high, xtol=1e-14, rtol=8.9e-16))
 
 
 def literal_presence(rates_N: Floats, log_shape: float) -> Floats:

@@ -9,7 +9,7 @@ error of a probability below 1e-13 at N = 100,000.
 Leaving adapter i out is a division by (1 - q_i) + q_i z, that is, a recursion over the window: run
 upwards for q <= 1/2 and downwards above, where it is stable. What is summed over all adapters is
 linear in their leave-one-out distributions, and these are smooth in q alone; so above 1,024
-distinct values of q, 64 Chebyshev points on either side of 1/2 stand for all of them (error below
+adapters, 64 Chebyshev points on either side of 1/2 stand for all of them (error below
 1e-10 in the tests).
 """
 
@@ -111,11 +111,12 @@ def _divide(pmf_K: Floats, q_G: Floats, weights_RG: Floats, out_RK: Floats, *, u
 
 def _nodes(q_N: Floats, weights_RN: Floats) -> tuple[Floats, Floats]:
     """Few points and weights that integrate any smooth function of q as all adapters would."""
-    distinct_G, index_N = np.unique(q_N, return_inverse=True)
-    if distinct_G.size <= max(_MAX_DIRECT_NODES, 1):
+    lowest, highest = float(q_N.min()), float(q_N.max())
+    if q_N.size <= _MAX_DIRECT_NODES or lowest == highest:
+        distinct_G, index_N = np.unique(q_N, return_inverse=True)
         sums = [np.bincount(index_N, row_N, distinct_G.size) for row_N in weights_RN]
         return distinct_G, np.array(sums)
-    centre, radius = (distinct_G[-1] + distinct_G[0]) / 2, (distinct_G[-1] - distinct_G[0]) / 2
+    centre, radius = (highest + lowest) / 2, (highest - lowest) / 2
     x_N = (q_N - centre) / radius
     x_G = np.cos(np.pi * (np.arange(_CHEBYSHEV_NODES) + 0.5) / _CHEBYSHEV_NODES)
     weights_RG = np.zeros((weights_RN.shape[0], _CHEBYSHEV_NODES))
