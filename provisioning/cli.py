@@ -95,7 +95,8 @@ def _plan(given: dict[str, Any]) -> None:
     for name in ("out", "report"):
         if given[name] is not None and not given[name].parent.is_dir():
             raise InputError(f"--{name}: no directory {given[name].parent}; create it first")
-    result = answer(question, seeds=0 if given["no_simulate"] else seeds, price_per_gpu_hour=price)
+    seeds = 0 if given["no_simulate"] else seeds
+    result = answer(question, seeds=seeds, price_per_gpu_hour=price, base_model=given["model"])
     _write(result, given)
     if not result.feasible:
         raise typer.Exit(INFEASIBLE)

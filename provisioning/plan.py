@@ -20,6 +20,7 @@ from lora_server.placement import Layout
 from provisioning import memory
 from provisioning.iar_models import offered_curve
 from provisioning.latency import Budget, Latency, StepModel, budget, violations
+from provisioning.loading import visible_load_us
 from provisioning.poisson_binomial import Floats
 from provisioning.slo import Slo
 from provisioning.workload import Workload
@@ -105,33 +106,11 @@ class Candidate:
         return self.layout.num_shards
 
 
-def visible_load_us(scenario: Scenario, layout: Layout, step_us: float) -> float:
-    """What a cold adapter adds to TTFT, without a prefetch signal ahead of the request.
-
-    Layer 0 is waited for; the other layers arrive over all shards' links while the first step runs,
-    and delay it only by as much as they take longer than the step (section 5.3).
-    """
-    model, rate = scenario.model, scenario.model.cluster.host_bytes_per_us
-    first_us = _layer_bytes(scenario) / (_stage_width(scenario, layout) * rate)
-    whole_us = memory.fullest_shard_bytes(model.spec, layout, model.lora_rank, model.shared_a) / rate
-    return max(first_us, whole_us - step_us * (1 - 1 / model.spec.layers))
-
-
-def _layer_bytes(scenario: Scenario) -> float:
-    model = scenario.model
-    experts = model.spec.experts if 0 in model.spec.moe_layers else 1
-    return float(experts * memory.site_bytes(model.spec, 0, model.lora_rank, model.shared_a))
-
-
-def _stage_width(scenario: Scenario, layout: Layout) -> int:
-    return min(layout.ep, scenario.model.spec.experts) if 0 in scenario.model.spec.moe_layers else 1
-
-
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
     """One layout against all constraints, the base model's first."""
     model, slo = scenario.model, scenario.slo
     latency, slots, step_us = scenario.lora(layout), scenario.slots(layout), scenario.step_us(layout)
-    load_us = visible_load_us(scenario, layout, step_us)
+    load_us = visible_load_us(model, layout, step_us)
     failed = violations(latency, scenario.limit, scenario.instances)
     if model.spec.layers * sum(scenario.base_us) > slo.tpot_us:
         failed.insert(0, "tpot")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from provisioning.provenance import provenance
@@ -114,13 +113,15 @@ def _print_sensitivity(result: Result, console: Console) -> None:
 
 def plan_yaml(result: Result) -> str:
     """Keys that `lora-server serve --config` knows; everything else is a comment."""
-    scenario, candidate = result.scenario, result.candidate
-    name = scenario.model.spec.name
+    import yaml
+
+    layout, name = str(result.candidate.layout), result.base_model
     comments = [headline(result), *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)), *NOTES]
-    lines = [f"# {text}" for text in comments]
-    lines += [f"# base_model: PATH of {name}, and adapters: DIR, are yours to give, here or as flags."]
+    comments += [
+        "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset."
+    ]
+    settings: dict[str, object] = {"base_model": name, "layout": layout}
     if result.nodes > 1:
-        lines += ["# Each node adds --node-rank I and --controller HOST:PORT.", f"nodes: {result.nodes}"]
-    directory = Path(name)
-    lines += [f"base_model: {directory}"] if directory.is_dir() else []
-    return "\n".join([*lines, f"layout: {candidate.layout}", ""])
+        comments += ["Each node also needs --node-rank I and --controller HOST:PORT."]
+        settings["nodes"] = result.nodes
+    return "".join(f"# {text}\n" for text in comments) + yaml.safe_dump(settings, sort_keys=False)

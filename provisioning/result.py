@@ -34,6 +34,7 @@ class Result:
     coupled: Coupled | None
     variants: list[Variant]
     price_per_gpu_hour: float | None = None
+    base_model: str = ""
 
     @property
     def feasible(self) -> bool:
@@ -180,7 +181,7 @@ def refutation_json(item: Refutation) -> dict[str, Any]:
     }
 
 
-def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None = None) -> Result:
+def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None = None, base_model: str = "") -> Result:
     """Plans, simulates (unless seeds is 0), compares with coupled and varies the question."""
     if seeds and scenario.global_batch > MOST_SIMULATED:
         raise InputError(
@@ -196,4 +197,5 @@ def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None =
         coupled=coupling.compare(scenario, chosen, seeds) if chosen else None,
         variants=sensitivity(scenario, chosen) if chosen else [],
         price_per_gpu_hour=price_per_gpu_hour,
+        base_model=base_model or scenario.model.spec.name,
     )

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from provisioning.inputs import InputError
-from provisioning.workload import Lengths, Requests, Workload, from_requests, zipf
+from provisioning.requests import Ints, Lengths, Requests
+from provisioning.workload import Workload, from_requests, zipf
 
 _NAMES = {
     "timestamp": ("timestamp", "timestamp_s", "time", "arrival_s", "arrival_time", "arrived_at"),
@@ -76,26 +77,29 @@ def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Reques
         raise InputError(f"--trace: {file} holds no requests; expected lines with timestamp, adapter and tokens")
     time_s, names, inputs, outputs = zip(*rows, strict=True)
     order = np.argsort(np.array(time_s), kind="stable")
-    named = names[0] is not None
-    if any((name is not None) != named for name in names):
-        raise InputError(f"--trace: {file} names the adapter of some requests only; give it for all or for none")
-    if named:
-        distinct = sorted(set(names))
-        index = {name: position for position, name in enumerate(distinct)}
-        adapter = np.array([index[name] for name in names], dtype=np.int64)[order]
-    else:
-        distinct, rng = [], np.random.default_rng(drawn.seed)
-        adapter = rng.choice(drawn.num_adapters, len(rows), p=zipf(drawn.skew, drawn.num_adapters)).astype(np.int64)
+    distinct, adapter = _adapters(names, drawn, file)
     arrival_s = np.array(time_s)[order]
     requests = Requests(
         arrival_s=arrival_s - arrival_s[0],
-        adapter=adapter,
+        adapter=adapter[order],
         output_tokens=np.array(outputs, dtype=np.int64)[order],
         input_tokens=np.array(inputs, dtype=np.int64)[order],
-        num_adapters=len(distinct) if named else drawn.num_adapters,
+        num_adapters=len(distinct) or drawn.num_adapters,
         names=tuple(distinct),
     )
-    return requests, named
+    return requests, bool(distinct)
+
+
+def _adapters(names: tuple[str | None, ...], drawn: ZipfAdapters, file: Path) -> tuple[list[str], Ints]:
+    """(names in order of the index, index per row); drawn where the trace names none."""
+    known = sorted({name for name in names if name is not None})
+    if not known:
+        rng, popularity = np.random.default_rng(drawn.seed), zipf(drawn.skew, drawn.num_adapters)
+        return [], rng.choice(drawn.num_adapters, len(names), p=popularity).astype(np.int64)
+    if None in names:
+        raise InputError(f"--trace: {file} names the adapter of some requests only; give it for all or for none")
+    index = {name: position for position, name in enumerate(known)}
+    return known, np.array([index[name] for name in names if name is not None], dtype=np.int64)
 
 
 _Row = tuple[float, str | None, int, int]

@@ -161,7 +161,8 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     outcome = provision(*BASE, *LOAD, "--out", str(out), "--report", str(report), "--no-simulate", "--json")
     assert outcome.exit_code == 0
     plan, config = json.loads(outcome.stdout), yaml.safe_load(out.read_text())
-    assert config == {"layout": f"ep{plan['layout']['ep']}-pp{plan['layout']['pp']}"}
+    layout = f"ep{plan['layout']['ep']}-pp{plan['layout']['pp']}"
+    assert config == {"base_model": "mixtral-8x7b", "layout": layout}
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 5
     assert not re.search(r"https?://|<script|<link", page)
