@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -143,3 +144,23 @@ def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, giv
 def _straddles(rows: list[tuple[float, float, float, float]], target: float) -> bool:
     estimates = [Estimate.of([row[column] for row in rows]) for column in (0, 2)]
     return any(estimate.low < target <= estimate.high for estimate in estimates)
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """Mean and 95 % interval."""
+    return {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """Plain values."""
+    return {
+        "seeds": verdict.seeds,
+        "requests_per_seed": verdict.requests_per_seed,
+        "immediate_rate": verdict.immediate.mean,
+        "interval": [verdict.immediate.low, verdict.immediate.high],
+        "target": verdict.target,
+        "holds_target": verdict.holds,
+        "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
+        "share_within_ttft_slo": estimate_json(verdict.within_ttft),
+        "adapters_with_90_percent_within_slo": estimate_json(verdict.adapters_within_slo),
+    }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from provisioning.provenance import provenance
 from provisioning.result import NOTES, Result
+from provisioning.sensitivity import headroom
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +85,10 @@ def print_table(result: Result, console: Console) -> None:
     if coupled["evaluated"]:
         console.print(coupled["verdict"])
     _print_sensitivity(result, console)
+    if result.feasible:
+        console.print(
+            f"The load may grow by x{headroom(result.scenario, result.candidate):.2f} before this plan fails."
+        )
     cost = result.cost()
     if cost is not None:
         console.print("  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in cost.items()))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from provisioning import coupled as coupling
 from provisioning.coupled import Coupled
 from provisioning.inputs import InputError
-from provisioning.judge import Estimate, Verdict
+from provisioning.judge import verdict_json
 from provisioning.plan import Candidate, Scenario, smallest
 from provisioning.provenance import provenance
-from provisioning.sensitivity import Variant, sensitivity
+from provisioning.sensitivity import Variant, headroom, sensitivity
 from provisioning.verify import Refutation, Verified, verify
 
 HOURS_PER_MONTH = 730
@@ -64,16 +64,12 @@ class Result:
             if feasible
             else {"layout": layout, "gpus": candidate.gpus, "fails": list(candidate.failed)},
             "model": scenario.model.spec.name,
-            "load": {
-                "instances": scenario.instances,
-                "instance_gpus": scenario.model.instance_gpus,
-                "batch": scenario.batch,
-                "global_batch": scenario.global_batch,
-                "adapters": scenario.workload.num_adapters,
-            },
+            "slo": asdict(scenario.slo),
+            "load": self._load(),
             "latency_us": self._latency(),
             "coupled": self._coupled(),
             "sensitivity": [variant.as_json() for variant in self.variants],
+            "load_headroom": headroom(scenario, candidate) if feasible else None,
             "simulation": self._simulation(),
             "cost": self.cost(),
             "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
@@ -84,6 +80,16 @@ class Result:
     def nodes(self) -> int:
         """Of the LoRA Server."""
         return math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
+
+    def _load(self) -> dict[str, float]:
+        scenario = self.scenario
+        return {
+            "instances": scenario.instances,
+            "instance_gpus": scenario.model.instance_gpus,
+            "batch": scenario.batch,
+            "global_batch": scenario.global_batch,
+            "adapters": scenario.workload.num_adapters,
+        }
 
     def _latency(self) -> dict[str, float]:
         latency, limit = self.candidate.latency, self.scenario.limit
@@ -147,26 +153,6 @@ class Result:
             * HOURS_PER_MONTH
             / scenario.workload.num_adapters,
         }
-
-
-def estimate_json(estimate: Estimate) -> dict[str, Any]:
-    """Mean and 95 % interval."""
-    return {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """Plain values."""
-    return {
-        "seeds": verdict.seeds,
-        "requests_per_seed": verdict.requests_per_seed,
-        "immediate_rate": verdict.immediate.mean,
-        "interval": [verdict.immediate.low, verdict.immediate.high],
-        "target": verdict.target,
-        "holds_target": verdict.holds,
-        "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
-        "share_within_ttft_slo": estimate_json(verdict.within_ttft),
-        "adapters_with_90_percent_within_slo": estimate_json(verdict.adapters_within_slo),
-    }
 
 
 def refutation_json(item: Refutation) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from provisioning.plan import Candidate, Scenario, candidates, smallest
+from provisioning.plan import Candidate, Scenario, candidates, evaluate, smallest
 from provisioning.poisson_binomial import Floats
 from provisioning.workload import zipf
 
@@ -38,6 +38,16 @@ def sensitivity(scenario: Scenario, chosen: Candidate) -> list[Variant]:
     return rows + [_replanned(name, changed, chosen) for name, changed in _changes(scenario)]
 
 
+def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float:
+    """The largest factor on the load, to 1 %, at which the planned layout still meets everything by the model."""
+    low, high = 1.0, most
+    while high / low > 1.01:
+        factor = (low * high) ** 0.5
+        grown = replace(scenario, global_batch=scenario.global_batch * factor)
+        low, high = (low, factor) if evaluate(grown, chosen.layout).failed else (factor, high)
+    return low
+
+
 def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
     found = candidates(scenario, gpus) if gpus > 0 else []
     best = found[0] if found else None
@@ -54,14 +64,13 @@ def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
 
 def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> Variant:
     choice, slots = smallest(scenario), scenario.slots(chosen.layout)
-    accepted = [item for item in candidates(scenario, chosen.gpus) if item.layout == chosen.layout and not item.failed]
     return Variant(
         change=change,
         gpus=choice.chosen.gpus if choice.chosen else None,
         layout=str(choice.chosen.layout) if choice.chosen else None,
         min_cache_slots=scenario.min_cache_slots,
         iar_at_plan=scenario.iar(slots),
-        meets_at_plan=bool(accepted),
+        meets_at_plan=not evaluate(scenario, chosen.layout).failed,
         binding_constraint=choice.binding,
     )
 

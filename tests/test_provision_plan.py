@@ -16,9 +16,10 @@ from lora_server.placement import Layout
 from provisioning import slo
 from provisioning.cli import app
 from provisioning.inputs import InputError
-from provisioning.plan import smallest
+from provisioning.plan import evaluate, smallest
 from provisioning.result import answer
 from provisioning.scenario import Flags, scenario
+from provisioning.sensitivity import headroom
 from provisioning.verify import verify
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
@@ -147,6 +148,15 @@ def test_coupled_verdict_goes_both_ways():
     assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
     tight = answer(question(gpu="hopper-96", model="qwen3-30b-a3b", batch_size=128.0), seeds=0).as_json()["coupled"]
     assert tight["lora_server_worth_it"] and tight["gpus_needed_by_model"] > tight["gpus"]
+
+
+def test_headroom_is_where_the_plan_stops_meeting_its_slos():
+    asked = question()
+    chosen = smallest(asked).chosen
+    factor = headroom(asked, chosen)
+    assert factor >= 1
+    grown, beyond = (replace(asked, global_batch=asked.global_batch * factor * more) for more in (1, 1.02))
+    assert not evaluate(grown, chosen.layout).failed and evaluate(beyond, chosen.layout).failed
 
 
 def test_cost():

@@ -1,6 +1,8 @@
 """The simulator: small cases by hand, invariants, speed, and the models against it."""
 
+import importlib
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,3 +157,14 @@ def test_models_against_simulation(adapters, skew, load, level):
         assert rate - offered <= 0.03 + reach
     if queued >= 0.85:
         assert abs(queued - rate) <= 0.02 + reach
+
+
+def test_the_paper_set_ups_of_bench_run(monkeypatch):
+    bench = Path(__file__).resolve().parent.parent / "bench"
+    monkeypatch.syspath_prepend(str(bench))
+    setups = importlib.import_module("provision_setups")
+    figures = importlib.import_module("paper_figures")
+    for name, setup in figures.systems("dbrx").items():
+        found = setups.measure(setup, 4.0, seeds=1)
+        assert found.meets, name
+        assert found.tokens_per_s == pytest.approx(4 * 211, rel=0.2)
