@@ -1,0 +1,168 @@
+"""Figures 5, 11, 12, 13 and 15 of the paper, rerun in simulation: one CSV and one PNG each.
+
+    python bench/paper_figures.py [--out docs/img] [--figures 5,11,12,13,15]
+
+Prints every assumption first (`provision_setups.ASSUMPTIONS`, fixed before the first run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from provision_setups import ASSUMPTIONS, TABLE_3, Setup, measure, serviceable_rate
+
+from lora_server.placement import Layout
+
+Rows = list[dict[str, object]]
+PAPER_RATIO = 3.05
+
+
+def systems(model: str) -> dict[str, Setup]:
+    """The four of Figure 11."""
+    _, instance_gpus, total = TABLE_3[model]
+    everything, half = total // instance_gpus, total // 2
+    return {
+        "S-LoRA": Setup(model=model, instances=everything),
+        "S-LoRA w/ SJF": Setup(model=model, instances=everything, order="sjf"),
+        "S-LoRA w/ less LoRA": Setup(model=model, instances=everything, lora_share=0.4),
+        "LoRA Server": Setup(model=model, instances=half // instance_gpus, layout=Layout(4, half // 4)),
+    }
+
+
+def row(name: object, setup: Setup, rate: float) -> dict[str, object]:
+    found = measure(setup, rate)
+    return {
+        "case": name,
+        "rate": round(rate, 2),
+        "cache_slots": setup.cache_slots() * (1 if setup.layout else setup.instances),
+        "ttft_p95_s": round(found.ttft_p95_s, 4),
+        "tpot_ms": round(found.tpot_s * 1e3, 2),
+        **{f"adapters_{int(level * 100)}": round(share, 4) for level, share in found.attainment.items()},
+        "tokens_per_s": round(found.tokens_per_s),
+    }
+
+
+def figure_5() -> Rows:
+    """Mixtral, four coupled instances, 256 adapters, cache ratio 10 to 50 %."""
+    rows = []
+    for ratio in (0.1, 0.2, 0.3, 0.4, 0.5):
+        setup = Setup(model="mixtral-8x7b", instances=4, adapters=256, slots=max(int(256 * ratio / 4), 1))
+        rows.append({"ratio": ratio, **row(f"{ratio:.0%}", setup, 48.0)})
+    return rows
+
+
+def figure_11() -> Rows:
+    """Serviceable rates, then TTFT, attainment, throughput and TPOT at eight loads up to 1.2 of the highest."""
+    rows: Rows = []
+    for model in TABLE_3:
+        setups = systems(model)
+        best = {name: serviceable_rate(setup) for name, setup in setups.items()}
+        for name, setup in setups.items():
+            for step in range(1, 9):
+                rate = 0.15 * step * max(*best.values(), 1.0)
+                entry = row(name, setup, rate)
+                rows.append({"model": model, "serviceable_rate": round(best[name], 2), **entry})
+        print(model, {name: round(rate, 2) for name, rate in best.items()}, flush=True)
+    return rows
+
+
+def figure_12() -> Rows:
+    """Mixtral, one to six instances at 12 requests/s each, a four-GPU server; S-LoRA with six beside it."""
+    rows = []
+    for instances in range(1, 7):
+        server = Setup(model="mixtral-8x7b", instances=instances, layout=Layout(4, 1))
+        rows.append({"instances": instances, **row("LoRA Server", server, 12.0 * instances)})
+    return [*rows, {"instances": 6, **row("S-LoRA", Setup(model="mixtral-8x7b", instances=6), 72.0)}]
+
+
+def figure_13() -> Rows:
+    """Qwen3, four instances, 35 requests/s, servers of 4, 6 and 8 GPUs."""
+    rows = []
+    for layout in ("ep4-pp1", "ep2-pp3", "ep2-pp4", "ep4-pp2", "ep8-pp1"):
+        setup = Setup(model="qwen3-30b-a3b", instances=4, layout=Layout.parse(layout))
+        rows.append({"gpus": setup.layout.num_shards, **row(layout, setup, 35.0)})
+    return rows
+
+
+def figure_15() -> Rows:
+    """Mixtral at 70 requests/s, over s (512 adapters) and over N (s = 1.2)."""
+    rows = []
+    for skew, adapters in ((0.9, 512), (1.2, 512), (1.5, 512), (1.2, 256), (1.2, 1024)):
+        layout = Layout(4, 1) if skew == 1.5 or adapters == 256 else Layout(4, 2)
+        options = {"model": "mixtral-8x7b", "adapters": adapters, "skew": skew}
+        for name, setup in (
+            (f"LoRA Server {layout}", Setup(instances=4, layout=layout, **options)),
+            ("S-LoRA", Setup(instances=8, **options)),
+        ):
+            rows.append({"s": skew, "N": adapters, **row(name, setup, 70.0)})
+    return rows
+
+
+FIGURES: dict[str, Callable[[], Rows]] = {
+    "5": figure_5,
+    "11": figure_11,
+    "12": figure_12,
+    "13": figure_13,
+    "15": figure_15,
+}
+
+
+def ratios(rows: Rows) -> list[str]:
+    """Serviceable rate and attainment of the LoRA Server over S-LoRA, per model and on average."""
+    lines, found = [], []
+    for model in TABLE_3:
+        rates = {str(entry["case"]): float(entry["serviceable_rate"]) for entry in rows if entry["model"] == model}
+        if rates["S-LoRA"] > 0:
+            found.append(rates["LoRA Server"] / rates["S-LoRA"])
+            shown = f"{found[-1]:.2f}x"
+        else:
+            shown = "no rate serviceable by S-LoRA"
+        gain = _gain(rows, model)
+        lines.append(f"{model}: {rates} requests/s; {shown}; adapters within SLO {gain:+.1%}")
+    mean = sum(found) / len(found) if found else float("nan")
+    gains = [_gain(rows, model) for model in TABLE_3]
+    lines.append(f"average over {len(found)} models: {mean:.2f}x (the paper: {PAPER_RATIO}x)")
+    lines.append(f"average gain of adapters within SLO: {sum(gains) / len(gains):+.1%} (the paper: +54.0%)")
+    return lines
+
+
+def _gain(rows: Rows, model: str) -> float:
+    shares: dict[object, list[float]] = {}
+    for entry in rows:
+        if entry["model"] == model:
+            shares.setdefault(entry["case"], []).append(float(str(entry["adapters_90"])))
+    return sum(shares["LoRA Server"]) / 8 - sum(shares["S-LoRA"]) / 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/img"))
+    parser.add_argument("--figures", default=",".join(FIGURES))
+    arguments = parser.parse_args()
+    print(ASSUMPTIONS, flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    from provision_plots import draw
+
+    for name in arguments.figures.split(","):
+        start = time.time()
+        rows = FIGURES[name]()
+        file = arguments.out / f"paper_fig{name}.csv"
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        draw(name, rows, arguments.out / f"paper_fig{name}.png")
+        print(f"figure {name}: {file} ({time.time() - start:.0f} s)", flush=True)
+        if name == "11":
+            print("\n".join(ratios(rows)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

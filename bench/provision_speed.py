@@ -1,0 +1,51 @@
+"""Speed of the planner's parts: min_cache_slots, a million simulated requests, whole plans."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from provisioning.iar import immediate_admissibility, min_cache_slots
+from provisioning.result import answer
+from provisioning.scenario import Flags, scenario
+from provisioning.simulate import System, assign_greedily, run
+from provisioning.workload import Workload, zipf
+
+
+def timed(what: str, call: Callable[[], object]) -> None:
+    start = time.perf_counter()
+    call()
+    print(f"{what:60} {time.perf_counter() - start:8.3f} s", flush=True)
+
+
+def main() -> None:
+    for num in (512, 100_000):
+        for model in ("offered", "literal", "queued"):
+            popularity = zipf(1.2, num)
+            search = partial(min_cache_slots, popularity, num / 2, 0.95, model)
+            timed(f"min_cache_slots N={num} LB={num // 2} {model}", search)
+            tracemalloc.start()
+            immediate_admissibility(popularity, num / 2, num // 8, model)
+            print(f"{'  peak of one evaluation':60} {tracemalloc.get_traced_memory()[1] / 2**20:8.1f} MiB")
+            tracemalloc.stop()
+    workload = Workload(popularity=zipf(1.0, 1000))
+    requests = workload.sample(rate=9, num_requests=1_000_000, seed=0)
+    system = System(
+        instance_of=assign_greedily(workload.popularity, 4),
+        step_s=np.linspace(0.08, 0.1, 65).tolist(),
+        cache_slots=200,
+        max_batch=64,
+    )
+    timed("1,000,000 requests, 1,000 adapters, 4 instances", lambda: run(requests, system))
+    for model in ("gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "scaled-moe", "dbrx"):
+        flags = Flags(slo="ttft_p95=250ms,tpot_avg=100ms", model=model, adapters=512, instances=4, batch_size=64.0)
+        timed(f"plan {model}, five seeds", lambda flags=flags: answer(scenario(flags), seeds=5))
+        timed(f"plan {model}, model only", lambda flags=flags: answer(scenario(flags), seeds=0))
+
+
+if __name__ == "__main__":
+    main()

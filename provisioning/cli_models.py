@@ -1,0 +1,46 @@
+"""`provision models`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from lora_server import spec
+
+
+def models(
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank that the adapter sizes are given for.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """The model presets: geometry, and the bytes of an adapter on all experts (2-byte elements)."""
+    if as_json:
+        typer.echo(json.dumps([_row(preset, lora_rank) for preset in spec.PRESETS.values()], indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Model presets, adapter sizes at rank {lora_rank}")
+    for column in ("model", "layers", "experts", "top-k", "hidden", "ffn", "GiB, own A", "GiB, shared A", "assumed"):
+        table.add_column(column, justify="left" if column in ("model", "assumed") else "right")
+    for preset in spec.PRESETS.values():
+        sizes = (preset.adapter_bytes(lora_rank), preset.adapter_bytes(lora_rank, shared_a=True))
+        geometry = (preset.layers, preset.experts, preset.top_k, preset.hidden, preset.ffn)
+        gib = (f"{size / 2**30:.2f}" for size in sizes)
+        table.add_row(preset.name, *map(str, geometry), *gib, ", ".join(preset.assumed))
+    Console().print(table)
+
+
+def _row(preset: spec.ModelSpec, lora_rank: int) -> dict[str, object]:
+    return {
+        "name": preset.name,
+        "layers": preset.layers,
+        "experts": preset.experts,
+        "top_k": preset.top_k,
+        "hidden": preset.hidden,
+        "ffn": preset.ffn,
+        "bytes": preset.adapter_bytes(lora_rank),
+        "bytes_shared_a": preset.adapter_bytes(lora_rank, shared_a=True),
+        "assumed": list(preset.assumed),
+    }

@@ -1,0 +1,119 @@
+"""What the machines can do: data-sheet numbers, and what the paper's own figures say of reaching them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from provisioning.inputs import InputError, positive
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator. Bandwidths in GB/s (1e9 bytes), dense bf16 in TFLOP/s."""
+
+    name: str
+    memory_bytes: float
+    hbm_gb_per_s: float
+    bf16_tflops: float
+    source: str = "data sheet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPU, links and node size. `link_gbps` is per GPU and direction, in gigabits/s as NICs are named."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    link_gbps: float = 400.0
+    host_link_gb_per_s: float = 50.0
+    usable_memory: float = 0.92
+
+    @property
+    def link_bytes_per_us(self) -> float:
+        """Of one GPU's NIC, one direction."""
+        return self.link_gbps / 8 * 1e3
+
+    @property
+    def hbm_bytes_per_us(self) -> float:
+        """Of one GPU."""
+        return self.gpu.hbm_gb_per_s * 1e3
+
+    @property
+    def host_bytes_per_us(self) -> float:
+        """Host to device, one GPU."""
+        return self.host_link_gb_per_s * 1e3
+
+    @property
+    def flops_per_us(self) -> float:
+        """Dense bf16."""
+        return self.gpu.bf16_tflops * 1e6
+
+    @property
+    def adapter_memory_bytes(self) -> float:
+        """Of one LoRA Server GPU: all but context, buffers and workspace."""
+        return self.gpu.memory_bytes * self.usable_memory
+
+
+def _gpu(name: str, memory_gib: float, hbm_gb_per_s: float, bf16_tflops: float, source: str = "data sheet") -> Gpu:
+    return Gpu(
+        name=name,
+        memory_bytes=memory_gib * GIB,
+        hbm_gb_per_s=hbm_gb_per_s,
+        bf16_tflops=bf16_tflops,
+        source=source,
+    )
+
+
+# Memory is what the driver reports, a little under the name's.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("h200", 139.8, 4800, 989),
+        _gpu("h100", 79.6, 3350, 989),
+        # The paper names no model. H20 is a Hopper with 96 GB and 4.0 TB/s, and its 148 TFLOP/s explain why
+        # the base MoE of Table 4 takes half as long again at batch 256.
+        _gpu("hopper-96", 95.6, 4000, 148, "paper 5.1: 96 GB, 4.0 TB/s; TFLOP/s assumed to be H20's"),
+        _gpu("h20", 95.6, 4000, 148),
+        _gpu("a100-80", 79.3, 2039, 312),
+        _gpu("a100-40", 39.4, 1555, 312),
+        _gpu("b200", 178.0, 7700, 2250),
+        _gpu("b300", 268.0, 7700, 2250),
+        _gpu("l40s", 44.5, 864, 362),
+    )
+}
+
+
+def gpu_named(name: str, memory_gib: float | None = None) -> Gpu:
+    """A preset, with another memory size if one is given. Raises InputError for an unknown name."""
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        raise InputError(f"--gpu: got {name!r}, expected one of {', '.join(GPUS)}")
+    if memory_gib is None:
+        return gpu
+    return replace(gpu, memory_bytes=positive(memory_gib, "--gpu-memory-gib") * GIB, source="given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """How much of the data sheet is reached, and what every step costs besides.
+
+    link, hbm and the three overheads are fitted to the batch-128 rows of the paper's Table 4 (EP1, EP2,
+    EP4; one model), where bytes over the data sheet's bandwidth plus a constant fits within 8 us; what a
+    group that spans nodes adds (`across_*`), to its only such row, EP8 on nodes of four GPUs. Batch 256
+    is out of sample, and `table4` prints the residuals. `base_hbm` and `tensor_cores` are fitted to the
+    MoE column, one batch size each.
+    """
+
+    link: float = 1.0
+    hbm: float = 1.0
+    base_hbm: float = 0.714
+    tensor_cores: float = 0.8
+    receive_us: float = 55.2
+    compute_us: float = 75.4
+    send_us: float = 47.0
+    across_receive_us: float = 23.4
+    across_compute_us: float = 54.0
+    across_send_us: float = 40.2
+    source: str = "fitted to batch 128 of the paper's Table 4"

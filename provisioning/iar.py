@@ -1,0 +1,91 @@
+"""Immediate Admissibility Rate: how often a request's adapter is, or can be put, in the cache at once.
+
+Paper section 4.2.1. Three models of which adapters are present (N, p, LB, M as in its Table 2):
+
+    literal   Eq. 2-4: a threshold tau* with sum q_i = M, and every present adapter counts as a hit
+    offered   present while a request is in flight, q_i = 1 - exp(-lambda_i), and the M slots are
+              shared when more than M are present:
+              IAR(M) = sum_i p_i [q_i E[min(1, M/(K_i+1))] + (1-q_i) P(K_i <= M-1)]
+    queued    the same working set with its queue: who waits stays present, and the cold wait most
+
+K_i is the Poisson-binomial count of the others. `docs/provisioning.md` shows where each holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import numpy as np
+
+from provisioning import iar_literal, iar_models, iar_queued
+from provisioning.iar_search import literal_min
+from provisioning.inputs import InputError, count, normalised, positive, share
+from provisioning.poisson_binomial import Floats
+
+Model = Literal["offered", "literal", "queued"]
+_MODELS = {"literal": iar_literal.literal, "queued": iar_queued.queued}
+
+
+def immediate_admissibility(
+    popularity: Iterable[float] | Floats, global_batch: float, cache_slots: int, model: Model = "offered"
+) -> float:
+    """IAR(M) in [0, 1]: 0 at M = 0, exactly 1 where and only where all adapters ever called fit.
+
+    `popularity`: any non-negative weights, normalised here. Raises InputError (a ValueError) for
+    NaN, negative, empty or all-zero weights, global_batch <= 0, or cache_slots outside [0, N].
+    Absolute error below 1e-9 (1e-12 up to 1,024 adapters).
+    """
+    p_N, load = normalised(popularity), positive(global_batch, "global_batch")
+    slots = count(cache_slots, "cache_slots", 0, p_N.size)
+    if _check(model) == "offered":
+        return float(iar_models.offered_curve(p_N, load)[slots])
+    return _MODELS[model](p_N, load, slots)
+
+
+def admissibility_curve(popularity: Iterable[float] | Floats, global_batch: float) -> Floats:
+    """`offered` for every M = 0..N at the price of one; non-decreasing."""
+    return iar_models.offered_curve(normalised(popularity), positive(global_batch, "global_batch"))
+
+
+def min_cache_slots(
+    popularity: Iterable[float] | Floats, global_batch: float, target: float, model: Model = "offered"
+) -> int:
+    """The smallest M >= 1 with IAR(M) >= target, Eq. 1; always exists, as IAR(N) = 1.
+
+    `offered` and `queued` rise with M and are searched; `literal` does not always rise, so that
+    ranges of M are left out only where a bound proves that none of them reaches the target.
+    """
+    p_N, load = normalised(popularity), positive(global_batch, "global_batch")
+    wanted = share(target, "target")
+    if _check(model) == "literal":
+        return literal_min(p_N, load, wanted)
+    first = max(int(np.argmax(iar_models.offered_curve(p_N, load) >= wanted)), 1)
+    if model == "offered":
+        return first
+    return _first_queued(p_N, load, wanted, first)
+
+
+def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
+    """Gallops from `offered`'s answer, which is seldom far, then bisects."""
+
+    def reached(slots: int) -> bool:
+        return iar_queued.reaches(p_N, load, slots, wanted)
+
+    low, high, stride = start - 1, start, 1
+    if reached(start):
+        while low > 0 and reached(low):
+            low, high, stride = max(low - stride, 0), low, stride * 2
+    else:
+        while not reached(high):
+            low, high, stride = high, min(high + stride, p_N.size), stride * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+def _check(model: str) -> str:
+    if model not in get_args(Model):
+        raise InputError(f"model: got {model!r}, expected one of {', '.join(get_args(Model))}")
+    return model

@@ -1,0 +1,83 @@
+"""Validation of what a user gives: one-line errors that name the argument or the flag."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+
+from lora_server.errors import ConfigError
+from provisioning.poisson_binomial import Floats
+
+
+class InputError(ConfigError, ValueError):
+    """A number, a flag or a file of the planner that cannot be used; a ConfigError and a ValueError."""
+
+
+def normalised(popularity: Any, name: str = "popularity") -> Floats:
+    """Probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
+    try:
+        weights_N = np.asarray(list(popularity) if not isinstance(popularity, np.ndarray) else popularity, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: expected a sequence of numbers, got {type(popularity).__name__} ({error})") from None
+    if weights_N.ndim != 1 or weights_N.size == 0:
+        raise InputError(f"{name}: expected a non-empty one-dimensional sequence, got shape {weights_N.shape}")
+    bad = np.flatnonzero(~np.isfinite(weights_N) | (weights_N < 0))
+    if bad.size:
+        raise InputError(f"{name}: weight {bad[0]} is {weights_N[bad[0]]}, expected a finite number >= 0")
+    largest = weights_N.max()
+    if largest == 0:
+        raise InputError(f"{name}: all {weights_N.size} weights are zero, expected at least one above zero")
+    scaled_N = weights_N / largest
+    probabilities_N: Floats = scaled_N / scaled_N.sum()
+    return probabilities_N
+
+
+def positive(value: Any, name: str) -> float:
+    """A finite float above zero."""
+    number = _number(value, name)
+    if not number > 0:
+        raise InputError(f"{name}: got {value}, expected a number above 0")
+    return number
+
+
+def non_negative(value: Any, name: str) -> float:
+    """A finite float, zero or more."""
+    number = _number(value, name)
+    if not number >= 0:
+        raise InputError(f"{name}: got {value}, expected a number >= 0")
+    return number
+
+
+def share(value: Any, name: str) -> float:
+    """A float in (0, 1]."""
+    number = _number(value, name)
+    if not 0 < number <= 1:
+        raise InputError(f"{name}: got {value}, expected a share in (0, 1], such as 0.95")
+    return number
+
+
+def count(value: Any, name: str, low: int, high: int | None = None) -> int:
+    """An integer in [low, high]."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name}: got {value!r}, expected a whole number") from None
+    if isinstance(value, bool) or number < low or (high is not None and number > high):
+        span = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise InputError(f"{name}: got {value}, expected a whole number {span}")
+    return number
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, (str, bytes, bool)):
+        raise InputError(f"{name}: got {value!r}, expected a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{name}: got {value!r}, expected a number") from None
+    if not math.isfinite(number):
+        raise InputError(f"{name}: got {value}, expected a finite number")
+    return number

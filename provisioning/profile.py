@@ -1,0 +1,85 @@
+"""A profile: times measured by bench/ on the machines at hand; they override the model, term by term.
+
+JSON: {"source": "h200_2026-11-21", "terms": {"receive": [{"ep": 2, "batch": 64, "us": 131.0}, ...],
+"compute": [...], "send": [...], "base_ffn": [{"batch": 64, "us": 210.0}], "base_attention": [...]}}
+Times are of one layer (gate_up and down together) for one instance's batch. A batch between or beyond
+the measured ones of the same ep is interpolated, or continued along the last two points.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from provisioning.inputs import InputError
+
+TERMS = ("receive", "compute", "send", "base_ffn", "base_attention")
+
+
+class Quantity(NamedTuple):
+    """A number and where it comes from: kind is measured, extrapolated or assumed."""
+
+    value: float
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """points[term][ep] is a list of (batch, us) by batch; ep is 0 for the base model's terms."""
+
+    source: str = ""
+    points: Mapping[str, Mapping[int, list[tuple[float, float]]]] = field(default_factory=dict)
+
+    def lookup(self, term: str, *, batch: float, ep: int = 0) -> Quantity | None:
+        """The measured time, or one extrapolated from it; None where nothing was measured for this ep."""
+        known = self.points.get(term, {}).get(ep)
+        if not known:
+            return None
+        for at, us in known:
+            if at == batch:
+                return Quantity(us, "measured", self.source)
+        if len(known) == 1:
+            return None
+        after = next((index for index, (at, _) in enumerate(known) if at > batch), len(known) - 1)
+        (left, low), (right, high) = known[max(after, 1) - 1], known[max(after, 1)]
+        value = low + (high - low) * (batch - left) / (right - left)
+        return Quantity(max(value, 0.0), "extrapolated", f"{self.source}, batch {left:g} and {right:g}")
+
+
+def load(path: str | Path) -> Profile:
+    """Reads a profile; raises InputError that names --profile, the term and what was expected."""
+    file = Path(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"--profile: {file} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("terms"), dict):
+        raise InputError(f'--profile: {file}: expected an object with "source" and "terms", as bench/ writes it')
+    points: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for term, rows in content["terms"].items():
+        if term not in TERMS or not isinstance(rows, list):
+            raise InputError(f"--profile: {file}: got term {term!r}, expected a list under one of {', '.join(TERMS)}")
+        for row in rows:
+            ep, batch, us = _point(row, f"--profile: {file}: {term}", base=term.startswith("base"))
+            points.setdefault(term, {}).setdefault(ep, []).append((batch, us))
+    for series in points.values():
+        for known in series.values():
+            known.sort()
+            if len({batch for batch, _ in known}) < len(known):
+                raise InputError(f"--profile: {file}: a batch size occurs twice for one term and ep; keep one")
+    return Profile(f"{file.name}: {content.get('source', 'no source given')}", points)
+
+
+def _point(row: Any, where: str, *, base: bool) -> tuple[int, float, float]:
+    try:
+        ep, batch, us = 0 if base else int(row["ep"]), float(row["batch"]), float(row["us"])
+    except (KeyError, TypeError, ValueError):
+        wanted = '{"batch": b, "us": t}' if base else '{"ep": x, "batch": b, "us": t}'
+        raise InputError(f"{where}: got {row!r}, expected {wanted}") from None
+    if not (batch > 0 and 0 <= us < float("inf") and ep >= 0):
+        raise InputError(f"{where}: got {row!r}, expected batch above 0 and us of 0 or more")
+    return ep, batch, us

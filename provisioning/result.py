@@ -1,0 +1,187 @@
+"""A plan with everything that is said about it: the one document behind the table, JSON, YAML and report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from provisioning import coupled as coupling
+from provisioning.coupled import Coupled
+from provisioning.inputs import InputError
+from provisioning.judge import verdict_json
+from provisioning.plan import Candidate, Scenario, smallest
+from provisioning.provenance import provenance
+from provisioning.sensitivity import Variant, headroom, sensitivity
+from provisioning.verify import Refutation, Verified, verify
+
+HOURS_PER_MONTH = 730
+MOST_SIMULATED = 100_000
+
+NOTES = (
+    "TTFT is queueing plus the first decode step, as in the paper; prefill is not in it.",
+    "GPUs are the LoRA Server's (ep * pp); those of the LLM instances come on top.",
+    "One adapter cache serves all instances; a cold adapter is loaded layer by layer, no prefetch signal assumed.",
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Result:
+    """What `provision` answers."""
+
+    scenario: Scenario
+    verified: Verified
+    coupled: Coupled | None
+    variants: list[Variant]
+    price_per_gpu_hour: float | None = None
+    base_model: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        """Exit code 0, else 3."""
+        return self.verified.choice.feasible
+
+    @property
+    def candidate(self) -> Candidate:
+        """The plan, or what came closest."""
+        return self.verified.choice.chosen or self.verified.choice.closest
+
+    def as_json(self) -> dict[str, Any]:
+        """The documented keys; those of a plan are null where there is none."""
+        scenario, candidate, feasible = self.scenario, self.candidate, self.feasible
+        layout = {"ep": candidate.layout.ep, "pp": candidate.layout.pp}
+        return {
+            "feasible": feasible,
+            "gpus": candidate.gpus if feasible else None,
+            "layout": layout if feasible else None,
+            "nodes": self.nodes if feasible else None,
+            "min_cache_slots": scenario.min_cache_slots,
+            "cache_slots": candidate.slots,
+            "iar": scenario.iar(candidate.slots),
+            "iar_target": scenario.iar_target,
+            "binding_constraint": self.verified.choice.binding,
+            "closest": None
+            if feasible
+            else {"layout": layout, "gpus": candidate.gpus, "fails": list(candidate.failed)},
+            "model": scenario.model.spec.name,
+            "slo": asdict(scenario.slo),
+            "load": self._load(),
+            "latency_us": self._latency(),
+            "coupled": self._coupled(),
+            "sensitivity": [variant.as_json() for variant in self.variants],
+            "load_headroom": headroom(scenario, candidate) if feasible else None,
+            "simulation": self._simulation(),
+            "cost": self.cost(),
+            "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
+            "notes": list(NOTES),
+        }
+
+    @property
+    def nodes(self) -> int:
+        """Of the LoRA Server."""
+        return math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
+
+    def _load(self) -> dict[str, float]:
+        scenario = self.scenario
+        return {
+            "instances": scenario.instances,
+            "instance_gpus": scenario.model.instance_gpus,
+            "batch": scenario.batch,
+            "global_batch": scenario.global_batch,
+            "adapters": scenario.workload.num_adapters,
+        }
+
+    def _latency(self) -> dict[str, float]:
+        latency, limit = self.candidate.latency, self.scenario.limit
+        return {
+            "recv": latency.receive.value,
+            "compute": latency.compute.value,
+            "send": latency.send.value,
+            "total": latency.total,
+            "budget": limit.ffn,
+            "slowest_times_instances": latency.longest * self.scenario.instances,
+            "budget_layer": limit.layer,
+            "decode_step": self.candidate.step_us,
+            "visible_load": self.candidate.load_us,
+        }
+
+    def _coupled(self) -> dict[str, Any]:
+        coupled = self.coupled
+        if coupled is None:
+            return {"evaluated": False, "reason": "no feasible plan to compare with"}
+        return {
+            "evaluated": True,
+            "gpus": coupled.gpus,
+            "instances": coupled.instances,
+            "cache_slots_per_instance": coupled.slots_per_instance,
+            "cache_slots": coupled.adapters_in_all,
+            "iar": coupled.iar,
+            "decode_step_us": coupled.step_us,
+            "meets_slo": coupled.holds,
+            "gpus_needed_by_model": coupled.gpus_needed,
+            "lora_server_worth_it": not coupling.enough(coupled),
+            "verdict": coupling.verdict_text(self.scenario, self.candidate, coupled),
+            "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),
+        }
+
+    def _simulation(self) -> dict[str, Any]:
+        verdict = self.verified.verdict
+        if verdict is None:
+            return {"simulated": False, "reason": "--no-simulate, or no feasible plan by the model"}
+        refuted = [refutation_json(item) for item in self.verified.refuted]
+        first = self.verified.refuted[0].candidate.gpus if self.verified.refuted else self.candidate.gpus
+        added = self.candidate.gpus - first if self.feasible else 0
+        return {"simulated": True, **verdict_json(verdict), "refuted": refuted, "gpus_added": added}
+
+    def cost(self) -> dict[str, float] | None:
+        """From --price-per-gpu-hour; tokens at LB in flight and the modelled step."""
+        if self.price_per_gpu_hour is None or not self.feasible:
+            return None
+        scenario, price = self.scenario, self.price_per_gpu_hour
+        engines = scenario.instances * scenario.model.instance_gpus
+        hourly = (engines + self.candidate.gpus) * price
+        tokens_per_hour = scenario.global_batch / (self.candidate.step_us * 1e-6) * 3600
+        return {
+            "price_per_gpu_hour": price,
+            "lora_server_per_hour": self.candidate.gpus * price,
+            "engines_per_hour": engines * price,
+            "total_per_hour": hourly,
+            "total_per_month": hourly * HOURS_PER_MONTH,
+            "total_per_million_tokens": hourly / tokens_per_hour * 1e6,
+            "lora_server_per_adapter_month": self.candidate.gpus
+            * price
+            * HOURS_PER_MONTH
+            / scenario.workload.num_adapters,
+        }
+
+
+def refutation_json(item: Refutation) -> dict[str, Any]:
+    """A plan of the model that was given up."""
+    return {
+        "gpus": item.candidate.gpus,
+        "layout": str(item.candidate.layout),
+        "cache_slots": item.candidate.slots,
+        "immediate_rate": item.verdict.immediate.mean,
+        "interval": [item.verdict.immediate.low, item.verdict.immediate.high],
+        "share_within_ttft_slo": item.verdict.within_ttft.mean,
+    }
+
+
+def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None = None, base_model: str = "") -> Result:
+    """Plans, simulates (unless seeds is 0), compares with coupled and varies the question."""
+    if seeds and scenario.global_batch > MOST_SIMULATED:
+        raise InputError(
+            f"--no-simulate: {scenario.global_batch:g} requests in flight are too many to simulate "
+            f"(at most {MOST_SIMULATED:,}); add --no-simulate"
+        )
+    choice = smallest(scenario)
+    verified = verify(scenario, choice, seeds) if seeds else Verified(choice=choice, verdict=None)
+    chosen = verified.choice.chosen
+    return Result(
+        scenario=scenario,
+        verified=verified,
+        coupled=coupling.compare(scenario, chosen, seeds) if chosen else None,
+        variants=sensitivity(scenario, chosen) if chosen else [],
+        price_per_gpu_hour=price_per_gpu_hour,
+        base_model=base_model or scenario.model.spec.name,
+    )

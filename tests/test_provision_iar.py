@@ -1,0 +1,180 @@
+"""Admissibility: equal to the slow oracles, monotone, exact at the ends, fast, and strict on input."""
+
+import math
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import ndtr
+
+from lora_server.errors import ConfigError
+from provisioning import iar_oracle
+from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
+from provisioning.poisson_binomial import poisson_binomial
+
+MODELS = ("offered", "literal", "queued")
+weights = st.lists(st.sampled_from([0.0, 1e-9, 0.01, 0.5, 1.0, 3.0, 250.0]), min_size=1, max_size=40).filter(any)
+loads = st.floats(-2, 4).map(lambda exponent: 10.0**exponent)
+exact = settings(max_examples=60, deadline=None)
+
+
+def zipf(num: int, skew: float) -> np.ndarray:
+    p = np.arange(1, num + 1) ** -float(skew)
+    return p / p.sum()
+
+
+@exact
+@given(weights, loads, st.data())
+def test_equals_the_oracle(popularity, load, data):
+    slots = data.draw(st.integers(0, len(popularity)))
+    p = np.array(popularity) / sum(popularity)
+    assert immediate_admissibility(popularity, load, slots, "literal") == pytest.approx(
+        iar_oracle.literal(p, load, slots), abs=1e-9
+    )
+    assert immediate_admissibility(popularity, load, slots) == pytest.approx(
+        iar_oracle.offered(p, load, slots), abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.7, 1.2, 2.5])
+@pytest.mark.parametrize("load", [3.0, 200.0, 5000.0])
+def test_equals_the_oracle_at_150(skew, load):
+    p = zipf(150, skew)
+    for slots in (1, 40, 149):
+        assert immediate_admissibility(p, load, slots, "literal") == pytest.approx(
+            iar_oracle.literal(p, load, slots), abs=1e-6
+        )
+        assert immediate_admissibility(p, load, slots) == pytest.approx(iar_oracle.offered(p, load, slots), abs=1e-6)
+
+
+@pytest.mark.parametrize("load", [5.0, 300.0, 1500.0])
+def test_chebyshev_points_stand_for_all_distinct_rates(load, monkeypatch):
+    p = zipf(900, 1.1)
+    direct = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
+    monkeypatch.setattr("provisioning.poisson_binomial._MAX_DIRECT_NODES", 100)
+    few = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
+    assert few == pytest.approx(direct, abs=1e-9)
+
+
+@exact
+@given(weights, loads)
+def test_offered_is_a_monotone_curve_from_0_to_1(popularity, load):
+    curve = admissibility_curve(popularity, load)
+    assert curve[0] == 0.0 and curve[-1] == 1.0
+    assert (np.diff(curve) >= 0).all()
+    assert (curve[: np.count_nonzero(popularity)] < 1.0).all()
+    assert curve[len(popularity) // 2] == immediate_admissibility(popularity, load, len(popularity) // 2)
+
+
+@exact
+@given(weights, loads, st.sampled_from([0.3, 0.42, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0]), st.sampled_from(MODELS))
+def test_min_cache_slots_is_the_first_that_reaches_the_target(popularity, load, target, model):
+    slots = min_cache_slots(popularity, load, target, model)
+    values = [immediate_admissibility(popularity, load, m, model) for m in range(1, slots + 1)]
+    assert values[-1] >= target - 1e-12
+    assert all(value < target + 1e-12 for value in values[:-1])
+
+
+def test_literal_is_not_monotone_and_the_first_m_is_found():
+    p = [0.2, 0.2] + [0.6 / 1000] * 1000
+    assert immediate_admissibility(p, 1000, 1, "literal") == pytest.approx(0.45, abs=1e-3)
+    assert immediate_admissibility(p, 1000, 2, "literal") == pytest.approx(0.40, abs=1e-3)
+    assert min_cache_slots(p, 1000, 0.42, "literal") == 1
+
+
+@pytest.mark.parametrize(("load", "target"), [(40.0, 0.9), (300.0, 0.8), (2000.0, 0.95)])
+def test_pruned_literal_search_equals_the_scan(load, target):
+    p = zipf(400, 1.1)
+    slots = min_cache_slots(p, load, target, "literal")
+    assert immediate_admissibility(p, load, slots, "literal") >= target
+    assert all(immediate_admissibility(p, load, m, "literal") < target for m in range(1, slots))
+
+
+def test_edgeworth_constant_has_its_margin():
+    rng, worst = np.random.default_rng(7), 0.0
+    for _ in range(60):
+        q = rng.random(int(rng.integers(150, 900))) ** rng.uniform(0.2, 5)
+        variance, skew = (q * (1 - q)).sum(), (q * (1 - q) * (1 - 2 * q)).sum()
+        if variance < 25:
+            continue
+        law = poisson_binomial(q)
+        x = (law.first + np.arange(law.pmf.size) + 0.5 - q.sum()) / math.sqrt(variance)
+        approximation = ndtr(x) + skew / variance**1.5 / 6 * (1 - x * x) * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        worst = max(worst, variance * np.abs(np.cumsum(law.pmf) - approximation).max())
+    assert 0 < worst < 0.05
+
+
+def test_numbers_of_the_ecosystem_page():
+    p = zipf(512, 1.2)
+    assert immediate_admissibility(p, 512, 128, "literal") == pytest.approx(0.919, abs=5e-4)
+    assert immediate_admissibility(p, 2048, 128, "literal") == pytest.approx(0.933, abs=5e-4)
+    assert immediate_admissibility(zipf(100, 1.2), 1024, 5) < 0.1
+
+
+def test_any_weights_and_containers():
+    assert immediate_admissibility([2, 2], 1, 1) == immediate_admissibility((1e308, 1e308), 1.0, 1)
+    assert immediate_admissibility(np.array([5]), 3, 1) == 1.0
+    assert immediate_admissibility([0, 1, 0], 3, 1, "literal") == 1.0
+    assert min_cache_slots([0, 1, 0], 3, 1.0) == 1
+    assert min_cache_slots([1.0] * 64, 1e-3, 1.0) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (([], 1, 0), "popularity"),
+        (([0, 0], 1, 1), "popularity"),
+        (([1, math.nan], 1, 1), "popularity"),
+        (([1, math.inf], 1, 1), "popularity"),
+        (([1, -1], 1, 1), "popularity"),
+        (([[1], [1]], 1, 1), "popularity"),
+        (("ab", 1, 1), "popularity"),
+        ((None, 1, 1), "popularity"),
+        (([1, 1], 0, 1), "global_batch"),
+        (([1, 1], -3, 1), "global_batch"),
+        (([1, 1], math.nan, 1), "global_batch"),
+        (([1, 1], math.inf, 1), "global_batch"),
+        (([1, 1], 1, -1), "cache_slots"),
+        (([1, 1], 1, 3), "cache_slots"),
+        (([1, 1], 1, 1.5), "cache_slots"),
+        (([1, 1], 1, 1, "exact"), "model"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_argument(arguments, named):
+    with pytest.raises(ConfigError, match=f"^{named}: .*") as caught:
+        immediate_admissibility(*arguments)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", [0, -0.1, 1.01, math.nan, "x"])
+def test_bad_target(target):
+    with pytest.raises(ConfigError, match=r"^target: "):
+        min_cache_slots([1, 1], 1, target)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_512_adapters_take_under_50_ms(model):
+    def once() -> float:
+        start = time.perf_counter()
+        min_cache_slots(zipf(512, 1.2), 512, 0.95, model)
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < 0.05
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_100_000_adapters_take_under_5_s_and_1_gb(model):
+    p = zipf(100_000, 1.2)
+    tracemalloc.start()
+    assert immediate_admissibility(p, 2000, 20_000, model) > 0.9
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    start = time.process_time()
+    slots = min_cache_slots(p, 2000, 0.95, model)
+    assert immediate_admissibility(p, 2000, slots, model) >= 0.95
+    assert time.process_time() - start < 5
+    assert peak < 2**30

@@ -1,0 +1,197 @@
+"""Table 1, Table 4, bytes by hand, memory of the fullest shard, profiles."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_server import spec
+from lora_server.placement import Layout, Placement
+from provisioning import geometry, memory, profile, table1, table4
+from provisioning.hardware import GPUS, Cluster
+from provisioning.inputs import InputError
+from provisioning.latency import StepModel, budget, violations
+from provisioning.workload import zipf
+
+MIXTRAL = spec.PRESETS["mixtral-8x7b"]
+
+
+def test_table_1_as_printed():
+    b, k, p, x, y = 128, 2, 2, 4, 2
+    m = x * y
+    dp, pp, ep, hybrid = (table1.volumes(name, b=b, k=k, p=p, x=x, y=y) for name in ("dp", "pp", "ep", "hybrid"))
+    assert dp == table1.Volumes(
+        peer_volume=b * k / (p * m), peers_of_client=m, peers_of_server=p, compute_volume=b * k / m, sync_scope=m
+    )
+    assert (pp.peer_volume, pp.peers_of_client, pp.compute_volume, pp.sync_scope) == (b * k / p, 1, b * k, 1)
+    assert (ep.peer_volume, ep.peers_of_client, ep.compute_volume, ep.sync_scope) == (b * k / m, m / p, b * k / m, m)
+    assert (hybrid.peer_volume, hybrid.peers_of_client) == (b * k / max(p, x), max(x / p, 1))
+    assert (hybrid.compute_volume, hybrid.sync_scope) == (b * k / x, x)
+
+
+@given(st.integers(1, 16), st.integers(1, 16))
+def test_peers_of_both_ends_fit_the_volume(p, x):
+    row = table1.hybrid(b=64, k=2, p=p, x=x)
+    pairs = p * row.peers_of_client
+    assert pairs == pytest.approx(x * row.peers_of_server) == max(p, x)
+    assert pairs * row.peer_volume == pytest.approx(64 * 2)
+    assert x * row.compute_volume == pytest.approx(64 * 2)
+
+
+def test_table_1_rejects_nonsense():
+    with pytest.raises(InputError, match="strategy"):
+        table1.volumes("tp", b=1, k=1, p=1, x=1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="b: "):
+        table1.volumes("pp", b=0, k=1, p=1, x=1)
+
+
+def test_table_4_in_and_out_of_sample():
+    cells = table4.residuals()
+    assert len(cells) == 32
+    assert max(abs(cell.relative) for cell in cells if cell.in_sample) < 0.04
+    outside = [abs(cell.relative) for cell in cells if not cell.in_sample]
+    assert len(outside) == 12 and max(outside) < 0.18
+    assert sorted(outside)[len(outside) // 2] < 0.08
+
+
+def test_bytes_by_hand():
+    h, f, r, b, k = MIXTRAL.hidden, MIXTRAL.ffn, 64, 8, 2
+    paper = geometry.lora_step(MIXTRAL, zipf(0, 1), batch=b, lora_rank=r, ep=1, once_per_shard=False)
+    assert paper.receive == 2 * b * k * (h + f)
+    assert paper.send == 2 * b * k * (2 * f + h)
+    ours = geometry.lora_step(MIXTRAL, zipf(0, 1), batch=b, lora_rank=r, ep=1)
+    assert ours.receive == 2 * (b * h + b * k * f)
+    assert ours.send == 2 * (b * k * 2 * f + b * h)
+    pair = 2 * r * (2 * h + 2 * f + f + h)
+    expected = 8 * (1 - (1 - k / 8) ** b)
+    assert ours.weights == pytest.approx(expected * pair)
+    assert MIXTRAL.adapter_bytes(r) == MIXTRAL.layers * MIXTRAL.experts * pair
+
+
+def test_a_token_reaches_between_one_and_k_shards():
+    assert geometry.shard_tokens(experts=8, top_k=2, ep=1) == 1
+    assert geometry.shard_tokens(experts=8, top_k=2, ep=8) == pytest.approx(2)
+    assert geometry.shard_tokens(experts=8, top_k=2, ep=2) == pytest.approx(2 * (1 - 6 / 28))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 7),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 6), max_size=3),
+    st.booleans(),
+)
+def test_fullest_shard_counts_every_shard(layers, experts, ep, pp, dense, shared_a):
+    config = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "hidden_size": 4096,
+        "intermediate_size": 9000,
+        "moe_intermediate_size": 1024,
+        "num_experts": experts,
+        "num_experts_per_tok": 1,
+        "num_attention_heads": 2,
+        "mlp_only_layers": [layer for layer in dense if layer < layers],
+    }
+    model, layout = spec.from_config(config), Layout(ep, pp)
+    placement = Placement(model, layout)
+    by_shard = [memory._shard_bytes(placement, shard, 16, shared_a) for shard in range(layout.num_shards)]
+    assert sum(by_shard) == model.adapter_bytes(16, shared_a=shared_a)
+    paged = -(-max(by_shard) // memory.PAGE_BYTES) * memory.PAGE_BYTES
+    assert memory.fullest_shard_bytes(model, layout, 16, shared_a) == paged
+
+
+def test_cache_slots_follow_the_fullest_shard_not_the_total():
+    cluster = Cluster(gpu=GPUS["h200"])
+    even, uneven = (memory.cache_slots(MIXTRAL, Layout(ep, 1), cluster, 64) for ep in (2, 3))
+    assert uneven == pytest.approx(even * 4 / 3, abs=1)  # 8 experts over 3 shards: the fullest has 3, not 8/3
+    assert memory.cache_slots(MIXTRAL, Layout(8, 1), cluster, 64) == pytest.approx(4 * even, abs=4)
+
+
+def test_paper_memory_figures():
+    cluster = Cluster(gpu=GPUS["hopper-96"], gpus_per_node=4)
+    assert MIXTRAL.adapter_bytes(64) / 2**30 == pytest.approx(1.69, abs=0.005)
+    assert memory.cache_slots(MIXTRAL, Layout(2, 1), cluster, 64) == pytest.approx(104, abs=1)  # section 6.4
+    assert memory.coupled_slots(MIXTRAL, cluster, 2, 64) == pytest.approx(25, abs=2)  # 100 over four instances
+
+
+def test_layouts_give_every_shard_something():
+    assert {str(layout) for layout in memory.layouts(MIXTRAL, 8)} == {"ep1-pp8", "ep2-pp4", "ep4-pp2", "ep8-pp1"}
+    assert {str(layout) for layout in memory.layouts(MIXTRAL, 64)} == {"ep2-pp32", "ep4-pp16", "ep8-pp8"}
+    assert list(memory.layouts(MIXTRAL, 257)) == []
+
+
+def step_model(**changes):
+    options = {
+        "spec": MIXTRAL,
+        "cluster": Cluster(gpu=GPUS["h200"]),
+        "popularity": zipf(1.2, 512),
+        "lora_rank": 64,
+        "instance_gpus": 2,
+    }
+    return StepModel(**(options | changes))
+
+
+def test_more_batch_takes_longer_and_more_shards_compute_faster():
+    model = step_model()
+    times = [model.lora(batch, Layout(2, 2)).total for batch in (1, 16, 64, 256)]
+    assert times == sorted(times)
+    assert model.lora(64, Layout(4, 1)).compute.value < model.lora(64, Layout(1, 4)).compute.value
+
+
+def test_eq_5_and_eq_6():
+    model = step_model()
+    latency, limit = model.lora(64, Layout(2, 1)), budget(model, 64, 100_000)
+    assert limit.layer == 100_000 / 32
+    assert limit.ffn == pytest.approx(limit.layer * model.ffn_share(64))
+    assert violations(latency, limit, 4) == []
+    assert violations(latency, budget(model, 64, 32 * latency.total), 1) == ["eq5:compute"]
+    instances = int(limit.layer / latency.longest) + 1
+    assert violations(latency, limit, instances) == ["eq6:compute"]
+
+
+def test_a_profile_overrides_each_term(tmp_path):
+    file = tmp_path / "profile.json"
+    rows = [{"ep": 2, "batch": 32, "us": 100.0}, {"ep": 2, "batch": 64, "us": 140.0}]
+    file.write_text(json.dumps({"source": "here", "terms": {"receive": rows, "base_ffn": [{"batch": 64, "us": 500}]}}))
+    model = step_model(profile=profile.load(file))
+    known = model.lora(64, Layout(2, 1)).receive
+    assert (known.value, known.kind) == (140.0, "measured")
+    between = model.lora(48, Layout(2, 1)).receive
+    assert (between.value, between.kind) == (pytest.approx(120.0), "extrapolated")
+    assert model.lora(128, Layout(2, 1)).receive.value == pytest.approx(220.0)
+    assert model.lora(64, Layout(4, 1)).receive.value == step_model().lora(64, Layout(4, 1)).receive.value
+    assert model.base_ffn_us(64) == (500, "measured", "profile.json: here")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"terms": {"recv": []}}',
+        '{"terms": {"send": [{"ep": 1, "us": 3}]}}',
+        '{"terms": {"send": [{"ep": 1, "batch": 0, "us": 3}]}}',
+    ],
+)
+def test_bad_profiles(tmp_path, text):
+    file = tmp_path / "p.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=r"^--profile: "):
+        profile.load(file)
+
+
+def test_dense_models_have_one_expert():
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
+    model = step_model(spec=spec.from_config(config))
+    assert model.lora(8, Layout(1, 2)).total > 0
+    assert {str(layout) for layout in memory.layouts(model.spec, 4)} == {"ep1-pp4"}

@@ -1,0 +1,313 @@
+"""The plan and the command: keys, exit codes, refutation, files, no torch."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lora_server.placement import Layout
+from provisioning import slo
+from provisioning.cli import app
+from provisioning.inputs import InputError
+from provisioning.plan import evaluate, smallest
+from provisioning.result import answer
+from provisioning.scenario import Flags, scenario
+from provisioning.sensitivity import headroom
+from provisioning.verify import verify
+
+SLO = "ttft_p95=250ms,tpot_avg=100ms"
+BASE = ["--slo", SLO, "--model", "mixtral-8x7b", "--adapters", "512", "--zipf", "1.2"]
+LOAD = ["--instances", "4", "--batch-size", "64"]
+TABLE_3 = [("gpt-oss-20b", 64), ("qwen3-30b-a3b", 32), ("mixtral-8x7b", 64), ("scaled-moe", 64), ("dbrx", 64)]
+KEYS = {
+    "feasible", "gpus", "layout", "min_cache_slots", "cache_slots", "iar", "iar_target", "binding_constraint",
+    "latency_us", "coupled", "sensitivity", "simulation", "provenance",
+}  # fmt: skip
+
+
+def provision(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def question(**changes):
+    options = {"slo": SLO, "model": "mixtral-8x7b", "adapters": 512, "zipf": 1.2, "instances": 4, "batch_size": 64.0}
+    return scenario(Flags(**(options | changes)))
+
+
+def check_finite(value):
+    if isinstance(value, dict):
+        for item in value.values():
+            check_finite(item)
+    elif isinstance(value, list):
+        for item in value:
+            check_finite(item)
+    elif isinstance(value, float):
+        assert math.isfinite(value)
+
+
+@pytest.mark.parametrize(("model", "rank"), TABLE_3)
+def test_every_table_3_model_has_a_plan_that_its_simulation_bears_out(model, rank):
+    start = time.process_time()
+    outcome = provision(*BASE, *LOAD, "--model", model, "--lora-rank", str(rank), "--json")
+    assert time.process_time() - start < 12
+    assert outcome.exit_code == 0, outcome.output
+    plan = json.loads(outcome.stdout)
+    assert set(plan) >= KEYS
+    assert plan["feasible"] and plan["gpus"] == plan["layout"]["ep"] * plan["layout"]["pp"]
+    assert plan["cache_slots"] >= plan["min_cache_slots"]
+    assert plan["iar"] >= plan["iar_target"] == 0.95
+    latency = plan["latency_us"]
+    assert latency["recv"] + latency["compute"] + latency["send"] == pytest.approx(latency["total"])
+    assert latency["total"] <= latency["budget"]
+    simulation = plan["simulation"]
+    assert simulation["seeds"] >= 5 and simulation["holds_target"] and simulation["interval"][0] >= 0.95
+    assert plan["coupled"]["verdict"] and plan["sensitivity"]
+    assert {entry["kind"] for entry in plan["provenance"].values()} <= {"measured", "extrapolated", "assumed"}
+    check_finite(plan)
+
+
+def test_one_gpu_fewer_does_not_do():
+    chosen = smallest(question(model="dbrx")).chosen
+    assert chosen is not None and chosen.gpus > 1
+    assert smallest(replace(question(model="dbrx"), max_gpus=chosen.gpus - 1)).chosen is None
+
+
+def test_an_exact_tie_of_layouts_goes_to_the_faster():
+    chosen = smallest(question(gpu="a100-80")).chosen
+    assert chosen is not None
+    others = [Layout(ep, chosen.gpus // ep) for ep in (1, 2, 4, 8) if chosen.gpus % ep == 0]
+    model = question(gpu="a100-80").model
+    assert chosen.latency.total <= min(model.lora(64, layout).total for layout in others) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({"max_gpus": 1}, "cache"),
+        ({"slo": "ttft_p95=1ms,tpot_avg=100ms"}, "ttft"),
+        ({"slo": "ttft_p95=250ms,tpot_avg=2ms"}, "tpot"),
+        ({"link_gbps": 1.0}, "network"),
+        ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute"),
+    ],
+)
+def test_infeasible_names_what_binds(changes, binding):
+    choice = smallest(question(**changes))
+    assert choice.chosen is None
+    assert choice.binding == binding, choice
+
+
+def test_infeasible_is_exit_3_with_json():
+    outcome = provision(*BASE, *LOAD, "--max-gpus", "1", "--json")
+    assert outcome.exit_code == 3
+    plan = json.loads(outcome.stdout)
+    assert not plan["feasible"] and plan["binding_constraint"] == "cache" and plan["gpus"] is None
+    assert set(plan) >= KEYS
+    assert provision(*BASE, *LOAD, "--max-gpus", "1").exit_code == 3
+
+
+def test_percentile_sets_the_target_unless_iar_is_given():
+    assert question(slo="ttft_p99=250ms,tpot_avg=100ms").iar_target == 0.99
+    assert question(iar=0.9).iar_target == 0.9
+    assert question(iar=0.9).min_cache_slots < question().min_cache_slots
+
+
+def test_littles_law_gives_the_batch():
+    asked = question(batch_size=None, request_rate=10.0, mean_output_tokens=256.0)
+    assert asked.global_batch == pytest.approx(10 * 256 * 0.1)
+    assert question(instances=None, batch_size=None, request_rate=10.0).instances == 4
+
+
+def test_whole_nodes():
+    asked = question(whole_nodes=True)
+    choice = smallest(asked)
+    assert choice.chosen is not None and choice.chosen.gpus == 8
+    assert choice.binding == "node_granularity"
+
+
+def test_a_refuted_plan_gets_more_gpus_and_says_so():
+    asked = question(burst_cv=5.0, adapters=2000, zipf=0.6, model="qwen3-30b-a3b", lora_rank=64)
+    first = smallest(asked)
+    verified = verify(asked, first, 5)
+    assert verified.refuted, "bursts of this size should refute a Poisson model"
+    assert verified.refuted[0].candidate.gpus == first.chosen.gpus
+    if verified.choice.chosen is not None:
+        assert verified.choice.chosen.gpus > first.chosen.gpus
+        assert verified.verdict.immediate.low >= 0.95
+        assert verified.choice.binding == "simulation"
+
+
+def test_coupled_verdict_goes_both_ways():
+    roomy = answer(question(), seeds=0).as_json()["coupled"]
+    assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
+    tight = answer(question(gpu="hopper-96", model="qwen3-30b-a3b", batch_size=128.0), seeds=0).as_json()["coupled"]
+    assert tight["lora_server_worth_it"] and tight["gpus_needed_by_model"] > tight["gpus"]
+
+
+def test_headroom_is_where_the_plan_stops_meeting_its_slos():
+    asked = question()
+    chosen = smallest(asked).chosen
+    factor = headroom(asked, chosen)
+    assert factor >= 1
+    grown, beyond = (replace(asked, global_batch=asked.global_batch * factor * more) for more in (1, 1.02))
+    assert not evaluate(grown, chosen.layout).failed and evaluate(beyond, chosen.layout).failed
+
+
+def test_cost():
+    result = answer(question(), seeds=0, price_per_gpu_hour=2.0)
+    cost = result.cost()
+    assert cost["lora_server_per_hour"] == 2.0 * result.candidate.gpus
+    assert cost["total_per_month"] == pytest.approx(cost["total_per_hour"] * 730)
+
+
+def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
+    out, report = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    outcome = provision(*BASE, *LOAD, "--out", str(out), "--report", str(report), "--no-simulate", "--json")
+    assert outcome.exit_code == 0
+    plan, config = json.loads(outcome.stdout), yaml.safe_load(out.read_text())
+    layout = f"ep{plan['layout']['ep']}-pp{plan['layout']['pp']}"
+    assert config == {"base_model": "mixtral-8x7b", "layout": layout}
+    page = report.read_text()
+    assert page.count("data:image/png;base64,") == 5
+    assert not re.search(r"https?://|<script|<link", page)
+    wide = provision(*BASE, *LOAD, "--gpus-per-node", "1", "--out", str(out), "--no-simulate")
+    assert wide.exit_code == 0
+    assert yaml.safe_load(out.read_text())["nodes"] == 2
+
+
+def test_a_trace_is_planned_and_replayed(tmp_path):
+    trace = tmp_path / "t.csv"
+    lines = [f"{index * 0.05:.3f},a{index * index % 37},100,{20 + index % 50}" for index in range(3000)]
+    trace.write_text("timestamp,adapter,input_tokens,output_tokens\n" + "\n".join(lines))
+    outcome = provision("--slo", SLO, "--model", "mixtral-8x7b", "--trace", str(trace), "--json")
+    assert outcome.exit_code == 0, outcome.output
+    plan = json.loads(outcome.stdout)
+    assert plan["load"]["global_batch"] == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
+    assert plan["provenance"]["output_tokens"]["kind"] == "measured"
+    assert plan["simulation"]["simulated"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ("--slo", "ttft_p95=250"),
+        ("--slo", "ttft_p95=250ms"),
+        ("--slo", "ttft_avg=1s,tpot_avg=1s"),
+        ("--slo", "ttft_p0=1s,tpot_avg=1s"),
+        ("--slo", "ttft_p95=1s,ttft_p99=1s,tpot_avg=1s"),
+        ("--slo", "ttft_p95=-1s,tpot_avg=1s"),
+        ("--model", "nope"),
+        ("--gpu", "abacus"),
+        ("--adapters", "0"),
+        ("--zipf", "-1"),
+        ("--zipf", "nan"),
+        ("--iar", "0"),
+        ("--iar", "1.01"),
+        ("--batch-size", "0"),
+        ("--batch-size", "inf"),
+        ("--instances", "0"),
+        ("--lora-rank", "0"),
+        ("--request-rate", "5"),
+        ("--max-gpus", "0"),
+        ("--link-gbps", "0"),
+        ("--burst-cv", "-1"),
+        ("--seeds", "4"),
+        ("--price-per-gpu-hour", "-2"),
+        ("--trace", "/absent.csv"),
+        ("--counts", "/absent.json"),
+        ("--profile", "/absent.json"),
+        ("--out", "/absent/plan.yaml"),
+        ("--report", "/absent/plan.html"),
+        ("--gpus-per-node", "0"),
+        ("--context-tokens", "0"),
+        ("--gpu-memory-gib", "0"),
+        ("--instance-gpus", "0"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_2(bad):
+    outcome = provision(*BASE, *LOAD, *bad)
+    assert outcome.exit_code == 2, outcome.output
+    assert outcome.stdout == ""
+    assert outcome.stderr.count("\n") == 1
+    assert outcome.stderr.startswith(f"error: {bad[0]}")
+
+
+def console(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.argv[0] = 'provision'; from provisioning.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("bad", [["--adapters", "many"], ["--nonsense", "1"], ["--model"], ["solve"]])
+def test_usage_errors_are_one_line_too(bad):
+    outcome = console(*BASE, *LOAD, *bad)
+    assert outcome.returncode == 2
+    assert outcome.stderr.count("\n") == 1 and bad[0] in outcome.stderr
+
+
+def test_no_torch_even_after_a_full_plan(tmp_path):
+    code = (
+        "import sys\nfrom provisioning.cli import app\n"
+        f"app({[*BASE, *LOAD, '--json', '--report', str(tmp_path / 'r.html')]!r}, standalone_mode=False)\n"
+        "roots = {name.partition('.')[0] for name in sys.modules}\n"
+        "bad = sorted(roots & {'torch', 'client_connector', 'kernels_cuda'})\n"
+        "ours = sorted(name for name in sys.modules if name.startswith('lora_server.'))\n"
+        "print(bad, ours, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    leaves = "['lora_server.errors', 'lora_server.placement', 'lora_server.spec']"
+    assert done.stderr.splitlines()[-1] == f"[] {leaves}"
+    json.loads(done.stdout)
+
+
+def test_help_is_quick_and_imports_no_numpy():
+    code = "import sys, provisioning.cli; print('numpy' in sys.modules, 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
+    assert console("--help").returncode == 0
+    assert console().returncode == 0
+
+
+def test_no_simulate_takes_under_a_second():
+    def once() -> float:
+        start = time.perf_counter()
+        assert console(*BASE, *LOAD, "--no-simulate", "--model", "dbrx").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(3)) < 1
+
+
+def test_simulate_command():
+    options = ["--adapters", "64", "--zipf", "1", "--batch-size", "40", "--requests", "4000", "--seeds", "3"]
+    outcome = provision("simulate", "--cache-slots", "30", *options, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    found = json.loads(outcome.stdout)
+    assert set(found["model_iar"]) == {"literal", "offered", "queued"}
+    low, high = found["simulated"]["immediate_rate"]["interval"]
+    assert low <= found["simulated"]["immediate_rate"]["mean"] <= high
+    assert provision("simulate", "--cache-slots", "30", *options, "--mode", "coupled").exit_code == 0
+    for bad in (["--mode", "both"], ["--order", "lifo"], ["--requests", "1"], ["--step-ms", "0"]):
+        outcome = provision("simulate", "--cache-slots", "30", *options, *bad)
+        assert outcome.exit_code == 2 and outcome.stderr.startswith(f"error: {bad[0]}")
+
+
+def test_models_command():
+    rows = json.loads(provision("models", "--json").stdout)
+    assert {row["name"] for row in rows} >= {name for name, _ in TABLE_3}
+    assert provision("models").exit_code == 0
+
+
+def test_table4_command_prints_residuals():
+    assert "%*)" in provision("table4").stdout
+    assert len(json.loads(provision("table4", "--json").stdout)) == 32
+
+
+def test_slo_units():
+    assert slo.parse(" tpot_avg = 0.1s , ttft_p99.9=2.5e5us") == slo.Slo(250_000, 99.9, 100_000)
+    with pytest.raises(InputError, match="--slo"):
+        slo.parse("")

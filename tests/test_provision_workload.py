@@ -1,0 +1,163 @@
+"""Popularity, lengths, arrivals and the readers of traces."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from provisioning import servegen, traces
+from provisioning.inputs import InputError
+from provisioning.requests import Lengths, renewal_gaps
+from provisioning.workload import Workload, from_counts, littles_law_batch, read_counts, zipf
+
+SHARED = Path("/work/shared/traces")
+shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")
+
+
+def test_zipf_and_counts():
+    assert zipf(1.0, 4) == pytest.approx(np.array([12, 6, 4, 3]) / 25)
+    assert zipf(0, 3) == pytest.approx([1 / 3] * 3)
+    assert from_counts({"a": 3, "b": 1}) == pytest.approx([0.75, 0.25])
+    with pytest.raises(InputError, match="counts"):
+        from_counts([0, 0])
+
+
+def test_read_counts(tmp_path):
+    (tmp_path / "c.csv").write_text("adapter,count\nlaw,3\ncode,1\n")
+    (tmp_path / "c.json").write_text('{"law": 3, "code": 1}')
+    (tmp_path / "bad.csv").write_text("law,many\n")
+    assert read_counts(tmp_path / "c.csv") == pytest.approx([0.75, 0.25])
+    assert read_counts(tmp_path / "c.json") == pytest.approx([0.75, 0.25])
+    for name in ("bad.csv", "absent.json"):
+        with pytest.raises(InputError, match=r"^--counts: "):
+            read_counts(tmp_path / name)
+
+
+def test_littles_law():
+    assert littles_law_batch(request_rate=10, mean_output_tokens=200, tpot_s=0.05) == pytest.approx(100)
+
+
+def test_samples_follow_the_workload_and_its_seed():
+    workload = Workload(popularity=zipf(1.2, 50), lengths=Lengths(mean_tokens=80, cv=0.7))
+    first, again = (workload.sample(rate=25, num_requests=40_000, seed=3) for _ in range(2))
+    assert (first.arrival_s == again.arrival_s).all() and (first.adapter == again.adapter).all()
+    assert len(first) / first.span_s == pytest.approx(25, rel=0.03)
+    assert first.output_tokens.mean() == pytest.approx(80, rel=0.03)
+    assert first.counts() / len(first) == pytest.approx(workload.popularity, abs=0.01)
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
+def test_gaps_have_mean_1_and_the_cv(cv):
+    gaps = renewal_gaps(np.random.default_rng(1), cv, 200_000)
+    assert gaps.mean() == pytest.approx(1, rel=0.05)
+    assert gaps.std() == pytest.approx(cv, rel=0.05, abs=1e-9)
+
+
+def test_adapters_with_their_own_burstiness():
+    workload = Workload(popularity=zipf(0.5, 20), cv=np.linspace(0.5, 3, 20))
+    requests = workload.sample(rate=50, num_requests=30_000, seed=1)
+    assert (np.diff(requests.arrival_s) >= 0).all()
+    assert len(requests) / requests.span_s == pytest.approx(50, rel=0.05)
+    assert requests.counts() / len(requests) == pytest.approx(workload.popularity, abs=0.01)
+
+
+def test_csv_and_jsonl_with_adapters_agree(tmp_path):
+    lines = [(3.0, "b", 10, 7), (1.0, "a", 20, 5), (2.0, "b", 30, 6)]
+    table = tmp_path / "t.csv"
+    table.write_text(
+        "timestamp,adapter,input_tokens,output_tokens\n" + "".join(f"{t},{a},{i},{o}\n" for t, a, i, o in lines)
+    )
+    stream = tmp_path / "t.jsonl"
+    keys = ("timestamp", "lora", "prompt_tokens", "completion_tokens")
+    stream.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    for file in (table, stream):
+        requests, named = traces.read(file)
+        assert named and requests.names == ("a", "b")
+        assert requests.arrival_s.tolist() == [0, 1, 2]
+        assert requests.adapter.tolist() == [0, 1, 1]
+        assert requests.output_tokens.tolist() == [5, 6, 7]
+        assert traces.load(file).popularity == pytest.approx([1 / 3, 2 / 3])
+
+
+def test_dates_and_milliseconds(tmp_path):
+    azure = tmp_path / "azure.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    requests, named = traces.read(azure, traces.ZipfAdapters(num_adapters=7, skew=1.0, seed=5))
+    assert not named and requests.num_adapters == 7
+    assert requests.arrival_s == pytest.approx([0, 4.314579])
+    mooncake = tmp_path / "mooncake.jsonl"
+    row = {"timestamp": 0, "input_length": 6, "output_length": 5, "hash_ids": [1]}
+    mooncake.write_text(json.dumps(row) + "\n" + json.dumps(row | {"timestamp": 1500}) + "\n")
+    assert traces.read(mooncake)[0].arrival_s.tolist() == [0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "", "no requests"),
+        ("a.csv", "timestamp,output_tokens\n", "no requests"),
+        ("a.csv", "when,output_tokens\n1,2\n", "line 2: no timestamp"),
+        ("a.csv", "timestamp,tokens\n1,2\n", "line 2: no output tokens"),
+        ("a.csv", "timestamp,output_tokens\n1,2\nx,2\n", "line 3: timestamp"),
+        ("a.csv", "timestamp,output_tokens\nnan,2\n", "line 2: timestamp"),
+        ("a.csv", "timestamp,output_tokens\n1,-2\n", "line 2: output tokens"),
+        ("a.csv", "timestamp,output_tokens\n1,2,3\n", "line 2: the number of columns"),
+        ("a.csv", "timestamp,output_tokens\n1\n", "line 2: the number of columns"),
+        ("a.csv", "timestamp,adapter,output_tokens\n1,,3\n", "line 2: the adapter is empty"),
+        ("a.jsonl", "{}\n", "line 1: no timestamp"),
+        ("a.jsonl", "[1]\n", "line 1: got list"),
+        ("a.jsonl", '{"timestamp": 1, "output_tokens": 2}\n{\n', "line 2 is not JSON"),
+    ],
+)
+def test_bad_traces_name_file_and_line(tmp_path, name, text, said):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(InputError) as caught:
+        traces.read(file)
+    assert str(caught.value).startswith(f"--trace: {file}") and said in str(caught.value)
+
+
+def test_servegen_clients_are_adapters(tmp_path):
+    (tmp_path / "chunk-0-trace.csv").write_text("0,2.0,1.0,Gamma,1.0,0.5\n600,4.0,2.0,Gamma,0.25,1.0\n")
+    (tmp_path / "chunk-10-trace.csv").write_text("0,1.0,1.0,Weibull,1.0,1.0\n600,0,0,,0,0\n")
+    clients = servegen.load(tmp_path)
+    assert clients.names == ("chunk-0", "chunk-10")
+    assert clients.workload().popularity == pytest.approx([6 / 7, 1 / 7])
+    assert clients.workload().cv.tolist() == [2.0, 1.0]
+    requests = clients.requests(start_s=0, span_s=1200, seed=1)
+    assert requests.counts() == pytest.approx([3600, 600], rel=0.15)
+    slower = clients.requests(start_s=0, span_s=1200, seed=1, rate=1.0)
+    assert len(slower) == pytest.approx(1200, rel=0.15) and slower.span_s < 1200
+    with pytest.raises(InputError, match="no traffic"):
+        clients.requests(start_s=5000, span_s=10, seed=1)
+    (tmp_path / "chunk-11-trace.csv").write_text("0,1.0\n")
+    with pytest.raises(InputError, match=r"chunk-11-trace.csv line 1"):
+        servegen.load(tmp_path)
+
+
+@shared
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("AzureLLMInferenceTrace_conv_2023.csv", 19_366),
+        ("AzureLLMInferenceTrace_code_2023.csv", 8_819),
+        ("mooncake_conversation_trace.jsonl", 12_031),
+    ],
+)
+def test_shared_traces(name, rows):
+    workload = traces.load(SHARED / name)
+    assert len(workload.trace) == rows and workload.num_adapters == 512
+    assert 3000 < workload.trace.span_s < 4000  # about an hour each
+
+
+@shared
+@pytest.mark.parametrize(("name", "clients"), [("m-small", 43), ("m-mid", 109)])
+def test_shared_servegen(name, clients):
+    workload = traces.load(SHARED / "servegen" / name)
+    assert workload.num_adapters == clients
+    requests = workload.sample(rate=20, num_requests=10_000, seed=0)
+    assert len(requests) / requests.span_s == pytest.approx(20, rel=0.5)
