@@ -27,6 +27,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.transport
 	$(BIN)/python -m bench.prefill
 	$(BIN)/python -m bench.coupled
+	$(BIN)/python -m bench.provision_speed
 
 # the oldest supported grpcio generates, in an environment of its own, so that the code runs with it and all newer ones
 proto:

@@ -2,9 +2,10 @@
 
     python -m bench.prefill [--json] [--steps N]
 
-One shard, two clients over shared memory: one decodes (8 rows a step), the other pushes a 2048-token
-prompt over and over. With --max-step-rows the prompt arrives in pieces and decode steps go between
-them; the last row lets the whole prompt through at once, to show what that is worth.
+One shard, two clients over shared memory: one decodes (8 rows, a step every 5 ms), the other pushes a
+2048-token prompt over and over. With --max-step-rows the prompt arrives in pieces and decode steps go
+between them; the last row lets the whole prompt through at once, to show what that is worth. Latency
+counts from when a step was due, so steps that queue behind a stalled one count too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from lora_server.spec import Site
 GEOMETRY = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 1, "num_local_experts": 4}
 SITE = Site(0, "gate_up")
 PROMPT, DECODE, RANK = 2048, 8, 32
+PERIOD_SECONDS = 5e-3
 
 
 class Caller:
@@ -68,13 +70,16 @@ def prefill_forever(address: str) -> None:
 def latencies_ms(address: str, steps: int) -> list[float]:
     """Of `steps` decode steps."""
     caller = Caller(address, DECODE)
-    times = []
-    for _ in range(steps):
-        began = time.perf_counter()
+    for _ in range(10):
         caller.step()
-        times.append((time.perf_counter() - began) * 1e3)
+    times, began = [], time.perf_counter()
+    for index in range(steps):
+        due = began + index * PERIOD_SECONDS
+        time.sleep(max(0.0, due - time.perf_counter()))
+        caller.step()
+        times.append((time.perf_counter() - due) * 1e3)
     caller.client.close()
-    return times[len(times) // 10 :]
+    return times
 
 
 def measure(steps: int) -> list[dict[str, Any]]:
@@ -110,7 +115,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=800)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
