@@ -24,7 +24,7 @@ from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Prefetch
 from lora_server.wire.rpc import call
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 30.0
 CALL_SECONDS = 10.0
 
 

@@ -160,7 +160,7 @@ def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server)
     load = workload("mixtral")
     steps, gemms = [], []
     with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
-        lora.observe(steps.append, lambda site, began, ended: gemms.append((site, began, ended)))
+        lora.observe(steps.append, gemms.append)
         q_proj = load.model.model.layers[0].self_attn.q_proj
         link = lora.client.session.links[lora.client.placement.owner(Site(0, "qkv"))]
         shard = mixtral_server.shards[link.shard]
@@ -168,18 +168,18 @@ def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server)
 
         def hold(module, args):  # runs after the connector's own pre-hook, as part of the GEMM
             deadline = time.monotonic() + 10
-            while link.responded() < lora.client._pushed[link.shard] and time.monotonic() < deadline:
+            while link.responded() < lora.client.pushed[link.shard] and time.monotonic() < deadline:
                 shard.serve_once()
-            answered_during_gemm.append(link.responded() == lora.client._pushed[link.shard] > 0)
+            answered_during_gemm.append(link.responded() == lora.client.pushed[link.shard] > 0)
 
         handle = q_proj.register_forward_pre_hook(hold)
         load.model(torch.tensor([[5, 6, 7]]))
         handle.remove()
     assert answered_during_gemm == [True]
-    for site, began, ended in gemms:
-        own = [step for step in steps if step.site == site]
-        assert own, site
-        assert all(step.pushed_ns <= began <= ended <= step.waited_ns for step in own)
+    for gemm in gemms:
+        own = [step for step in steps if step.site == gemm.site]
+        assert own, gemm.site
+        assert all(step.pushed_ns <= gemm.began_ns <= gemm.ended_ns <= step.waited_ns for step in own)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from client_connector.client import Client, Exchange
+from client_connector.client import Client
+from client_connector.exchange import Exchange, GemmTimes
 from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.errors import ConfigError
 from lora_server.spec import Site
@@ -21,7 +22,7 @@ class Context:
 
     client: Client
     batch: Batch | None = None
-    observe_gemm: Callable[[Site, int, int], None] | None = None  # (site, began, ended) in monotonic ns
+    observe_gemm: Callable[[GemmTimes], None] | None = None
     _owners: dict[tuple[Terms, int], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -53,8 +54,8 @@ class Context:
 
     def timed(self, site: Site, began_ns: int) -> None:
         """Report the engine's own GEMM of a site."""
-        if self.observe_gemm is not None:
-            self.observe_gemm(site, began_ns, time.monotonic_ns())
+        if self.observe_gemm is not None and self.batch is not None:
+            self.observe_gemm(GemmTimes(site, self.batch.decode, began_ns, time.monotonic_ns()))
 
 
 def expand(held: Sequence[object], rows: int, seq_len: int, copies: int) -> int:

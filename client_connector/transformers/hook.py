@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from client_connector.client import DTYPE_CODES, Client, StepTimes
+from client_connector.client import Client
+from client_connector.exchange import DTYPE_CODES, GemmTimes, StepTimes
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch
 from client_connector.transformers.context import Context, expand
@@ -102,7 +103,7 @@ class Attachment:
     def observe(
         self,
         steps: Callable[[StepTimes], None] | None,
-        gemms: Callable[[Site, int, int], None] | None = None,
+        gemms: Callable[[GemmTimes], None] | None = None,
     ) -> None:
         """Be told when things happen: to every message, and to the engine's own GEMMs beside them."""
         self.client.observe, self._context.observe_gemm = steps, gemms

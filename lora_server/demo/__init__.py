@@ -1,6 +1,6 @@
 """The demo: a server, two engine processes, sixteen adapters, and the check against PEFT.
 
 run      starts everything, shows progress, judges        report   the table and the JSON
-launch   `lora-server serve` as a child process           engine   one engine process
+launch   servers and engines as child processes           engine   one engine process
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from client_connector.client import StepTimes
+from client_connector.exchange import GemmTimes, StepTimes
 from lora_server.spec import Site
 
 
@@ -72,13 +72,13 @@ class Stopwatch:
 
     def step(self, times: StepTimes) -> None:
         """Observer of messages."""
-        if times.site.projection in ("gate_up", "down"):
+        if times.decode and times.site.projection in ("gate_up", "down"):
             self._exchanges[times.site, self._gemms].append(times)
 
-    def gemm(self, site: Site, began_ns: int, ended_ns: int) -> None:
+    def gemm(self, times: GemmTimes) -> None:
         """Observer of the engine's own GEMMs; runs once per site of a forward pass."""
-        if site.projection in ("gate_up", "down"):
-            self._gemm_ns += ended_ns - began_ns
+        if times.decode and times.site.projection in ("gate_up", "down"):
+            self._gemm_ns += times.ended_ns - times.began_ns
             self._gemms += 1
 
     def means(self) -> Times:
@@ -135,7 +135,7 @@ def load_model(path: str | Path) -> torch.nn.Module:
 
 
 def run(job: Job) -> Result:
-    """Generate every batch; the first tokens (prefill) count for tokens/s but not for the step times."""
+    """Generate every batch; prefill counts for tokens/s but not for the step times."""
     from client_connector.transformers import attach
 
     model = load_model(job.model)

@@ -1,4 +1,4 @@
-"""`lora-server serve` as a child process on free ports, for the demo, tests and benches."""
+"""`lora-server serve` and engines as child processes, for the demo, tests and benches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_server.errors import ServerUnavailableError
+import msgspec
+
+from lora_server.demo.engine import Job, Result
+from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
 STOP_SECONDS = 15.0
+ENGINE_SECONDS = 600.0
 
 
 @dataclass
@@ -86,3 +90,30 @@ def running_server(log: Path, flags: Sequence[str]) -> Iterator[RunningServer]:
         yield server
     finally:
         server.stop()
+
+
+def start_engine(job: Job) -> subprocess.Popen[bytes]:
+    """An engine process that works on a job."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lora_server.demo.engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def finish_engine(process: subprocess.Popen[bytes]) -> Result:
+    """Its result; raises LoraServerError with the end of its stderr, or at the deadline."""
+    try:
+        out, errors = process.communicate(timeout=ENGINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise LoraServerError(f"demo: an engine did not finish within {ENGINE_SECONDS:g} s") from None
+    if process.returncode:
+        raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
+    return msgspec.json.decode(out, type=Result)

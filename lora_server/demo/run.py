@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -17,15 +15,14 @@ from lora_server.adapters import find_adapters
 from lora_server.demo import tiny
 from lora_server.demo.check import against_peft
 from lora_server.demo.engine import Job, Result, Sequence
-from lora_server.demo.launch import running_server
+from lora_server.demo.launch import finish_engine, running_server, start_engine
 from lora_server.demo.report import LayoutTimes, as_json, show
-from lora_server.errors import ConfigError, LoraServerError
+from lora_server.errors import ConfigError
 
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
 TIMED_BATCH, TIMED_TOKENS = 16, 16
-ENGINE_SECONDS = 600.0
 
 
 def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output: bool) -> bool:
@@ -113,13 +110,13 @@ def _serve_and_generate(
         progress.advance(task)
         share = len(batches) // ENGINES
         engines = [
-            _start_engine(Job(str(model), server.address, batches[i * share : (i + 1) * share], NEW_TOKENS))
+            start_engine(Job(str(model), server.address, batches[i * share : (i + 1) * share], NEW_TOKENS))
             for i in range(ENGINES)
         ]
         results = []
         try:
             for engine in engines:
-                results.append(_finish_engine(engine))
+                results.append(finish_engine(engine))
                 progress.advance(task)
         finally:
             for engine in engines:
@@ -133,32 +130,7 @@ def _time_layouts(model: Path, adapters: Path, names: list[str], work: Path, pro
     rows = []
     for layout in TIMED_LAYOUTS:
         with running_server(work / f"{layout}.log", _flags(model, adapters, layout)) as server:
-            engine = _start_engine(Job(str(model), server.address, batch, TIMED_TOKENS))
-            rows.append(LayoutTimes(layout, _finish_engine(engine)))
+            engine = start_engine(Job(str(model), server.address, batch, TIMED_TOKENS))
+            rows.append(LayoutTimes(layout, finish_engine(engine)))
         progress.advance(task)
     return rows
-
-
-def _start_engine(job: Job) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lora_server.demo.engine"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
-
-
-def _finish_engine(process: subprocess.Popen[bytes]) -> Result:
-    try:
-        out, errors = process.communicate(timeout=ENGINE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise LoraServerError(f"demo: an engine did not finish within {ENGINE_SECONDS:g} s") from None
-    if process.returncode:
-        raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
-    return msgspec.json.decode(out, type=Result)
