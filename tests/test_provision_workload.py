@@ -11,7 +11,7 @@ from provisioning.inputs import InputError
 from provisioning.requests import Lengths, renewal_gaps
 from provisioning.workload import Workload, from_counts, littles_law_batch, read_counts, zipf
 
-SHARED = Path("/work/shared/traces")
+SHARED = Path(__file__).parents[2] / "shared" / "traces"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")
 
 

@@ -4,7 +4,10 @@ import json
 import signal
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from client_connector.transformers import attach
 from lora_server.demo import tiny
@@ -148,4 +151,10 @@ def test_http(tmp_path):
         until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
         metrics = server.get("/metrics")[1]
         assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
+        with grpc.insecure_channel(server.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            serving = health_pb2.HealthCheckResponse.SERVING
+            until(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving, "gRPC health")
+            known = ProtoReflectionDescriptorDatabase(channel).get_services()
+            assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
         assert "lora_server_adapters 6.0" in metrics
