@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lora_server.errors import LoraServerError
+from provisioning.cli_errors import BAD_INPUT, one_line_errors
 
 app = typer.Typer(add_completion=False, help="Plan the GPUs of a LoRA server.")
-INFEASIBLE, BAD_INPUT = 3, 2
+INFEASIBLE = 3
 # Of the click that typer uses, bundled or not: ClickException.
 _UsageError: Any = typer.BadParameter.__mro__[2]
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Bad input ends with exit code 2 and one line on stderr."""
-    try:
-        yield
-    except LoraServerError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
 
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from provisioning.cli_errors import one_line_errors
+
 
 def simulate(
     cache_slots: Annotated[int, typer.Option(help="Adapters that a cache holds.")],
@@ -31,7 +33,6 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Simulate decode instances with a LoRA cache: rates, TTFT and attainment, with intervals."""
-    from provisioning.cli import one_line_errors
 
     given = dict(locals())
     with one_line_errors():

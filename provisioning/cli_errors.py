@@ -1,0 +1,22 @@
+"""Bad input on the command line: one line, exit code 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from lora_server.errors import LoraServerError
+
+BAD_INPUT = 2
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends with exit code 2 and one line on stderr."""
+    try:
+        yield
+    except LoraServerError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
