@@ -23,13 +23,16 @@ TIMEOUT_SECONDS = 30.0
 
 
 class Client:
-    """A joined client. After a broken step, `recover` joins anew; adapters must then be held again."""
+    """A joined client; `timeout_seconds` bounds a join, and a step.
+
+    After a broken step, `recover` joins anew; adapters must then be held again.
+    """
 
     def __init__(self, server: Server, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._server = server
         self.timeout_seconds = timeout_seconds
         self.observe: Callable[[StepTimes], None] | None = None
-        self.session: Session = server.join()
+        self.session: Session = server.join(timeout_seconds)
         self._reset()
 
     def _reset(self) -> None:
@@ -51,7 +54,7 @@ class Client:
             return False
         served = self.terms.spec
         self.session.leave()
-        self.session = self._server.join()
+        self.session = self._server.join(self.timeout_seconds)
         self._reset()
         if self.terms.spec.fingerprint() != served.fingerprint():
             self.broken = GeometryMismatchError(

@@ -101,7 +101,8 @@ class Exchange:
             if header.status != slot.OK:
                 raise self._failure(link, seq, header)
             if len(message.rows_M):
-                add(message, self._delta(link, seq, header))
+                with _breaks(self._client):
+                    add(message, self._delta(link, seq, header))
             self._report(message, header, pushed_ns, waited_ns)
             if self._queues[shard]:
                 with _breaks(self._client):

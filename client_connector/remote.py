@@ -31,25 +31,26 @@ CALL_SECONDS = 10.0
 class RemoteServer:
     """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS. Implements transport.session.Server."""
 
-    def __init__(self, address: str, transport: str = "auto", join_seconds: float = JOIN_SECONDS) -> None:
-        self.address, self.transport, self.join_seconds = address, check_transport(transport), join_seconds
+    def __init__(self, address: str, transport: str = "auto") -> None:
+        self.address, self.transport = address, check_transport(transport)
 
-    def join(self) -> Session:
-        """See transport.session.Server; tries until all shards are up, at most `join_seconds`."""
+    def join(self, seconds: float = JOIN_SECONDS) -> Session:
+        """See transport.session.Server; tries until all shards are up."""
         retry = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((ServerUnavailableError, ShardUnavailableError, LeaseError)),
-            stop=tenacity.stop_after_delay(self.join_seconds),
+            stop=tenacity.stop_after_delay(seconds),
             wait=tenacity.wait_random(0.1, 0.4),
             reraise=True,
         )
-        session: Session = retry(RemoteSession, self)
+        session: Session = retry(RemoteSession, self, min(CALL_SECONDS, seconds))
         return session
 
 
 class RemoteSession(Session):
     """A lease on a running server, kept alive by a heartbeat thread."""
 
-    def __init__(self, server: RemoteServer) -> None:
+    def __init__(self, server: RemoteServer, seconds: float) -> None:
+        """One attempt; a call takes at most `seconds`."""
         self._server = server
         self._channel = grpc.insecure_channel(server.address)
         self._clients = rpc.ClientsStub(self._channel)
@@ -58,7 +59,7 @@ class RemoteSession(Session):
         self.links: list[Link] = []
         request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
         try:
-            lease: pb.Lease = call(self._clients.Join, request, server=server.address, seconds=CALL_SECONDS)
+            lease: pb.Lease = call(self._clients.Join, request, server=server.address, seconds=seconds)
         except BaseException:
             self._close()
             raise

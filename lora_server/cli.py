@@ -153,12 +153,10 @@ def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -
     """Shards, clients and adapters of a running server."""
 
     def run() -> None:
-        from google.protobuf.json_format import MessageToDict
-
         from lora_server.wire import lora_server_pb2 as pb
 
         reply = _call(server, "Server", "Status", pb.StatusRequest())
-        document = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        document = _fields(reply)
         if as_json:
             typer.echo(json.dumps(document, indent=2))
             return
@@ -205,6 +203,19 @@ def _call(server: str, service: str, method: str, request: Any, seconds: float =
     with grpc.insecure_channel(server) as channel:
         stub = getattr(rpc, f"{service}Stub")(channel)
         return call(getattr(stub, method), request, server=server, seconds=seconds)
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """A message as plain values; numbers stay numbers, unlike in protobuf's own JSON."""
+
+    def plain(value: Any) -> Any:
+        return _fields(value) if hasattr(value, "DESCRIPTOR") else value
+
+    found = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        found[field.name] = [plain(one) for one in value] if field.is_repeated else plain(value)
+    return found
 
 
 def _adapter(message: pb.Adapter) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from lora_server import config
+from lora_server.demo.launch import running_server
 from lora_server.errors import ConfigError
 from tests.serving import cli
 from tests.workload import workload
@@ -72,6 +73,15 @@ def test_an_address_in_use_is_named(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         done = cli("serve", "--base-model", str(workload("llama").base), "--http", address, "--listen", "127.0.0.1:0")
     assert (done.returncode, address in done.stderr) == (2, True)
+
+
+def test_a_second_server_on_the_same_port_is_refused(tmp_path):
+    base = str(workload("llama").base)
+    with running_server(tmp_path / "log", ["--base-model", base]) as server:
+        done = cli("serve", "--base-model", base, "--listen", server.address, "--http", "127.0.0.1:0")
+        assert (done.returncode, f"--listen {server.address}" in done.stderr) == (2, True)
+        document = json.loads(cli("status", "--server", server.address, "--json").stdout)
+        assert document["shards"][0]["stats"]["steps"] == 0
 
 
 def test_a_server_that_is_not_there():

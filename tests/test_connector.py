@@ -331,3 +331,16 @@ def test_a_generation_config_given_by_position(mixtral_server):
         ours = load.model.generate(prompts, settings)
     expected = tiny.peft_model(load.model, load.paths["fused"]).generate(prompts[:1], generation_config=settings)
     assert ours[:1].tolist() == expected.tolist()
+
+
+def test_a_copy_of_an_attached_model_is_a_plain_one(mixtral_server):
+    load = workload("mixtral")
+    ids = torch.tensor([[5, 6, 7]])
+    base = load.model(ids).logits
+    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+        ours = load.model(ids).logits
+        copied = copy.deepcopy(load.model)
+        assert torch.allclose(copied(ids).logits, base, atol=1e-5)
+        theirs = tiny.peft_model(load.model, load.paths["fused"])(ids).logits
+        assert torch.allclose(ours, theirs, atol=1e-4)
+        assert torch.equal(load.model(ids).logits, ours)

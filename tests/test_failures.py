@@ -142,11 +142,10 @@ def test_a_server_that_went_away_is_a_typed_error(tmp_path):
         with lora.adapters(["fused"]):
             load.model(torch.tensor([[5, 6]]))
         server.stop()
-        lora.client._server.join_seconds = 1
         with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
             load.model(torch.tensor([[5, 6]]))
     with pytest.raises(ServerUnavailableError, match="is it running"):
-        RemoteServer(server.address, join_seconds=0.5).join()
+        RemoteServer(server.address).join(0.5)
 
 
 def test_a_shard_that_restarts_never_mixes_versions(tmp_path):
@@ -181,7 +180,7 @@ def test_sigterm_ends_a_server_that_somebody_waits_for(tmp_path):
     server = launch(tmp_path / "log", *flags(load, "--layout", "ep1-pp2", "--nodes", "2"))
     until(lambda: server.get("/livez")[0] == 200, "it listens")
     with pytest.raises(ServerUnavailableError, match=r"shards \[.*1\] of ep1-pp2 are not up"):
-        RemoteServer(server.address, join_seconds=1).join()
+        RemoteServer(server.address).join(1)
     began = time.monotonic()
     assert server.stop() == 0
     assert time.monotonic() - began < 8

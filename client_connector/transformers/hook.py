@@ -95,6 +95,10 @@ class Attachment:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """Copies of an attached model keep its hooks, which then see that they are not on the model itself."""
+        return self
+
     def detach(self) -> None:
         """Undo everything and leave the server; idempotent."""
         self._detached = True
@@ -192,6 +196,8 @@ class Attachment:
             self._copies = 1
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is not self._model.base_model:
+            return  # a copy of the attached model is a plain base model
         self._context.batch = None
         if self._names is None:
             return
@@ -210,8 +216,9 @@ class Attachment:
         held = [self._held[name] if name is not None else None for name in self._names for _ in range(repeats)]
         self._context.batch = Batch.of(held, _not_padding(kwargs.get("attention_mask"), seq_len), decode=seq_len == 1)
 
-    def _after_forward(self, *ignored: Any) -> None:
-        self._context.batch = None
+    def _after_forward(self, module: nn.Module, *ignored: Any) -> None:
+        if module is self._model.base_model:
+            self._context.batch = None
 
 
 def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:

@@ -70,8 +70,11 @@ class Controller:
 
     # -- adapters
 
-    def register(self, name: str, uri: str) -> tuple[Record, bool]:
-        """Validate and list an adapter, and start loading it; True if it is new. May read the whole file."""
+    def register(self, name: str, uri: str) -> tuple[Record, list[Pending], bool]:
+        """Validate and list an adapter, and tell every live shard to load it; True if it is new.
+
+        May read the whole file. Shards that register later are told then.
+        """
         path = local_path(uri)
         check_name(name)
         adapter, version = validate_adapter(path, self.settings.spec)
@@ -88,32 +91,24 @@ class Controller:
             )
         with self._lock:
             existing = self.registry.existing(name, version)
-            if existing is not None:
-                return existing, False
-            self.registry.add(record)
+            if existing is None:
+                self.registry.add(record)
+            # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
+            loads = [self._load_on(handle, existing or record) for handle in self.shards.live().values()]
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
-        return record, True
+        return existing or record, loads, existing is None
 
     def register_directory(self, found: dict[str, Path]) -> None:
         """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it."""
         for name, path in found.items():
             try:
-                record, _ = self.register(name, str(path))
+                self.register(name, str(path))
             except (AdapterError, OSError) as error:
                 log.error("adapter refused", name=name, error=str(error))
                 with self._lock:
                     self.registry.refused[name] = str(error)
-            else:
-                self.start_loading(record)
         self.adapters_registered.set()
-
-    def start_loading(self, record: Record) -> list[Pending]:
-        """Tell every live shard; those that register later are told then."""
-        with self._lock:  # a removal comes wholly before or after, so no shard loads what it was told to drop
-            if self.registry.by_handle(record.handle) is None:
-                return []
-            return [self._load_on(handle, record) for handle in self.shards.live().values()]
 
     def _load_on(self, handle: ShardHandle, record: Record) -> Pending:
         def loaded(error: LoraServerError | None) -> None:
@@ -130,9 +125,9 @@ class Controller:
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
         self.shards.require_up()
-        record, new = self.register(name, uri)
+        record, loads, new = self.register(name, uri)
         try:
-            wait_all(self.start_loading(record), seconds, f"loading {name!r}")
+            wait_all(loads, seconds, f"loading {name!r}")
         except LoraServerError:
             if new:
                 self.remove(name)
@@ -262,7 +257,8 @@ class Controller:
     def shard_departed(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""
         if self.shards.depart(handle):
-            log.error("shard lost", shard=handle.hello.shard, node=handle.hello.node, pid=handle.hello.pid)
+            level = log.info if self.shards.closed else log.error
+            level("shard lost", shard=handle.hello.shard, node=handle.hello.node, pid=handle.hello.pid)
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""

@@ -217,7 +217,9 @@ class ControlServer:
 
     def __init__(self, controller: Controller, address: str, prefetch_address: str) -> None:
         threads = RPC_THREADS + controller.settings.layout.num_shards  # a stream occupies one for good
-        self._server = grpc.server(futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc"), options=KEEPALIVE)
+        pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
+        # without so_reuseport=0 a second server on the same port would start, and clients land on either
+        self._server = grpc.server(pool, options=(*KEEPALIVE, ("grpc.so_reuseport", 0)))
         rpc.add_AdaptersServicer_to_server(AdaptersService(controller), self._server)
         rpc.add_ClientsServicer_to_server(ClientsService(controller, prefetch_address), self._server)
         rpc.add_ServerServicer_to_server(ServerService(controller), self._server)

@@ -95,7 +95,7 @@ class ShardTable:
     def __init__(self, layout: Layout, coordination: str) -> None:
         self._layout, self._coordination = layout, coordination
         self._live: dict[int, ShardHandle] = {}
-        self._closed = False
+        self.closed = False
         self.incarnations: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
         self._guard = threading.Lock()
 
@@ -103,7 +103,7 @@ class ShardTable:
         """A shard registered. Raises ConfigError while an incarnation of it is alive."""
         with self._guard:
             older = self._live.get(handle.hello.shard)
-            if self._closed or (older is not None and not older.silent()):
+            if self.closed or (older is not None and not older.silent()):
                 holder = f"by pid {older.hello.pid} of node {older.hello.node}" if older is not None else "no more"
                 raise ConfigError(
                     f"shard {handle.hello.shard}: served {holder}; is a node rank used twice, or the server stopping?"
@@ -116,7 +116,7 @@ class ShardTable:
     def close(self) -> None:
         """The server stops: end every stream and every wait."""
         with self._guard:
-            self._closed = True
+            self.closed = True
             live = list(self._live.values())
         for handle in live:
             handle.close()

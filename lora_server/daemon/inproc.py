@@ -78,8 +78,8 @@ class InprocServer:
             if outcome:
                 raise outcome[0]
 
-    def join(self) -> Session:
-        """See transport.session.Server."""
+    def join(self, seconds: float = 0.0) -> Session:
+        """See transport.session.Server; never waits."""
         return _InprocSession(self, next(self._clients))
 
     def close(self) -> None:

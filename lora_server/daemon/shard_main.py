@@ -92,8 +92,10 @@ class ShardProcess:
         except ConfigError as error:
             log.warning("no shared memory", reason=str(error))
             return None
-        path = Path(self.settings.run_dir) / f"shard-{self.settings.shard}-{os.getpid()}.sock"
-        return ShmListener(self.port, path)
+        directory, name = Path(self.settings.run_dir), f"shard-{self.settings.shard}"
+        for killed in directory.glob(f"{name}-*.sock"):
+            killed.unlink(missing_ok=True)
+        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock")
 
     def _coordinator(self, layout: Layout) -> Coordinator:
         if self.settings.coordination == "independent":

@@ -72,6 +72,6 @@ class Session(ABC):
 class Server(Protocol):
     """Something to join."""
 
-    def join(self) -> Session:
-        """A new session."""
+    def join(self, seconds: float) -> Session:
+        """A new session; raises ServerUnavailableError, or why a shard could not be reached, at the deadline."""
         ...

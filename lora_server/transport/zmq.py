@@ -45,7 +45,8 @@ class ZmqLink(Link):
         self.shard, self.epoch = shard, hello.epoch
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _tune(self._socket)
-        self._events: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        gone = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED  # it was there, or never was
+        self._events: zmq.Socket[bytes] = self._socket.get_monitor_socket(gone)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
@@ -61,8 +62,10 @@ class ZmqLink(Link):
         self.region = Region(anonymous(layout.nbytes), layout)
 
     def _welcome(self, address: str, seconds: float) -> RegionLayout:
-        if not self._socket.poll(int(seconds * 1e3)):
-            raise ShardUnavailableError(f"shard {self.shard} at {address}: no answer within {seconds:g} s")
+        ready = dict(self._poller.poll(int(seconds * 1e3)))
+        if self._socket not in ready:
+            what = "it cannot be reached" if ready else f"no answer within {seconds:g} s"
+            raise ShardUnavailableError(f"shard {self.shard} at {address}: {what}")
         answer = messages.decode_welcome(self._socket.recv_multipart()[-1])
         return RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
 
