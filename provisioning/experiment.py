@@ -61,7 +61,7 @@ def run(experiment: Experiment) -> dict[str, Any]:
                 "adapters_with_90_percent_within_slo": adapters_within(outcome, kept, slo_s),
             }
         )
-    estimates = {name: Estimate.of([row[name] for row in rows]) for name in rows[0]}
+    estimates = {name: _estimate(name, [row[name] for row in rows]) for name in rows[0]}
     in_flight = rate * found.lengths.mean_tokens * system.step_s[0]
     shown = min(experiment.cache_slots, found.num_adapters)
     return {
@@ -108,10 +108,14 @@ def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
     return found, system, _rate(experiment, found, step_s * found.lengths.mean_tokens)
 
 
+def _estimate(name: str, values: list[float]) -> Estimate:
+    return Estimate.of(values) if name.endswith("_s") else Estimate.of(values, top=1.0)
+
+
 def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
     if (experiment.request_rate is None) == (experiment.batch_size is None):
         if experiment.request_rate is None and found.trace is not None:
-            return (len(found.trace) - 1) / found.trace.span_s
+            return found.trace.mean_rate()
         raise InputError("--request-rate: give either it or --batch-size (with --instances)")
     if experiment.request_rate is not None:
         return positive(experiment.request_rate, "--request-rate")

@@ -34,6 +34,9 @@ from provisioning.iar_models import admitted
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
 _NO_WAIT = 1e-12
+_HOTTEST = (
+    300.0  # a rate beyond which a busy period outlasts everything; well below _LONGEST, so that waits can match it
+)
 _LONGEST = 600.0  # in ln(1 + wait)
 _NOISE = 1e-15
 
@@ -63,7 +66,8 @@ def reaches(p_N: Floats, global_batch: float, cache_slots: int, target: float) -
 def cycle_shares(rates_N: Floats, wait: float) -> tuple[Floats, Floats]:
     """(active, waiting) shares of time. Requests that gather during the wait start together, which
     lengthens the busy period by about ln(1 + l W / 2)."""
-    busy_N = np.expm1(np.minimum(rates_N, 700.0)) / rates_N + np.log1p(rates_N * wait / 2)
+    rates_N = np.minimum(rates_N, _HOTTEST)
+    busy_N = np.expm1(rates_N) / rates_N + np.log1p(rates_N * wait / 2)
     cycle_N = 1 / rates_N + wait + busy_N
     return busy_N / cycle_N, wait / cycle_N
 

@@ -33,8 +33,8 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """Of at least two seeds; of one, the interval is the whole line."""
+    def of(cls, values: Sequence[float], top: float = np.inf) -> Estimate:
+        """Of at least two seeds; of one, the interval is the whole line. Values lie in [0, top]."""
         sample = np.asarray(values, dtype=float)
         mean = float(sample.mean())
         if sample.size < 2:
@@ -42,7 +42,7 @@ class Estimate:
         from scipy.special import stdtrit  # slow to import, and of no use without a simulation
 
         reach = float(stdtrit(sample.size - 1, 0.975) * sample.std(ddof=1) / np.sqrt(sample.size))
-        return cls(mean=mean, low=mean - reach, high=mean + reach)
+        return cls(mean=mean, low=max(mean - reach, 0.0), high=min(mean + reach, top))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,7 +128,8 @@ def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, giv
         rows.append((float(outcome.immediate[kept].mean()), percentile, within, adapters))
         if give_up and len(rows) == 2 and max(rows)[0] < scenario.iar_target - _FAR_BELOW:
             break
-    immediate, percentile_s, within_slo, adapters_slo = (Estimate.of(column) for column in zip(*rows, strict=True))
+    columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0), strict=True)
+    immediate, percentile_s, within_slo, adapters_slo = (Estimate.of(column, top) for column, top in columns)
     return Verdict(
         immediate=immediate,
         ttft_s_at_percentile=percentile_s,
@@ -142,7 +143,7 @@ def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, giv
 
 
 def _straddles(rows: list[tuple[float, float, float, float]], target: float) -> bool:
-    estimates = [Estimate.of([row[column] for row in rows]) for column in (0, 2)]
+    estimates = [Estimate.of([row[column] for row in rows], top=1.0) for column in (0, 2)]
     return any(estimate.low < target <= estimate.high for estimate in estimates)
 
 

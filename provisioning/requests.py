@@ -36,11 +36,15 @@ class Requests:
         """From the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
-    def scaled_to(self, rate: float) -> Requests:
-        """The same calls, with time stretched to a mean rate (requests/s)."""
+    def mean_rate(self) -> float:
+        """Requests/s over the span; raises InputError where all came at once."""
         if self.span_s <= 0:
             raise InputError("--trace: all requests have one timestamp, so that no rate follows; give distinct ones")
-        factor = (len(self) - 1) / self.span_s / positive(rate, "request_rate")
+        return (len(self) - 1) / self.span_s
+
+    def scaled_to(self, rate: float) -> Requests:
+        """The same calls, with time stretched to a mean rate (requests/s)."""
+        factor = self.mean_rate() / positive(rate, "request_rate")
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
 
 

@@ -70,7 +70,9 @@ def workload(flags: Flags) -> Workload:
         from provisioning import traces
 
         num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
-        found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=flags.seed))
+        found = traces.load(
+            flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=count(flags.seed, "--seed", 0))
+        )
         return _with_lengths(found, flags)
     if flags.counts is not None:
         return _with_lengths(Workload(popularity=read_counts(flags.counts), source=str(flags.counts)), flags)

@@ -145,15 +145,22 @@ def load(directory: Path) -> Clients:
 
 def _series(file: Path) -> tuple[Window, ...]:
     windows = []
-    with file.open(newline="") as stream:
-        for number, row in enumerate(csv.reader(stream), start=1):
-            try:
-                start, rate, cv, family, shape, scale = row
-                windows.append(Window(float(start), float(rate), float(cv), family, float(shape), float(scale)))
-            except ValueError:
-                raise InputError(
-                    f"--trace: {file} line {number}: got {','.join(row)!r}, expected start,rate,cv,family,shape,scale"
-                ) from None
+    try:
+        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"--trace: {file} cannot be read as CSV: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        try:
+            start, rate, cv, family, shape, scale = row
+            window = Window(float(start), float(rate), float(cv), family, float(shape), float(scale))
+            if not (np.isfinite([window.start_s, window.rate, window.cv]).all() and window.rate >= 0 <= window.cv):
+                raise ValueError
+        except ValueError:
+            raise InputError(
+                f"--trace: {file} line {number}: got {','.join(row)!r}, expected start,rate,cv,family,shape,scale "
+                "with finite numbers, rate and cv of 0 or more"
+            ) from None
+        windows.append(window)
     if not windows:
         raise InputError(f"--trace: {file} is empty")
     return tuple(windows)

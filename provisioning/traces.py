@@ -150,13 +150,18 @@ def _field(fields: dict[str, Any], kind: str) -> Any:
     return next((fields[name] for name in _NAMES[kind] if name in fields), None)
 
 
+_MOST_TOKENS = 2**31
+
+
 def _tokens(value: Any, where: str, kind: str) -> int:
     try:
         number = float(value)
-        if number < 0 or number != int(number):
+        if not 0 <= number <= _MOST_TOKENS or number != int(number):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{where}: {kind} tokens: got {value!r}, expected a whole number >= 0") from None
+        raise InputError(
+            f"{where}: {kind} tokens: got {value!r}, expected a whole number in 0..{_MOST_TOKENS}"
+        ) from None
     return max(int(number), 1 if kind == "output" else 0)
 
 

@@ -1,6 +1,8 @@
 """Popularity, lengths, arrivals and the readers of traces."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -161,3 +163,24 @@ def test_shared_servegen(name, clients):
     assert workload.num_adapters == clients
     requests = workload.sample(rate=20, num_requests=10_000, seed=0)
     assert len(requests) / requests.span_s == pytest.approx(20, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one.csv", "timestamp,adapter,input_tokens,output_tokens\n1,a,1,1\n"),
+        ("same.csv", "timestamp,adapter,input_tokens,output_tokens\n1,a,1,1\n1,b,1,1\n"),
+        ("huge.csv", "timestamp,adapter,input_tokens,output_tokens\n1,a,1,1\n2,b,1,99999999999999999999\n"),
+    ],
+)
+def test_bad_traces_are_one_line_errors_in_simulate(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "provisioning", "simulate", "--cache-slots", "1", "--trace", str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n"), "--trace" in done.stderr) == (2, 1, True)
+
+
+def test_a_servegen_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "chunk-0-trace.csv").write_bytes(b"\xff\xfe0,1,1")
+    with pytest.raises(InputError, match="chunk-0-trace"):
+        traces.load(tmp_path)
