@@ -231,12 +231,10 @@ class Controller:
             )
         handle = ShardHandle(hello)
         with self._lock:
-            records = self.registry.records()
-            for record in records:
+            self.shards.arrive(handle)  # first: one that is turned away must not touch what the live one has
+            for record in self.registry.records():
                 record.layers.pop(hello.shard, None)
                 record.loaded.discard(hello.shard)
-            self.shards.arrive(handle)
-            for record in records:
                 self._load_on(handle, record)
         if self.settings.coordination == "leader":
             self._introduce(handle)
