@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -54,23 +54,26 @@ def stack(pairs: Sequence[Pair]) -> Block:
     return Block(a_RK, tuple(pair._replace(a_RK=view) for pair, view in zip(pairs, views, strict=True)))
 
 
-class Segment(NamedTuple):
+Weights = TypeVar("Weights")  # what a segment refers to: a Block, or a Packed one in device memory (see tables)
+
+
+class Segment(NamedTuple, Generic[Weights]):
     """Consecutive entries that meet the same adapter and expert."""
 
-    block: Block
+    block: Weights
     first: int
     num_entries: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Generic[Weights]):
     """One call. `windows` are (begin, end) of site output rows; `in_begin` is where rows' window starts in A.
 
     rows_TK: float tensor; in_map_N, out_map_N: int32 or int64; weights_N: float32.
     """
 
     rows_TK: torch.Tensor
-    segments: Sequence[Segment]
+    segments: Sequence[Segment[Weights]]
     num_entries: int
     num_out_rows: int
     windows: Sequence[tuple[int, int]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 import torch
@@ -29,7 +30,7 @@ MAX_BUDGET_US = 3_600_000_000
 REFUSED_BUDGET_US = 30_000_000  # of a step whose header cannot be read
 log = structlog.get_logger()
 
-Kernel = Callable[[Step, torch.Tensor], None]
+Kernel = Callable[[Step[Any], torch.Tensor], None]
 
 
 @dataclass
@@ -159,7 +160,7 @@ class Shard:
         self._count(step, nbytes, started, done)
         self._respond(step.connection, step.seq, nbytes)
 
-    def _segment(self, request: requests.Request, handle: int, expert: int, first: int, entries: int) -> Segment:
+    def _segment(self, request: requests.Request, handle: int, expert: int, first: int, entries: int) -> Segment[Any]:
         layer = request.site.layer
         state = self.store.state(handle, layer)
         if state is State.READY:
@@ -194,7 +195,7 @@ class Shard:
         counters.compute_ns += done - started
 
 
-def _kernel_step(request: requests.Request, segments: list[Segment]) -> Step:
+def _kernel_step(request: requests.Request, segments: list[Segment[Any]]) -> Step[Any]:
     header = request.header
     return Step(
         rows_TK=request.rows_TK,

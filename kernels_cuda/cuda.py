@@ -1,0 +1,61 @@
+"""The CUDA kernels of one GPU: compiled by NVRTC on first use (CuPy caches the result), launched on a stream.
+
+`kernels(device)` is all that a caller needs; `launch` is one call, safe to capture in a CUDA graph: its grid is
+fixed, it reads every count from device memory, allocates nothing, and runs on the stream that is current
+in torch. Launches that share a workspace must follow each other on one stream.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.heuristics import Variant, choose
+from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
+
+
+class CudaKernels:
+    """One GPU's kernels in one variant."""
+
+    def __init__(self, device: torch.device, variant: Variant | None = None) -> None:
+        import cupy
+
+        about = cupy.cuda.Device(device.index).attributes
+        self.device = device
+        self.variant = variant or choose(
+            torch.cuda.get_device_capability(device), about["MaxSharedMemoryPerBlockOptin"]
+        )
+        self.grid = int(about["MultiProcessorCount"])
+        self._cupy = cupy
+        with cupy.cuda.Device(device.index):
+            self._module = cupy.RawModule(
+                code=read_source(), options=(STANDARD, *self.variant.defines), enable_cooperative_groups=True
+            )
+            self._shared_bytes = self.variant.shared_bytes
+            self._functions = {}
+            for dtype in DTYPE_NAMES.values():
+                for kernel in ("lora_step", "shrink", "expand"):
+                    function = self._module.get_function(f"{kernel}_{dtype}")
+                    function.max_dynamic_shared_size_bytes = self._shared_bytes
+                    self._functions[kernel, dtype] = function
+
+    def launch(self, step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, kernel: str = "lora_step") -> None:
+        """Semantics: see `ops`; what lies where: see `DeviceStep`.
+
+        kernel: "lora_step", or "shrink" (rows to workspace.v) and "expand" (workspace.v to out_UO) apart.
+        out_UO: [U, O], the rows' dtype, contiguous; aliases none of the inputs. Raises ValueError for what
+        does not fit; errors of the GPU surface at the next synchronisation, as everywhere in torch.
+        """
+        values = arguments(step, out_UO, workspace, self.variant.stages)
+        function = self._functions[kernel, DTYPE_NAMES[step.rows_TK.dtype]]
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self._cupy.cuda.Device(self.device.index), self._cupy.cuda.ExternalStream(stream, self.device.index):
+            function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self._shared_bytes)
+
+
+@cache
+def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:
+    """The kernels of a device with an index, compiled once per process. Raises ValueError for a GPU before sm_80."""
+    return CudaKernels(device, variant)

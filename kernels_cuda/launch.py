@@ -1,0 +1,134 @@
+"""One launch: what it computes on, its workspace, and the kernels' argument list (source/lora_step.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels_cuda.layout import CHUNK, CHUNKS, GROUP, MAX_RANK, TILE_BYTES
+
+MAX_WINDOWS = 3
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceStep:
+    """A step whose every array lies in device memory, so that a CUDA graph can hold its launch.
+
+    rows_TK     bfloat16 or float16 [T, K or its window], contiguous
+    segments    int32 [at most, 4]: block (row of `blocks`), slot, first entry, entries; see tables
+    blocks      uint8 [rows, 128]: a BlockTable's tensor; all of them are of one site
+    counts      int32 [3]: segments, entries, output rows of this very step; the shapes give only the most
+    in_map_N, out_map_N   int32 [at most N] or None;   weights_N   float32 [at most N] or None
+    windows     (begin, end) of site output rows, at most 3, in order;  in_begin, in_width: the rows' window in K
+
+    Rows of the result that no entry reaches are zero with an out_map, and untouched without one.
+    """
+
+    rows_TK: torch.Tensor
+    segments: torch.Tensor
+    blocks: torch.Tensor
+    counts: torch.Tensor
+    in_width: int
+    windows: Sequence[tuple[int, int]]
+    in_begin: int = 0
+    in_map_N: torch.Tensor | None = None
+    out_map_N: torch.Tensor | None = None
+    weights_N: torch.Tensor | None = None
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the result."""
+        return sum(end - begin for begin, end in self.windows)
+
+
+class Workspace:
+    """Memory that a launch needs besides its inputs and its result; one launch at a time may use it.
+
+    max_rank: the largest sum of a block's ranks, each padded to 16. max_out_width: of steps with an
+    out_map; 0 if there are none. Entries of a step with an out_map are limited by the ring of a warp.
+    """
+
+    def __init__(
+        self, *, max_entries: int, max_rank: int, max_in_width: int, max_out_width: int, device: torch.device | str
+    ) -> None:
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        self.max_entries, self.max_rank = max_entries, -(-max_rank // GROUP) * GROUP
+        self.max_in_width, self.max_out_width = max_in_width, max_out_width
+        partials = -(-max_in_width // (CHUNK * CHUNKS))
+        self.partial = floats(partials, max_entries, self.max_rank)
+        self.v = floats(max_entries, self.max_rank)
+        self.delta = floats(max_entries, max_out_width)
+        self.groups = torch.zeros(max_entries, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken."""
+        return sum(t.nbytes for t in (self.partial, self.v, self.delta, self.groups, self.arrivals))
+
+
+def most_combined_entries(stages: int) -> int:
+    """Entries that a step with an out_map may have: a warp lists those of one row where its tiles were."""
+    return stages * TILE_BYTES // 2
+
+
+def arguments(step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, stages: int) -> list[int]:
+    """The kernels' arguments, all 64 bits wide. Raises ValueError for a step that does not fit; reads no device memory.
+
+    The maps' values and the segments are not looked at: they must be in range.
+    """
+    _check(step, out_UO, workspace, stages)
+    windows = [bound for window in step.windows for bound in window]
+    windows += [0] * (2 * MAX_WINDOWS - len(windows))
+    tensors = (step.rows_TK, step.in_map_N, step.out_map_N, step.weights_N, step.segments, step.blocks, step.counts)
+    scratch = (workspace.partial, workspace.v, workspace.delta, workspace.groups, workspace.arrivals)
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, out_UO, *scratch)]
+    sizes = [workspace.max_entries, workspace.max_rank, step.rows_TK.shape[1], step.in_begin, step.in_width]
+    return [*pointers, *sizes, step.out_width, len(step.windows), *windows]
+
+
+def _check(step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, stages: int) -> None:
+    rows = step.rows_TK
+    if rows.dtype not in DTYPE_NAMES or out_UO.dtype != rows.dtype:
+        raise ValueError(f"rows are {rows.dtype}, results {out_UO.dtype}; expected both bfloat16 or both float16")
+    if not 1 <= len(step.windows) <= MAX_WINDOWS:
+        raise ValueError(f"got {len(step.windows)} output windows, expected 1 to {MAX_WINDOWS}")
+    if out_UO.shape[1] != step.out_width or not (out_UO.is_contiguous() and rows.is_contiguous()):
+        raise ValueError(f"the result is {tuple(out_UO.shape)}, expected {step.out_width} columns, contiguous")
+    if not 0 <= step.in_begin < step.in_begin + rows.shape[1] <= step.in_width <= workspace.max_in_width:
+        raise ValueError(
+            f"rows are columns [{step.in_begin}, {step.in_begin + rows.shape[1]}) of {step.in_width}, "
+            f"expected them within the workspace's {workspace.max_in_width}"
+        )
+    if step.out_map_N is not None and step.out_width > workspace.max_out_width:
+        raise ValueError(f"got {step.out_width} columns to combine, expected at most {workspace.max_out_width}")
+    per_entry = (step.in_map_N, step.out_map_N, step.weights_N, rows)
+    entries = next(tensor.shape[0] for tensor in per_entry if tensor is not None)
+    most = workspace.max_entries
+    if step.out_map_N is not None:
+        most = min(most, most_combined_entries(stages))
+    if entries > most:
+        raise ValueError(f"got a step of {entries} entries, expected at most {most}; cut it")
+    for name, tensor, dtype in (
+        ("segments", step.segments, torch.int32),
+        ("counts", step.counts, torch.int32),
+        ("blocks", step.blocks, torch.uint8),
+        ("in_map", step.in_map_N, torch.int32),
+        ("out_map", step.out_map_N, torch.int32),
+        ("weights", step.weights_N, torch.float32),
+    ):
+        if tensor is not None and (tensor.dtype != dtype or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}, contiguous")
+
+
+def max_rank_of(ranks: Sequence[int]) -> int:
+    """What a workspace needs for blocks whose pairs have these ranks; raises ValueError for a rank out of range."""
+    for rank in ranks:
+        if not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"got rank {rank}, expected 1 to {MAX_RANK}")
+    return sum(-(-rank // GROUP) * GROUP for rank in ranks)

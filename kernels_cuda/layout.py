@@ -1,0 +1,221 @@
+"""How weights lie in memory for the CUDA kernels: tiles of up to 8 KB, cut and ordered when an adapter is loaded.
+
+A tile is a run of fragments of 512 bytes: 16 x 16 weights in the order in which the 32 lanes of an
+`mma.m16n8k16` hold its 16-bit A operand, so that a warp reads a fragment as 32 x 16 bytes. Weights are
+always the M side. Every tile takes one slot of 8 KB, 256 slots make a page of 2 MiB, and a block (the A
+and B of one expert of one site) takes consecutive slots, which may continue on any other page:
+
+    slots of A    for each 512 columns, for each 16 ranks, for each 256 of the columns: [16 ranks, 256 columns]
+    slots of B    pair after pair: [16 * (16 // groups) output rows, all ranks of the pair]
+
+Ranks are padded to 16 (a group), columns to 32. Each pair has ranks of its own; the groups of all pairs
+lie one below the other in A. Mirrored by kernels_cuda/source/step.cuh.
+
+Legend: R ranks, K input columns, O output rows, G groups of 16 ranks, C chunks of 256 columns, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.functional import pad
+
+from kernels_cuda.ops import Block, Pair, stack
+
+FRAGMENT_BYTES = 512
+TILE_BYTES = 8192
+PAGE_TILES = 256
+PAGE_BYTES = PAGE_TILES * TILE_BYTES
+GROUP = 16
+CHUNK = 256
+CHUNKS = 2  # chunks of K that are summed before they meet the others: see step.cuh
+MAX_RANK = 256
+MAX_PAIRS = 7
+BAND = 4  # blocks of 16 output rows whose results a lane stores together
+
+_TILE_ELEMENTS = TILE_BYTES // 2
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """One pair of a block. Without ranks it stands for output rows that no B reaches: they become zero."""
+
+    lora_rank: int
+    out_begin: int
+    out_rows: int
+    scale: float
+
+    @property
+    def groups(self) -> int:
+        """Groups of 16 ranks, the last one padded."""
+        return -(-self.lora_rank // GROUP)
+
+    @property
+    def tile_blocks(self) -> int:
+        """Blocks of 16 output rows in a full tile of B."""
+        return GROUP // self.groups if self.groups else GROUP
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of B."""
+        return -(-self.out_rows // (GROUP * self.tile_blocks)) if self.groups else 0
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What a block looks like, whatever its weights: pairs in order, together exactly the site's output rows."""
+
+    in_width: int
+    pairs: tuple[PairShape, ...]
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of 16 ranks of all pairs."""
+        return sum(pair.groups for pair in self.pairs)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Chunks of 256 input columns, the last one possibly shorter."""
+        return -(-self.in_width // CHUNK)
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Slots of the block."""
+        return self.num_chunks * self.groups + sum(pair.num_tiles for pair in self.pairs)
+
+    @cached_property
+    def read_bytes(self) -> int:
+        """Bytes that a step reads of it: the tiles without the unused ends of their slots."""
+        fragments = self.groups * 2 * -(-self.in_width // 32)
+        return FRAGMENT_BYTES * (fragments + sum(-(-pair.out_rows // GROUP) * pair.groups for pair in self.pairs))
+
+
+def shape_of(block: Block, in_width: int, out_width: int) -> BlockShape:
+    """The shape of a block of a site of [in_width] -> [out_width], gaps between its pairs filled.
+
+    Raises ValueError for what the kernels cannot serve: a rank above 256, pairs that overlap or lie
+    outside the site, or more than 7 of them, gaps included.
+    """
+    pairs: list[PairShape] = []
+    reached = 0
+    for pair in sorted(block.pairs, key=lambda pair: pair.out_begin):
+        (rank, width), rows = pair.a_RK.shape, pair.b_OR.shape[0]
+        if width != in_width or not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"A is [{rank}, {width}], expected [1..{MAX_RANK}, {in_width}]")
+        if pair.out_begin < reached or pair.out_begin + rows > out_width:
+            raise ValueError(f"B fills rows [{pair.out_begin}, {pair.out_begin + rows}) of [{reached}, {out_width})")
+        if pair.out_begin > reached:
+            pairs.append(PairShape(0, reached, pair.out_begin - reached, 0.0))
+        pairs.append(PairShape(rank, pair.out_begin, rows, pair.scale))
+        reached = pair.out_begin + rows
+    if reached < out_width:
+        pairs.append(PairShape(0, reached, out_width - reached, 0.0))
+    if len(pairs) > MAX_PAIRS:
+        raise ValueError(f"got {len(pairs)} pairs and gaps, expected at most {MAX_PAIRS}")
+    return BlockShape(in_width, tuple(pairs))
+
+
+def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:
+    """The block's tiles: uint8 [S, 8192], where the weights are. `dtype` has 16 bits; unused bytes are zero."""
+    by_begin = {pair.out_begin: pair for pair in block.pairs}
+    real = [(by_begin[pair.out_begin], pair) for pair in shape.pairs if pair.groups]
+    device = block.a_RK.device
+    if not real:
+        return torch.empty(0, TILE_BYTES, dtype=torch.uint8, device=device)
+    a_RK = torch.cat([_padded(pair.a_RK.to(dtype), GROUP, CHUNK) for pair, _ in real])
+    parts = [_pack_a(a_RK, shape), *(_pack_b(pair.b_OR.to(dtype), its) for pair, its in real)]
+    return torch.cat(parts).view(torch.uint8)
+
+
+def unpack(tiles_SB: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Block:
+    """The block that `pack` was given, to the bit."""
+    tiles = tiles_SB.view(dtype)
+    a_RK = _unpack_a(tiles[: shape.num_chunks * shape.groups], shape)
+    slot, row, pairs = shape.num_chunks * shape.groups, 0, []
+    for pair in shape.pairs:
+        if not pair.groups:
+            continue
+        b_OR = _unpack_b(tiles[slot : slot + pair.num_tiles], pair)
+        pairs.append(Pair(a_RK[row : row + pair.lora_rank], b_OR, pair.scale, pair.out_begin))
+        slot, row = slot + pair.num_tiles, row + pair.groups * GROUP
+    return stack(pairs)
+
+
+def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
+
+
+def _slots_of_a(shape: BlockShape) -> list[int]:
+    """The slot of tile (chunk, group), for all chunks and in each for all groups."""
+    slots = []
+    for chunk in range(shape.num_chunks):
+        base = chunk // CHUNKS * CHUNKS
+        length = min(CHUNKS, shape.num_chunks - base)
+        slots += [base * shape.groups + group * length + chunk - base for group in range(shape.groups)]
+    return slots
+
+
+# rank = 16 g + 8 half + line; column = 256 c + 32 j + 8 quad + 4 step + 2 register + element; fragment = 2 j + step
+_A_DIMS, _A_TO_TILES = (2, 8, 8, 4, 2, 2, 2), (3, 0, 4, 6, 2, 5, 7, 1, 8)
+
+
+def _pack_a(a_RK: torch.Tensor, shape: BlockShape) -> torch.Tensor:
+    half, line, *columns = _A_DIMS
+    tiles = a_RK.view(shape.groups, half, line, shape.num_chunks, *columns).permute(_A_TO_TILES)
+    out = torch.empty(shape.num_chunks * shape.groups, _TILE_ELEMENTS, dtype=a_RK.dtype, device=a_RK.device)
+    out[torch.tensor(_slots_of_a(shape), device=out.device)] = tiles.reshape(-1, _TILE_ELEMENTS)
+    return out
+
+
+def _unpack_a(tiles: torch.Tensor, shape: BlockShape) -> torch.Tensor:
+    half, line, *columns = _A_DIMS
+    permuted = [(shape.groups, half, line, shape.num_chunks, *columns)[dim] for dim in _A_TO_TILES]
+    inverse = [_A_TO_TILES.index(dim) for dim in range(len(_A_TO_TILES))]
+    ordered = tiles[torch.tensor(_slots_of_a(shape), dtype=torch.int64, device=tiles.device)]
+    a_RK = ordered.view(permuted).permute(inverse).reshape(shape.groups * GROUP, shape.num_chunks * CHUNK)
+    return a_RK[:, : shape.in_width]
+
+
+# row = band's first + line * 2 blocks + 2 block + half; rank = 16 g + 4 quad + 2 register + element
+_B_TO_TILES = (0, 2, 4, 1, 5, 6, 3, 7)
+
+
+def _bands(blocks: int) -> list[tuple[int, int]]:
+    """(first block, blocks) of the bands of a tile."""
+    return [(first, min(BAND, blocks - first)) for first in range(0, blocks, BAND)]
+
+
+def _parts_of_b(pair: PairShape) -> list[tuple[int, int, int]]:
+    """(first tile, tiles, blocks in each): the full tiles, and the last one if it has fewer blocks."""
+    blocks = -(-pair.out_rows // GROUP)
+    full, rest = divmod(blocks, pair.tile_blocks)
+    return [part for part in ((0, full, pair.tile_blocks), (full, 1, rest)) if part[1] and part[2]]
+
+
+def _pack_b(b_OR: torch.Tensor, pair: PairShape) -> torch.Tensor:
+    b_OR = _padded(b_OR, GROUP, GROUP)
+    tiles = torch.zeros(pair.num_tiles, _TILE_ELEMENTS, dtype=b_OR.dtype, device=b_OR.device)
+    for first, count, blocks in _parts_of_b(pair):
+        begin = first * pair.tile_blocks * GROUP
+        rows = b_OR[begin : begin + count * blocks * GROUP].view(count, blocks * GROUP, -1)
+        for band, width in _bands(blocks):
+            part = rows[:, band * GROUP : (band + width) * GROUP].reshape(count, 8, width, 2, pair.groups, 4, 2, 2)
+            part = part.permute(_B_TO_TILES).reshape(count, -1)
+            at = band * pair.groups * GROUP * GROUP
+            tiles[first : first + count, at : at + part.shape[1]] = part
+    return tiles
+
+
+def _unpack_b(tiles: torch.Tensor, pair: PairShape) -> torch.Tensor:
+    b_OR = torch.empty(-(-pair.out_rows // GROUP) * GROUP, pair.groups * GROUP, dtype=tiles.dtype, device=tiles.device)
+    inverse = [_B_TO_TILES.index(dim) for dim in range(len(_B_TO_TILES))]
+    for first, count, blocks in _parts_of_b(pair):
+        begin = first * pair.tile_blocks * GROUP
+        rows = b_OR[begin : begin + count * blocks * GROUP].view(count, blocks * GROUP, -1)
+        for band, width in _bands(blocks):
+            at, size = band * pair.groups * GROUP * GROUP, width * pair.groups * GROUP * GROUP
+            part = tiles[first : first + count, at : at + size].view(count, width, pair.groups, 8, 4, 2, 2, 2)
+            rows[:, band * GROUP : (band + width) * GROUP] = part.permute(inverse).reshape(count, width * GROUP, -1)
+    return b_OR[: pair.out_rows, : pair.lora_rank]

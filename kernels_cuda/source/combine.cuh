@@ -1,0 +1,81 @@
+// out[u] = the sum of delta[i] over the entries i with out_map[i] = u, in the order of i.
+#pragma once
+#include "ring.cuh"
+
+constexpr int SLAB = 128;  // columns that a warp sums at a time
+
+// A warp's shares of (output row, slab of columns). The list of a row's entries lies where its tiles were.
+struct Combine {
+    const Args& a;
+    unsigned short* const list;
+    const int lane, slabs;
+    int begin, end, row = -1, length = 0;
+
+    DEVICE Combine(const Args& args, WarpMemory& memory, int lane_, int worker, int workers)
+        : a(args), list(reinterpret_cast<unsigned short*>(memory.tiles)), lane(lane_), slabs(div_up(args.out_width, SLAB)) {
+        const int64 all = static_cast<int64>(a.counts[2]) * slabs;
+        begin = static_cast<int>(all * worker / workers);
+        end = static_cast<int>(all * (worker + 1) / workers);
+    }
+
+    // Before the barrier: the search for the first row's entries overlaps with other warps' tiles.
+    DEVICE void prepare() {
+        if (begin < end) find_entries(begin / slabs);
+    }
+
+    template <class T> DEVICE void run() {
+        for (int share = begin; share < end; share++) {
+            if (share / slabs != row) find_entries(share / slabs);
+            sum<T>(share % slabs * SLAB + lane * 4);
+        }
+    }
+
+    DEVICE void find_entries(int wanted) {
+        row = wanted, length = 0;
+        sync_warp();
+        for (int base = 0; base < a.counts[1]; base += 4 * LANES) {
+            int to[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int entry = base + i * LANES + lane;
+                to[i] = entry < a.counts[1] ? a.out_map[entry] : -1;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const unsigned found = votes(to[i] == row);
+                if (to[i] == row)
+                    list[length + __popc(found & ((1u << lane) - 1))] = static_cast<unsigned short>(base + i * LANES + lane);
+                length += __popc(found);
+            }
+        }
+        sync_warp();
+    }
+
+    template <class T> DEVICE void sum(int column) {
+        if (column >= a.out_width) return;
+        const bool whole = a.out_width % 4 == 0;
+        float4 total = {0, 0, 0, 0};
+#pragma unroll 4
+        for (int i = 0; i < length; i++) {
+            const float* at = a.delta + static_cast<int64>(list[i]) * a.out_width + column;
+            const float4 d = whole ? load_l2(at) : some(at, a.out_width - column);
+            total.x += d.x, total.y += d.y, total.z += d.z, total.w += d.w;
+        }
+        unsigned short* out = static_cast<unsigned short*>(a.out) + static_cast<int64>(row) * a.out_width + column;
+        const uint2 packed = {pack<T>(total.x, total.y), pack<T>(total.z, total.w)};
+        if (whole && reinterpret_cast<uint64>(out) % 8 == 0) {
+            *reinterpret_cast<uint2*>(out) = packed;
+            return;
+        }
+        const unsigned short halves[4] = {static_cast<unsigned short>(packed.x), static_cast<unsigned short>(packed.x >> 16),
+                                          static_cast<unsigned short>(packed.y), static_cast<unsigned short>(packed.y >> 16)};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (column + i < a.out_width) out[i] = halves[i];
+    }
+
+    DEVICE static float4 some(const float* at, int count) {
+        return {load_l2_one(at), count > 1 ? load_l2_one(at + 1) : 0, count > 2 ? load_l2_one(at + 2) : 0,
+                count > 3 ? load_l2_one(at + 3) : 0};
+    }
+};

@@ -1,0 +1,205 @@
+// delta = v B: the tiles of B that a warp streams, and what it does with each.
+#pragma once
+#include "ring.cuh"
+
+// A warp's expand jobs, one tile each, for up to JOB_ROWS entries.
+struct ExpandWalk {
+    const Args& a;
+    int left = 0, segment = 0, row = 0, pair = 0, window = 0, tile = 0, end = 0, slot = 0, rank = 0;
+    Segment s = {};
+
+    DEVICE explicit ExpandWalk(const Args& args) : a(args) {}
+
+    DEVICE void start(int begin, int stop, const int* before, int lane) {
+        left = stop - begin;
+        if (left == 0) return;
+        int local;
+        find_job(a, false, before, begin, lane, segment, local);
+        s = a.segments[segment];
+        const int per_rows = expand_jobs(a, s) / row_blocks(s);
+        row = local / per_rows * JOB_ROWS;
+        enter();
+        for (local %= per_rows; local >= end - tile; next_range()) local -= end - tile;
+        tile += local;
+    }
+
+    // To the first tile for the entries from `row` on; false if the segment has none.
+    DEVICE bool enter() {
+        pair = window = end = rank = 0;
+        slot = s.slot + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups;
+        return find_range();
+    }
+
+    DEVICE bool next_range() {
+        window++;
+        return find_range();
+    }
+
+    // From (pair, window) on, the next range of tiles that is not empty.
+    DEVICE bool find_range() {
+        const Block& block = a.blocks[s.block];
+        for (; pair < block.num_pairs; pair++) {
+            const Pair p = block.pairs[pair];
+            for (; window < a.num_windows; window++) {
+                tile = end;
+                if (tiles_of(a, p, window, tile, end)) return true;
+            }
+            if (p.groups) slot += div_up(p.out_rows, 16 * tile_blocks(p.groups));
+            rank += 16 * p.groups;
+            window = end = 0;
+        }
+        return false;
+    }
+
+    DEVICE Record next(const unsigned char*& from) {
+        const Block& block = a.blocks[s.block];
+        const Pair p = block.pairs[pair];
+        const int blocks = tile_blocks(p.groups), first = tile * 16 * blocks;
+        from = p.groups ? tile_at(block, slot + tile) : nullptr;
+        Record record;
+        ExpandTile& t = record.expand;
+        t.kind = EXPAND;
+        t.first = s.first + row;
+        t.rows = lesser(s.rows - row, JOB_ROWS);
+        t.groups = p.groups;
+        t.rank = rank;
+        t.row = p.out_begin + first;
+        t.end = p.out_begin + p.out_rows;
+        t.blocks = lesser(blocks, div_up(p.out_rows - first, 16));
+        t.fragments = t.blocks * p.groups;
+        advance();
+        return record;
+    }
+
+    DEVICE void advance() {
+        if (--left == 0 || ++tile < end || next_range()) return;
+        row += JOB_ROWS;
+        if (row < s.rows) {
+            enter();
+            return;
+        }
+        row = 0;
+        do s = a.segments[++segment];
+        while (s.rows == 0 || !enter());
+    }
+};
+
+// v of entries 8 b + token as B operands, each float as the sum of two 16-bit ones: (high, low) of group g in v[g][lane].
+template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b, WarpMemory& memory, int lane) {
+    const int entry = b * 8 + lane / 4;
+    const float* v = a.v + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
+    sync_warp();
+#pragma unroll 4
+    for (int g = 0; g < t.groups; g++) {
+        const float4 f = entry < t.rows ? load_l2(v + g * 16) : float4{0, 0, 0, 0};
+        const unsigned xy = pack<T>(f.x, f.y), zw = pack<T>(f.z, f.w);
+        float x, y, z, w;
+        unpack<T>(xy, x, y);
+        unpack<T>(zw, z, w);
+        memory.v[g][lane] = {xy, zw, pack<T>(f.x - x, f.y - y), pack<T>(f.z - z, f.w - w)};
+    }
+    sync_warp();
+}
+
+// Where an output row goes: its column of the result, or -1 outside the windows.
+DEVICE int column_of(const Args& a, int row) {
+    for (int w = 0, column = 0; w < a.num_windows; column += a.end(w) - a.begin(w), w++)
+        if (row >= a.begin(w) && row < a.end(w)) return column + row - a.begin(w);
+    return -1;
+}
+
+template <class T> struct HalfOut {  // results, 16 bit
+    using Element = unsigned short;
+    static constexpr int PAIR_BYTES = 4;
+    DEVICE static Element* row(const Args& a, int entry) {
+        return static_cast<Element*>(a.out) + static_cast<int64>(entry) * a.out_width;
+    }
+    DEVICE static void one(Element* at, float value) { *at = static_cast<Element>(pack<T>(value, 0)); }
+    DEVICE static void two(Element* at, float low, float high) { *reinterpret_cast<unsigned*>(at) = pack<T>(low, high); }
+    DEVICE static void eight(Element* at, const float (&f)[8]) {
+        *reinterpret_cast<uint4*>(at) = {pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])};
+    }
+};
+
+struct FloatOut {  // deltas, to be summed per token afterwards
+    using Element = float;
+    static constexpr int PAIR_BYTES = 8;
+    DEVICE static Element* row(const Args& a, int entry) { return a.delta + static_cast<int64>(entry) * a.out_width; }
+    DEVICE static void one(Element* at, float value) { *at = value; }
+    DEVICE static void two(Element* at, float low, float high) { *reinterpret_cast<float2*>(at) = {low, high}; }
+    DEVICE static void eight(Element* at, const float (&f)[8]) {
+        reinterpret_cast<float4*>(at)[0] = {f[0], f[1], f[2], f[3]};
+        reinterpret_cast<float4*>(at)[1] = {f[4], f[5], f[6], f[7]};
+    }
+};
+
+DEVICE bool aligned(const void* p, int bytes) { return reinterpret_cast<uint64>(p) % bytes == 0; }
+
+// `count` (2, 4, 6 or 8) consecutive output rows of one entry, from `row` on; those at `end` or beyond are padding.
+template <class Out> DEVICE void store_rows(const Args& a, int entry, int row, int count, int end, const float (&f)[8]) {
+    typename Out::Element* out = Out::row(a, entry);
+    const int column = column_of(a, row);
+    const bool together = column >= 0 && row + count <= end && column_of(a, row + count - 1) == column + count - 1;
+    if (together && count == 8 && aligned(out + column, 16)) {
+        Out::eight(out + column, f);
+    } else if (together && aligned(out + column, Out::PAIR_BYTES)) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2)
+            if (i < count) Out::two(out + column + i, f[i], f[i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int at = i < count && row + i < end ? column_of(a, row + i) : -1;
+            if (at >= 0) Out::one(out + at, f[i]);
+        }
+    }
+}
+
+// A tile for entries 8 b .. 8 b + 7, in bands of up to 4 blocks of 16 output rows. Lane (line, quad) ends with
+// 2 * (blocks of the band) consecutive rows of entries 2 quad and 2 quad + 1: packing puts the rows of B so.
+template <class T, class Out>
+DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* fragments, const WarpMemory& memory, int b,
+                           int lane) {
+    const int line = lane / 4, entry = b * 8 + lane % 4 * 2;
+    for (int band = 0; band < t.blocks; band += 4) {
+        const int blocks = lesser(4, t.blocks - band);
+        float c[4][4] = {};
+        const uint4* weights = fragments + band * t.groups * LANES;
+#pragma unroll 2
+        for (int g = 0; g < t.groups; g++) {
+            const uint4 v = memory.v[g][lane];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (i < blocks) {
+                    const uint4 w = weights[(i * t.groups + g) * LANES];
+                    mma<T>(c[i], w, v.x, v.y);
+                    mma<T>(c[i], w, v.z, v.w);
+                }
+        }
+        const float even[8] = {c[0][0], c[0][2], c[1][0], c[1][2], c[2][0], c[2][2], c[3][0], c[3][2]};
+        const float odd[8] = {c[0][1], c[0][3], c[1][1], c[1][3], c[2][1], c[2][3], c[3][1], c[3][3]};
+        const int row = t.row + band * 16 + line * 2 * blocks;
+        if (entry < t.rows) store_rows<Out>(a, t.first + entry, row, 2 * blocks, t.end, even);
+        if (entry + 1 < t.rows) store_rows<Out>(a, t.first + entry + 1, row, 2 * blocks, t.end, odd);
+    }
+}
+
+// All tiles of B that are left. v of up to 8 entries stays where it is between tiles.
+template <class T, class Out, class Producer> DEVICE void expand_all(const Args& a, Ring& ring, Producer& refill) {
+    int first = -1, rank = -1;
+    while (!ring.empty()) {
+        const ExpandTile t = ring.front().expand;
+        if (t.groups > 0 && (t.first != first || t.rank != rank || t.rows > 8)) {
+            stage_v<T>(a, t, 0, ring.memory, ring.lane);
+            first = t.first, rank = t.rank;
+        }
+        const uint4* fragments = ring.wait();
+        expand_entries<T, Out>(a, t, fragments, ring.memory, 0, ring.lane);
+        for (int b = 1; b * 8 < t.rows; b++) {
+            stage_v<T>(a, t, b, ring.memory, ring.lane);
+            expand_entries<T, Out>(a, t, fragments, ring.memory, b, ring.lane);
+        }
+        ring.pop();
+        refill();
+    }
+}

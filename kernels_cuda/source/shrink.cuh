@@ -1,0 +1,169 @@
+// v = scale * weight * x A: the tiles of A that a warp streams, and what it does with each.
+#pragma once
+#include "ring.cuh"
+
+// A warp's shrink jobs, tile by tile. A job: 16 ranks x CHUNKS chunks of K, for up to JOB_ROWS entries.
+struct ShrinkWalk {
+    const Args& a;
+    const Depth depth;
+    const int num_chunks;
+    int left, segment = 0, row = 0, partial = 0, group = 0, chunk = 0;
+    Segment s = {};
+
+    DEVICE explicit ShrinkWalk(const Args& args) : a(args), depth(args), num_chunks(div_up(args.in_width, CHUNK)), left(0) {}
+
+    DEVICE void start(int begin, int end, const int* before, int lane) {
+        left = end - begin;
+        if (left == 0) return;
+        int local;
+        find_job(a, true, before, begin, lane, segment, local);
+        s = a.segments[segment];
+        const int groups = a.blocks[s.block].groups, per_rows = groups * depth.partials;
+        row = local / per_rows * JOB_ROWS;
+        partial = local % per_rows / groups;
+        group = local % groups;
+        chunk = first_chunk();
+    }
+
+    DEVICE int first_chunk() const { return greater(depth.first_chunk, (depth.first_partial + partial) * CHUNKS); }
+    DEVICE int last_chunk() const { return lesser(depth.last_chunk, (depth.first_partial + partial + 1) * CHUNKS); }
+
+    DEVICE Record next(const unsigned char*& from) {
+        const Block& block = a.blocks[s.block];
+        const int base = (depth.first_partial + partial) * CHUNKS, length = lesser(CHUNKS, num_chunks - base);
+        from = tile_at(block, s.slot + base * block.groups + group * length + chunk - base);
+        Record record;
+        ShrinkTile& t = record.shrink;
+        t.kind = SHRINK;
+        t.first = s.first + row;
+        t.rows = lesser(s.rows - row, JOB_ROWS);
+        t.fragments = 2 * lesser(CHUNK / 32, div_up(a.in_width - chunk * CHUNK, 32));
+        t.chunk = chunk;
+        t.rank = group * 16;
+        t.partial = partial;
+        t.flags = (chunk == first_chunk() ? FIRST_OF_JOB : 0) | (chunk + 1 == last_chunk() ? LAST_OF_JOB : 0) |
+                  (group == 0 && partial == 0 ? MARK_GROUPS | block.groups << GROUPS_SHIFT : 0);
+        t.scale = scale(block);
+        advance(block.groups);
+        return record;
+    }
+
+    DEVICE float scale(const Block& block) const {
+        int p = 0;
+        for (int groups = block.pairs[0].groups; groups <= group; groups += block.pairs[p].groups) p++;
+        return block.pairs[p].scale;
+    }
+
+    DEVICE void advance(int groups) {
+        if (++chunk < last_chunk()) return;
+        if (--left == 0) return;
+        if (++group == groups) {
+            group = 0;
+            if (++partial == depth.partials) {
+                partial = 0;
+                row += JOB_ROWS;
+                if (row >= s.rows) next_segment();
+            }
+        }
+        chunk = first_chunk();
+    }
+
+    DEVICE void next_segment() {
+        row = 0;
+        do s = a.segments[++segment];
+        while (s.rows == 0 || a.blocks[s.block].groups == 0);
+    }
+};
+
+// Eight consecutive values of a row from column k of the window on, zeros outside it.
+DEVICE uint4 row_values(const unsigned short* row, int k, int width, bool vectors) {
+    uint4 v = {0, 0, 0, 0};
+    if (row == nullptr) return v;
+    if (vectors) return k >= 0 && k < width ? load_constant(row + k) : v;
+    unsigned halves[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) halves[i] = k + i >= 0 && k + i < width ? row[k + i] : 0;
+    return {halves[0] | halves[1] << 16, halves[2] | halves[3] << 16, halves[4] | halves[5] << 16,
+            halves[6] | halves[7] << 16};
+}
+
+// Lane (token, quad) holds columns 32 j + 8 quad .. + 7 of the chunk in values[j]: two fragments' worth of B operand.
+DEVICE void load_chunk(const Args& a, const unsigned short* row, const ShrinkTile& t, int quad, bool vectors,
+                       uint4 (&values)[8]) {
+    const int k = t.chunk * CHUNK - a.in_begin + quad * 8;
+#pragma unroll
+    for (int j = 0; j < 8; j++) values[j] = row_values(row, k + j * 32, a.row_width, vectors);
+}
+
+// The sums of one job: ranks token and token + 8, entries 2 quad and 2 quad + 1 of every 8.
+struct ShrinkSums {
+    float c[JOB_ROWS / 8][4];
+    const unsigned short* row[JOB_ROWS / 8];  // of entry `token` of every 8, null beyond the job's
+
+    DEVICE void start(const Args& a, const ShrinkTile& t, int token) {
+#pragma unroll
+        for (int b = 0; b < JOB_ROWS / 8; b++) {
+            c[b][0] = c[b][1] = c[b][2] = c[b][3] = 0;
+            row[b] = nullptr;
+            const int entry = b * 8 + token;
+            if (entry >= t.rows) continue;
+            const int64 from = a.in_map ? a.in_map[t.first + entry] : t.first + entry;
+            row[b] = static_cast<const unsigned short*>(a.rows) + from * a.row_width;
+        }
+    }
+
+    DEVICE void store(const Args& a, const ShrinkTile& t, int token, int quad) const {
+        float* partial = a.partial + static_cast<int64>(t.partial) * a.max_entries * a.max_rank + t.rank + token;
+#pragma unroll
+        for (int b = 0; b < JOB_ROWS / 8; b++)
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                const int entry = b * 8 + quad * 2 + side;
+                if (entry >= t.rows) continue;
+                const float scale = t.scale * (a.weights ? a.weights[t.first + entry] : 1.0f);
+                float* at = partial + static_cast<int64>(t.first + entry) * a.max_rank;
+                at[0] = c[b][side] * scale;
+                at[8] = c[b][2 + side] * scale;
+            }
+    }
+};
+
+template <class T>
+DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums& sums, bool vectors) {
+    const ShrinkTile t = ring.front().shrink;
+    const int token = ring.lane / 4, quad = ring.lane % 4;
+    if (t.flags & FIRST_OF_JOB) sums.start(a, t, token);
+    uint4 x[8];
+    load_chunk(a, sums.row[0], t, quad, vectors, x);  // on its way while the tile is
+    const uint4* fragments = ring.wait();
+#pragma unroll
+    for (int b = 0; b < JOB_ROWS / 8; b++) {
+        if (b * 8 >= t.rows) break;
+        if (b > 0) load_chunk(a, sums.row[b], t, quad, vectors, x);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            if (2 * j >= t.fragments) break;
+            mma<T>(sums.c[b], fragments[2 * j * LANES], x[j].x, x[j].y);
+            mma<T>(sums.c[b], fragments[(2 * j + 1) * LANES], x[j].z, x[j].w);
+        }
+    }
+    ring.pop();
+    if (t.flags & MARK_GROUPS && ring.lane < t.rows) a.groups[t.first + ring.lane] = t.flags >> GROUPS_SHIFT;
+    if (t.flags & LAST_OF_JOB) sums.store(a, t, token, quad);
+}
+
+// v = the sum of its partials, in their order, for all entries; after a grid barrier.
+DEVICE void sum_partials(const Args& a) {
+    const int partials = Depth(a).partials, vectors = a.max_rank / 4;
+    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank, all = static_cast<int64>(a.counts[1]) * vectors;
+    for (int64 i = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x; i < all; i += static_cast<int64>(gridDim.x) * THREADS) {
+        if (i % vectors * 4 >= load_l2(a.groups + i / vectors) * 16) continue;
+        float4 sum = load_l2(a.partial + i * 4);
+#pragma unroll 4
+        for (int p = 1; p < partials; p++) {
+            const float4 more = load_l2(a.partial + p * stride + i * 4);
+            sum.x += more.x; sum.y += more.y; sum.z += more.z; sum.w += more.w;
+        }
+        *reinterpret_cast<float4*>(a.v + i * 4) = sum;
+    }
+}

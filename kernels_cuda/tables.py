@@ -1,0 +1,59 @@
+"""What the CUDA kernels are told of weights and of a step: plain structs, mirrored by source/step.cuh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels_cuda.layout import MAX_PAIRS, BlockShape
+from kernels_cuda.ops import Segment
+
+PAIR = np.dtype([("groups", "<i4"), ("out_begin", "<i4"), ("out_rows", "<i4"), ("scale", "<f4")])
+BLOCK = np.dtype([("pages", "<u8"), ("groups", "<i4"), ("num_pairs", "<i4"), ("pairs", PAIR, MAX_PAIRS)])
+SEGMENT_INTS = 4  # block, slot, first, rows
+
+
+class Packed(NamedTuple):
+    """A block in device memory: a row of a BlockTable, and the block's first slot in that row's pages."""
+
+    row: int
+    slot: int
+    max_rank: int
+
+
+class BlockTable:
+    """Block descriptions in device memory, by index. Blocks of one shape on one list of pages share a row.
+
+    `pages`: the address of an int64 [pages] tensor of page addresses, all in memory that the kernels can
+    read; pages are 2 MiB each, 512-byte aligned and anywhere. The caller keeps both alive. Not thread-safe.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str) -> None:
+        self._rows = np.zeros(capacity, BLOCK)
+        self._free = list(range(capacity - 1, -1, -1))
+        self.tensor = torch.zeros(capacity, BLOCK.itemsize, dtype=torch.uint8, device=device)
+
+    def add(self, pages: int, shape: BlockShape) -> int:
+        """The index of a new row; raises ValueError when the table is full."""
+        if not self._free:
+            raise ValueError(f"all {len(self._rows)} rows of the block table are taken")
+        index = self._free.pop()
+        row = self._rows[index]
+        row["pages"], row["groups"], row["num_pairs"] = pages, shape.groups, len(shape.pairs)
+        for i, pair in enumerate(shape.pairs):
+            row["pairs"][i] = (pair.groups, pair.out_begin, pair.out_rows, pair.scale)
+        self.tensor[index].copy_(torch.from_numpy(self._rows[index : index + 1].view(np.uint8)))
+        return index
+
+    def remove(self, index: int) -> None:
+        """Give a row back; no kernel may still read it."""
+        self._free.append(index)
+
+
+def segment_table(segments: Sequence[Segment[Packed]]) -> torch.Tensor:
+    """int32 [segments, 4] as the kernels read it, on the CPU."""
+    rows = [(block.row, block.slot, first, num_entries) for block, first, num_entries in segments]
+    return torch.tensor(rows, dtype=torch.int32).view(-1, SEGMENT_INTS)

@@ -1,0 +1,59 @@
+"""The CUDA kernels' own source on this CPU, for tests: see tests/emulator/ptx.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
+
+EMULATOR = Path(__file__).parent / "emulator"
+GRID = 2  # blocks
+COMPILER = shutil.which("g++")
+MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x86-64"
+
+
+@cache
+def _library(variant: Variant) -> ctypes.CDLL:
+    """Compiled once per content, shared by processes."""
+    source = read_source(instead={"ptx.cuh": (EMULATOR / "ptx.cuh").read_text()}) + (EMULATOR / "run.cpp").read_text()
+    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines, "-x", "c++", "-"]
+    digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
+    if not built.exists():
+        with tempfile.NamedTemporaryFile(dir=built.parent, suffix=".so", delete=False) as file:
+            subprocess.run([*command, "-o", file.name], input=source, text=True, check=True)
+        Path(file.name).replace(built)
+    return ctypes.CDLL(str(built))
+
+
+def launch(
+    step: DeviceStep,
+    out: torch.Tensor,
+    workspace: Workspace,
+    variant: Variant,
+    *,
+    kernel: str = "lora_step",
+    late: bool = True,
+) -> None:
+    """`kernel` over the whole step; `late`: copies happen when they are waited for."""
+    values = arguments(step, out, workspace, variant.stages)
+    name = f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}"
+    code = _library(variant).run(name.encode(), GRID, int(late), (ctypes.c_int64 * len(values))(*values))
+    assert code == 0, f"{name}: {code}"
+
+
+def shared_bytes(variant: Variant) -> int:
+    """Shared memory of one block."""
+    return int(_library(variant).shared_bytes())
