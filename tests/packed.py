@@ -1,0 +1,106 @@
+"""Steps of plain blocks as the CUDA kernels take them: packed into scattered pages, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels_cuda.launch import DeviceStep, Workspace
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_of
+from kernels_cuda.ops import Block, Segment, Step
+from kernels_cuda.tables import BlockTable, Packed, segment_table
+
+POISON = 0xFF  # NaN in every float format, wherever a kernel reads what nobody wrote
+
+
+@dataclass
+class Pages:
+    """A page table whose pages lie apart from each other, in memory that holds NaNs."""
+
+    device: str
+    num_pages: int = 0
+    free_slot: int = 0
+    memory: list[torch.Tensor] = field(default_factory=list)
+    addresses: torch.Tensor | None = None
+
+    def reserve(self, first_slot: int, num_slots: int) -> None:
+        """Pages for slots [first_slot, first_slot + num_slots), before any is added."""
+        self.free_slot = first_slot
+        while self.num_pages * PAGE_TILES < first_slot + num_slots:
+            self.memory.insert(0, torch.full((PAGE_BYTES + 512,), POISON, dtype=torch.uint8, device=self.device))
+            self.num_pages += 1
+        starts = [page.data_ptr() + -page.data_ptr() % 512 for page in self.memory]
+        self.addresses = torch.tensor(starts, dtype=torch.int64, device=self.device)
+
+    def write(self, tiles: torch.Tensor) -> int:
+        """Store tiles in the next slots; the first one."""
+        first = self.free_slot
+        for i, tile in enumerate(tiles):
+            page = self.memory[(first + i) // PAGE_TILES]
+            at = -page.data_ptr() % 512 + (first + i) % PAGE_TILES * TILE_BYTES
+            page[at : at + TILE_BYTES] = tile
+        self.free_slot += len(tiles)
+        return first
+
+
+@dataclass
+class PackedStep:
+    """A step on a device, with all that it points to."""
+
+    step: DeviceStep
+    out_rows: int
+    max_rank: int
+    keep: tuple[object, ...]
+
+    def poisoned_out(self) -> torch.Tensor:
+        shape = (self.out_rows, self.step.out_width)
+        return torch.full(shape, float("nan"), dtype=self.step.rows_TK.dtype, device=self.step.rows_TK.device)
+
+    def poisoned_workspace(self, max_entries: int, spare_rank: int = 0) -> Workspace:
+        workspace = Workspace(
+            max_entries=max_entries,
+            max_rank=max(16, self.max_rank + spare_rank),
+            max_in_width=self.step.in_width,
+            max_out_width=self.step.out_width,
+            device=self.step.rows_TK.device,
+        )
+        for tensor in (workspace.partial, workspace.v, workspace.delta):
+            tensor.fill_(float("nan"))
+        return workspace
+
+
+def pack_step(
+    step: Step[Block], in_width: int, out_width: int, device: str = "cpu", first_slot: int = PAGE_TILES - 3
+) -> PackedStep:
+    """The same step for the kernels; its first blocks cross the border of a page."""
+    dtype = step.rows_TK.dtype
+    blocks = {id(segment.block): segment.block for segment in step.segments}
+    shapes = {key: shape_of(block, in_width, out_width) for key, block in blocks.items()}
+    pages, table = Pages(device), BlockTable(max(1, len(blocks)), device)
+    pages.reserve(first_slot, sum(shape.num_tiles for shape in shapes.values()))
+    assert pages.addresses is not None
+    packed = {}
+    for key, block in blocks.items():
+        slot = pages.write(pack(block, shapes[key], dtype).to(device))
+        packed[key] = Packed(table.add(pages.addresses.data_ptr(), shapes[key]), slot, shapes[key].groups * 16)
+    segments = segment_table([Segment(packed[id(s.block)], s.first, s.num_entries) for s in step.segments])
+    counts = torch.tensor([len(step.segments), step.num_entries, step.num_out_rows], dtype=torch.int32)
+
+    def moved(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device=device, dtype=dtype).contiguous()
+
+    on_device = DeviceStep(
+        rows_TK=step.rows_TK.to(device),
+        segments=segments.to(device),
+        blocks=table.tensor,
+        counts=counts.to(device),
+        in_width=in_width,
+        windows=step.windows,
+        in_begin=step.in_begin,
+        in_map_N=moved(step.in_map_N, torch.int32),
+        out_map_N=moved(step.out_map_N, torch.int32),
+        weights_N=moved(step.weights_N, torch.float32),
+    )
+    max_rank = max((shape.groups * 16 for shape in shapes.values()), default=16)
+    return PackedStep(on_device, step.num_out_rows, max_rank, (pages, table))
