@@ -37,8 +37,13 @@ def serve(
     base_model: Annotated[str | None, typer.Option(help="Model directory (its config.json), or a preset name.")] = None,
     adapters: Annotated[Path | None, typer.Option(help="Directory whose sub-directories are PEFT adapters.")] = None,
     layout: Annotated[str | None, typer.Option(help="epX-ppY: X shards per stage, Y stages. [ep1-pp1]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu. [cpu]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Weights in memory: float32, bfloat16, float16. [float32]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, or cuda: weights and kernels on GPUs. [cpu]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Weights in memory: float32, bfloat16, float16. [float32; bfloat16 on cuda]")
+    ] = None,
+    pool_gib: Annotated[
+        float | None, typer.Option(help="Device memory for adapters, per shard. [80 % of what is free, shared]")
+    ] = None,
     listen: Annotated[str | None, typer.Option(help="gRPC address. [127.0.0.1:7400]")] = None,
     http: Annotated[str | None, typer.Option(help="/livez /readyz /metrics. [127.0.0.1:7401]")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where this node keeps its sockets. [temporary]")] = None,

@@ -29,8 +29,9 @@ class ServeConfig(BaseSettings):
     base_model: str
     adapters: Path | None = None
     layout: str = "ep1-pp1"
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    pool_gib: float = Field(0.0, ge=0)
     listen: str = "127.0.0.1:7400"
     http: str = "127.0.0.1:7401"
     data_dir: Path | None = None
@@ -44,23 +45,31 @@ class ServeConfig(BaseSettings):
     threads: int = Field(1, ge=1)
     lease_seconds: float = Field(10.0, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dtype_of_the_device(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("device") == "cuda":
+            return {"dtype": "bfloat16"} | values
+        return values
+
     @field_validator("layout")
     @classmethod
     def _layout(cls, text: str) -> str:
         return str(Layout.parse(text))
-
-    @field_validator("device")
-    @classmethod
-    def _device(cls, text: str) -> str:
-        if text != "cpu":
-            raise ValueError("expected cpu, the only device that shards compute on so far")
-        return text
 
     @field_validator("listen", "http")
     @classmethod
     def _address(cls, text: str) -> str:
         split_address(text, "address")
         return text
+
+    @model_validator(mode="after")
+    def _numbers(self) -> ServeConfig:
+        if self.device == "cuda" and self.dtype == "float32":
+            raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
+        if self.device == "cpu" and self.pool_gib:
+            raise ValueError("pool-gib: only --device cuda has a pool; leave it away")
+        return self
 
     @model_validator(mode="after")
     def _node(self) -> ServeConfig:

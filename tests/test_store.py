@@ -14,7 +14,8 @@ from lora_server import spec as specs
 from lora_server.adapters import open_adapter
 from lora_server.demo import tiny
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.store import ResidentStore, Source, State
+from lora_server.memory.resident import ResidentStore
+from lora_server.memory.store import Source, State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 

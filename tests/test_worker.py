@@ -22,7 +22,7 @@ from lora_server.errors import (
     UnknownAdapterError,
     rebuild,
 )
-from lora_server.memory.store import ResidentStore
+from lora_server.memory.resident import ResidentStore
 from lora_server.placement import Layout, Placement
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
@@ -31,6 +31,7 @@ from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import RequestHeader, ResponseHeader
+from lora_server.worker.compute import HostCompute
 from lora_server.worker.coordination import Independent
 from lora_server.worker.shard import Shard
 
@@ -124,7 +125,7 @@ def make_rig(layout="ep1-pp1", index=0):
     spec, gate = spec_of("mixtral"), Gate()
     store = ResidentStore(Placement(spec, Layout.parse(layout)), index, torch.float32, gate)
     port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH))
-    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), cpu.lora_step), gate)
+    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step)), gate)
 
 
 @contextlib.contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from kernels_cuda import cpu
 from lora_server.adapters import validate_adapter
+from lora_server.daemon import backends
+from lora_server.daemon.backends import Backend
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.store import ResidentStore, Source
+from lora_server.memory.store import Source
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Grant, Port
@@ -38,23 +39,17 @@ class InprocServer:
         dtype: torch.dtype = torch.float32,
         max_step_rows: int = 256,
         slots: int = 4,
+        make_backend: Callable[[Placement, int, torch.dtype], Backend] = backends.host,
     ) -> None:
         self.placement = Placement(spec, Layout.parse(layout))
         self.max_step_rows = max_step_rows
         self.held: dict[str, Held] = {}
         self._clients = itertools.count(1)
         region = RegionLayout.for_model(spec, max_step_rows, slots)
+        built = [make_backend(self.placement, index, dtype) for index in range(self.placement.layout.num_shards)]
         self.shards = [
-            Shard(
-                index,
-                spec,
-                max_step_rows,
-                Port(region),
-                ResidentStore(self.placement, index, dtype),
-                Independent(),
-                cpu.lora_step,
-            )
-            for index in range(self.placement.layout.num_shards)
+            Shard(index, spec, max_step_rows, Port(region), backend.store, Independent(), backend.compute)
+            for index, backend in enumerate(built)
         ]
         for handle, (name, path) in enumerate(sorted(adapters.items()), start=1):
             self._load(handle, name, path)

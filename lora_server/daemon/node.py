@@ -90,6 +90,7 @@ class Node:
 
     def _shard_settings(self, controller_address: str) -> list[ShardSettings]:
         config, settings = self.config, self.settings
+        local = block(settings.layout.num_shards, config.nodes, config.node_rank)
         return [
             ShardSettings(
                 shard=shard,
@@ -106,8 +107,12 @@ class Node:
                 host=self.bind_host,
                 advertise=self.advertise,
                 run_dir=str(self._run_dir),
+                device=config.device,
+                pool_gib=config.pool_gib,
+                local_index=index,
+                local_shards=len(local),
             )
-            for shard in block(settings.layout.num_shards, config.nodes, config.node_rank)
+            for index, shard in enumerate(local)
         ]
 
     def _background(self) -> None:

@@ -20,10 +20,11 @@ import msgspec
 import structlog
 import torch
 
-from kernels_cuda import cpu
 from lora_server import logs
+from lora_server.daemon import backends
+from lora_server.daemon.backends import Backend
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.memory.store import ResidentStore, Source
+from lora_server.memory.store import Source
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
@@ -62,6 +63,10 @@ class ShardSettings(msgspec.Struct, forbid_unknown_fields=True):
     host: str  # to bind to
     advertise: str  # where others reach it, if that is another
     run_dir: str
+    device: str
+    pool_gib: float  # 0: most of what is free
+    local_index: int  # among the shards of this node
+    local_shards: int
 
 
 class ShardProcess:
@@ -79,10 +84,26 @@ class ShardProcess:
         self.port = Port(region, on_gone=self._client_gone)
         self.shm = self._shm_listener()
         self.zmq = ZmqListener(self.port, settings.host, settings.advertise)
-        self.store = ResidentStore(placement, settings.shard, getattr(torch, settings.dtype), self._layer_loaded)
+        backend = self._backend(placement)
+        self.store = backend.store
         self.coordinator = self._coordinator(layout)
         self.shard = Shard(
-            settings.shard, spec, settings.max_step_rows, self.port, self.store, self.coordinator, cpu.lora_step
+            settings.shard, spec, settings.max_step_rows, self.port, self.store, self.coordinator, backend.compute
+        )
+
+    def _backend(self, placement: Placement) -> Backend:
+        settings, dtype = self.settings, getattr(torch, self.settings.dtype)
+        if settings.device == "cpu":
+            return backends.host(placement, settings.shard, dtype, self._layer_loaded)
+        return backends.cuda(
+            placement,
+            settings.shard,
+            dtype,
+            settings.max_step_rows,
+            local_shards=settings.local_shards,
+            local_index=settings.local_index,
+            pool_gib=settings.pool_gib,
+            on_layer=self._layer_loaded,
         )
 
     def _shm_listener(self) -> ShmListener | None:

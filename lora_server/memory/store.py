@@ -1,4 +1,4 @@
-"""Adapter weights of one shard, behind the interface that a paged pool implements as well.
+"""Adapter weights of one shard, as its loop and its controller see them; see resident and paged.
 
 READY is per (handle, layer): a step at layer 0 can run when layer 0 is there. A wait for weights is
 the caller's: the store only says where a layer stands.
@@ -6,21 +6,15 @@ the caller's: the store only says where a layer stands.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import threading
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from kernels_cuda.ops import NOTHING, Block, Pair, stack
-from lora_server.adapters import Adapter, open_adapter
-from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.placement import Placement
+from lora_server.errors import LoraServerError
 from lora_server.spec import Site
 
 
@@ -72,11 +66,15 @@ class WeightStore(ABC):
         """Why a handle is FAILED."""
 
     @abstractmethod
-    def block(self, handle: int, site: Site, expert: int) -> Block:
-        """The weights of a READY layer; empty where the adapter has no delta.
+    def block(self, handle: int, site: Site, expert: int) -> Any:
+        """The weights of a READY layer, as this shard's compute takes them; empty where there is no delta.
 
         Raises UnknownAdapterError if it was dropped since, ProtocolError for what another shard owns.
         """
+
+    def reading(self) -> contextlib.AbstractContextManager[object]:
+        """While it is held, what `block` returned stays where it is."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def nbytes(self) -> int:
@@ -85,179 +83,3 @@ class WeightStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Drop everything and stop."""
-
-
-@dataclass
-class _Entry:
-    handle: int
-    source: Source
-    layers: list[int]
-    done: list[Callable[[LoraServerError | None], None]]
-    urgent: bool = False
-    finished: bool = False
-    ready: set[int] = field(default_factory=set)
-    failure: LoraServerError | None = None
-    nbytes: int = 0
-    adapter: Adapter | None = None
-    blocks: dict[tuple[Site, int], Block] = field(default_factory=dict)
-
-
-class ResidentStore(WeightStore):
-    """Everything stays in host memory; one thread loads a layer at a time, prefetched adapters first.
-
-    `on_layer(handle, layers ready)` is called from that thread after each layer, and after a failure.
-    """
-
-    def __init__(
-        self,
-        placement: Placement,
-        shard: int,
-        dtype: torch.dtype,
-        on_layer: Callable[[int, int], None] = lambda handle, layers: None,
-    ) -> None:
-        self._placement, self._shard, self._dtype, self._on_layer = placement, shard, dtype, on_layer
-        self._layers = list(placement.layers(shard))
-        self._entries: dict[int, _Entry] = {}
-        self._queue: list[tuple[int, int, _Entry]] = []  # holds every unfinished entry but the one being loaded
-        self._order = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
-        self._thread.start()
-
-    def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
-        """See WeightStore."""
-        with self._changed:
-            entry = self._entries.get(handle)
-            if entry is None:
-                entry = self._entries[handle] = _Entry(handle, source, list(self._layers), [done])
-                self._enqueue(entry)
-                return
-            if not entry.finished:
-                entry.done.append(done)
-                return
-        done(entry.failure)
-
-    def prefetch(self, handles: Sequence[int]) -> None:
-        """See WeightStore."""
-        with self._changed:
-            for handle in handles:
-                entry = self._entries.get(handle)
-                if entry is not None and entry.layers and not entry.urgent:
-                    entry.urgent = True
-                    self._enqueue(entry)
-
-    def _enqueue(self, entry: _Entry) -> None:
-        heapq.heappush(self._queue, (0 if entry.urgent else 1, next(self._order), entry))
-        self._changed.notify()
-
-    def drop(self, handle: int) -> None:
-        """See WeightStore."""
-        with self._changed:
-            entry = self._entries.pop(handle, None)
-            if entry is not None and not entry.finished:
-                entry.failure = AdapterLoadError(f"handle {handle}: dropped while it loaded")
-
-    def state(self, handle: int, layer: int) -> State:
-        """See WeightStore."""
-        entry = self._entries.get(handle)
-        if entry is None:
-            return State.UNKNOWN
-        if layer in entry.ready or (entry.finished and entry.failure is None):
-            return State.READY
-        return State.LOADING if entry.failure is None else State.FAILED
-
-    def error(self, handle: int) -> LoraServerError:
-        """See WeightStore."""
-        entry = self._entries.get(handle)
-        failure = entry.failure if entry is not None else None
-        return failure or AdapterLoadError(f"handle {handle}: not failed")
-
-    def block(self, handle: int, site: Site, expert: int) -> Block:
-        """See WeightStore."""
-        entry = self._entries.get(handle)
-        if entry is None:
-            raise UnknownAdapterError(f"handle {handle}: not on shard {self._shard}; was it removed?")
-        found = entry.blocks.get((site, expert))
-        if found is None and expert not in self._placement.experts(site, self._shard):
-            raise ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
-        return found or NOTHING
-
-    def nbytes(self) -> int:
-        """See WeightStore."""
-        return sum(entry.nbytes for entry in list(self._entries.values()))
-
-    def close(self) -> None:
-        """See WeightStore."""
-        with self._changed:
-            for handle in list(self._entries):
-                self.drop(handle)
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                _, _, entry = heapq.heappop(self._queue)
-            if entry.failure is None and not entry.finished:
-                self._load_next(entry)
-            if entry.failure is not None or not entry.layers:
-                self._finish(entry)
-
-    def _load_next(self, entry: _Entry) -> None:
-        try:
-            if entry.layers:
-                self._load_layer(entry, entry.layers[0])
-        except Exception as error:
-            reason = (
-                error if isinstance(error, LoraServerError) else AdapterLoadError(f"{entry.source.path}: {error!r}")
-            )
-            entry.failure = reason
-        with self._changed:
-            if entry.layers and entry.failure is None:
-                self._enqueue(entry)
-        self._on_layer(entry.handle, len(entry.ready))
-
-    def _finish(self, entry: _Entry) -> None:
-        if entry.adapter is not None:
-            entry.adapter.close()
-            entry.adapter = None
-        with self._changed:
-            entry.finished = True
-            waiting, entry.done = entry.done, []
-        for done in waiting:
-            done(entry.failure)
-
-    def _load_layer(self, entry: _Entry, layer: int) -> None:
-        if entry.adapter is None:
-            entry.adapter = self._open(entry.source)
-        for site in (site for site in entry.adapter.sites() if site.layer == layer):
-            for expert in self._placement.experts(site, self._shard):
-                block = self._read(entry.adapter, site, expert)
-                entry.blocks[site, expert] = block
-                entry.nbytes += block.a_RK.nbytes + sum(pair.b_OR.nbytes for pair in block.pairs)
-        entry.layers.remove(layer)
-        entry.ready.add(layer)
-
-    def _open(self, source: Source) -> Adapter:
-        """The adapter that was registered; files touched since are read whole and must have the same content."""
-        adapter = open_adapter(source.path, self._placement.spec)
-        if adapter.stamp != source.stamp and adapter.version() != source.version:
-            adapter.close()
-            raise AdapterLoadError(
-                f"{source.path}: its content changed since it was registered (version {source.version[:12]}); "
-                "remove it and add it again"
-            )
-        return adapter
-
-    def _read(self, adapter: Adapter, site: Site, expert: int) -> Block:
-        return stack(
-            [
-                Pair(a_RK.to(self._dtype), b_OR.to(self._dtype), pair.scale, pair.out_begin)
-                for pair, a_RK, b_OR in adapter.read(site, expert)
-            ]
-        )

@@ -14,10 +14,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from lora_server.errors import ProtocolError
 from lora_server.spec import ModelSpec
 from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+
+if TYPE_CHECKING:
+    import torch
 
 LINE_BYTES = 128
 PAGE_BYTES = 4096
@@ -50,6 +55,18 @@ class RegionLayout:
         return PAGE_BYTES + self.depth * (self.request_bytes + self.response_bytes)
 
 
+class Twin(Protocol):
+    """The rows of a region's slots in device memory, where both ends have them there; see transport.twin."""
+
+    def request_rows(self, header: RequestHeader) -> torch.Tensor:
+        """[num_rows, in_end - in_begin] of a request slot."""
+        ...
+
+    def response_rows(self, header: RequestHeader) -> torch.Tensor:
+        """[num_out_rows, out_width] of the response slot to a request."""
+        ...
+
+
 class Region:
     """Typed views over a region's memory. Owns nothing but the views; `memory` keeps the mapping alive."""
 
@@ -58,6 +75,7 @@ class Region:
             raise ProtocolError(f"region: got {memory.nbytes} bytes, expected {layout.nbytes} for {layout}")
         self.memory = memory
         self.layout = layout
+        self.twin: Twin | None = None
         self.request_signal = memory[0:8].cast("Q")
         self.response_signal = memory[LINE_BYTES : LINE_BYTES + 8].cast("Q")
         self.parked = memory[2 * LINE_BYTES : 2 * LINE_BYTES + 4]

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-import torch
 
-from kernels_cuda.ops import Segment, Step
+from kernels_cuda.ops import Segment
 from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError, UnknownAdapterError
 from lora_server.memory.store import State, WeightStore
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
 from lora_server.worker import request as requests
+from lora_server.worker.compute import Compute
 from lora_server.worker.coordination import Coordinator
 from lora_server.worker.schedule import Pending
 
@@ -29,8 +29,6 @@ IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
 REFUSED_BUDGET_US = 30_000_000  # of a step whose header cannot be read
 log = structlog.get_logger()
-
-Kernel = Callable[[Step[Any], torch.Tensor], None]
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Shard:
     port: Port
     store: WeightStore
     coordinator: Coordinator
-    kernel: Kernel
+    compute: Compute
     counters: Counters = field(default_factory=Counters)
     _pending: dict[int, Pending] = field(default_factory=dict)
 
@@ -145,9 +143,10 @@ class Shard:
         try:
             request_memory = step.connection.region.request(step.seq)
             request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
-            segments = [self._segment(request, *segment) for segment in request.segments]
-            if request.header.num_out_rows:
-                self.kernel(_kernel_step(request, segments), requests.response_rows(memory, step.header))
+            with self.store.reading():
+                segments = [self._segment(request, *segment) for segment in request.segments]
+                if request.header.num_out_rows:
+                    self.compute.run(request, segments, step.connection)
         except LoraServerError as error:
             self._fail(step.connection, step.seq, error)
             return
@@ -193,18 +192,3 @@ class Shard:
         counters.response_bytes += nbytes
         counters.wait_ns += started - step.received_ns
         counters.compute_ns += done - started
-
-
-def _kernel_step(request: requests.Request, segments: list[Segment[Any]]) -> Step[Any]:
-    header = request.header
-    return Step(
-        rows_TK=request.rows_TK,
-        segments=segments,
-        num_entries=header.num_entries,
-        num_out_rows=header.num_out_rows,
-        windows=header.windows,
-        in_begin=header.in_begin,
-        in_map_N=request.in_map_N,
-        out_map_N=request.out_map_N,
-        weights_N=request.weights_N,
-    )

@@ -1,0 +1,176 @@
+"""Weights as packed tiles in the pages of one device: what the CUDA kernels read in place.
+
+An adapter's tiles follow each other through its pages, layer after layer, so that only its last page
+is partly empty; the pages lie anywhere, and a page table in device memory says where. Each adapter
+takes what its own ranks need. A page is filled by a copy on a stream of the loader's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+import torch
+
+from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
+from kernels_cuda.ops import NOTHING, Block
+from kernels_cuda.tables import BlockTable, Packed
+from lora_server.errors import AdapterLoadError, ConfigError
+from lora_server.memory.loader import LoadingStore, Place
+from lora_server.memory.pages import PagePool
+from lora_server.placement import Placement
+from lora_server.spec import Site
+
+MAX_ROWS = 65536  # of the block table: one per adapter and shape
+
+
+class PagedStore(LoadingStore):
+    """See the module. `reading` keeps pages from being given away while a step uses them."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        shard: int,
+        dtype: torch.dtype,
+        pool: PagePool,
+        on_layer: Callable[[int, int], None] = lambda handle, layers: None,
+    ) -> None:
+        """Raises ConfigError unless dtype has 16 bits."""
+        if dtype.itemsize != 2:
+            raise ConfigError(f"--dtype: got {dtype}, expected bfloat16 or float16, which the CUDA kernels compute in")
+        self.pool, self.device = pool, pool.memory.device
+        self.table = BlockTable(MAX_ROWS, self.device)
+        self.spec, self.dtype = placement.spec, dtype
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._empty: dict[tuple[int, int], Packed] = {}
+        self._readers = threading.Lock()
+        self._table_lock = threading.Lock()
+        super().__init__(placement, shard, dtype, on_layer)
+
+    def reading(self) -> contextlib.AbstractContextManager[object]:
+        """See WeightStore; held for one step, by the shard's loop."""
+        return self._readers
+
+    def check_integrity(self) -> None:
+        """When idle: no page is lost or held twice."""
+        places = [entry.place for entry in self._entries.values()]
+        self.pool.check_integrity([page for place in places if isinstance(place, _Pages) for page in place.pages])
+
+    def shape(self, site: Site, block: Block) -> BlockShape:
+        """What a block of a site looks like; raises ValueError for what the kernels cannot serve."""
+        return shape_of(block, self.spec.in_width(site), self.spec.out_width(site))
+
+    def add_row(self, pages: int, shape: BlockShape) -> int:
+        """A row of the block table; raises AdapterLoadError when it is full."""
+        with self._table_lock, self.on_stream():
+            try:
+                return self.table.add(pages, shape)
+            except ValueError as error:
+                raise AdapterLoadError(f"shard {self._shard}: {error}; remove an adapter") from error
+
+    def remove_rows(self, rows: list[int]) -> None:
+        """Give rows of the block table back."""
+        with self._table_lock:
+            for row in rows:
+                self.table.remove(row)
+
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Device work of the loader goes beside the shard's own."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait for the loader's copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def out_of_pages(self) -> AdapterLoadError:
+        """Why a load fails when the pool is full."""
+        return AdapterLoadError(
+            f"shard {self._shard}: all {self.pool.num_pages} pages of 2 MiB on {self.device} are taken; "
+            "remove an adapter, or start the server with more --pool-gib or more shards"
+        )
+
+    def _place(self) -> Place:
+        return _Pages(self)
+
+    def _nothing(self, site: Site) -> Packed:
+        widths = self.spec.in_width(site), self.spec.out_width(site)
+        if widths not in self._empty:
+            self._empty[widths] = Packed(self.add_row(0, self.shape(site, NOTHING)), 0, 0)
+            self.synchronize()
+        return self._empty[widths]
+
+
+class _Pages(Place):
+    """One adapter's pages, its page table on the device, and where its blocks begin."""
+
+    def __init__(self, store: PagedStore) -> None:
+        self._store = store
+        self.pages: list[int] = []
+        self._used = 0  # slots
+        self._rows: dict[BlockShape, int] = {}
+        self._blocks: dict[tuple[Site, int], Packed] = {}
+        self._table: torch.Tensor | None = None
+
+    def put(self, site: Site, expert: int, block: Block) -> None:
+        """See Place."""
+        store = self._store
+        try:
+            shape = store.shape(site, block)
+        except ValueError as error:
+            raise AdapterLoadError(f"{site} expert {expert}: {error}") from error
+        tiles = pack(block, shape, store.dtype)
+        first = self._used
+        self._reserve(len(tiles))
+        self._copy(tiles, first)
+        if shape not in self._rows:
+            self._rows[shape] = store.add_row(self._page_table().data_ptr(), shape)
+        self._blocks[site, expert] = Packed(self._rows[shape], first, shape.groups * 16)
+
+    def _page_table(self) -> torch.Tensor:
+        if self._table is None:  # any adapter fits the pool, if none does besides it
+            self._table = torch.zeros(self._store.pool.num_pages, dtype=torch.int64, device=self._store.device)
+        return self._table
+
+    def _reserve(self, slots: int) -> None:
+        pool, first_new = self._store.pool, len(self.pages)
+        self._used += slots
+        while len(self.pages) * PAGE_TILES < self._used:
+            page = pool.allocate()
+            if page is None:
+                raise self._store.out_of_pages()
+            self.pages.append(page)
+        new = [pool.address(page) for page in self.pages[first_new:]]
+        if new:
+            with self._store.on_stream():
+                self._page_table()[first_new : len(self.pages)] = torch.tensor(new, device=self._store.device)
+        self.nbytes = self._used * TILE_BYTES
+
+    def _copy(self, tiles: torch.Tensor, first: int) -> None:
+        """Tiles to slots [first, ...), page by page."""
+        memory = self._store.pool.memory
+        with self._store.on_stream():
+            while len(tiles):
+                page, slot = divmod(first, PAGE_TILES)
+                count = min(len(tiles), PAGE_TILES - slot)
+                target = memory[self.pages[page], slot * TILE_BYTES : (slot + count) * TILE_BYTES]
+                target.copy_(tiles[:count].reshape(-1))
+                tiles, first = tiles[count:], first + count
+
+    def end_layer(self) -> None:
+        """See Place."""
+        self._store.synchronize()
+
+    def find(self, site: Site, expert: int) -> Packed | None:
+        """See Place."""
+        return self._blocks.get((site, expert))
+
+    def free(self) -> None:
+        """See Place; waits for the step that may read it."""
+        with self._store.reading():
+            self._blocks = {}
+            rows, self._rows = list(self._rows.values()), {}
+            pages, self.pages, self._used, self.nbytes, self._table = self.pages, [], 0, 0, None
+        self._store.remove_rows(rows)
+        self._store.pool.deallocate(pages)

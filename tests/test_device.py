@@ -1,0 +1,229 @@
+"""Shards that compute on a device: the paged store, and packed steps through the real loop, against the host's.
+
+Without a GPU the device is this CPU and the kernels are the emulated ones: what is tested is everything
+around the GPU, not the GPU. Tests marked `cuda` do the same on a real one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import emulated
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_store import Done, source_of, spec_of
+from test_worker import Client
+from workload import workload
+
+from client_connector.transformers import attach
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
+from kernels_cuda.ops import NOTHING
+from lora_server.daemon import backends
+from lora_server.daemon.inproc import InprocServer
+from lora_server.demo import tiny
+from lora_server.demo.engine import pad
+from lora_server.errors import AdapterLoadError, ConfigError, ProtocolError
+from lora_server.memory.paged import PagedStore
+from lora_server.memory.pages import PagePool
+from lora_server.memory.resident import ResidentStore
+from lora_server.memory.store import State
+from lora_server.placement import Layout, Placement
+from lora_server.spec import Site
+from lora_server.transport.twin import DeviceTwin
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+
+SMALL = Variant(bulk_copy=True, warps=2)
+DTYPE = torch.bfloat16
+
+
+def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
+    placement = Placement(spec_of("mixtral"), Layout.parse(layout))
+    paged = PagedStore(placement, shard, DTYPE, PagePool(num_pages, device))
+    return paged, ResidentStore(placement, shard, DTYPE)
+
+
+def load(store, handle, path):
+    done = Done()
+    store.load(handle, source_of(path), done)
+    return done.result()
+
+
+def stored(store, packed, shape):
+    """The block that lies in the pages, read back through the page table."""
+    place = next(e.place for e in store._entries.values() if packed in e.place._blocks.values())
+    tiles = []
+    for at in range(packed.slot, packed.slot + shape.num_tiles):
+        page, tile = divmod(at, PAGE_TILES)
+        assert int(place._table[page]) == store.pool.address(place.pages[page])
+        tiles.append(store.pool.memory[place.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])
+    return unpack(torch.stack(tiles), shape, DTYPE)
+
+
+@pytest.mark.parametrize("name", ["all", "down", "bf16"])
+def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
+    paged, resident = stores()
+    assert load(paged, 3, tiny_adapters[name]) is None and load(resident, 3, tiny_adapters[name]) is None
+    spec = spec_of("mixtral")
+    for site in spec.sites():
+        for expert in paged._placement.experts(site, 1):
+            expected, packed = resident.block(3, site, expert), paged.block(3, site, expert)
+            if expected is NOTHING:
+                assert packed == paged._nothing(site)
+                continue
+            got = stored(paged, packed, paged.shape(site, expected))
+            for a, b in zip(got.pairs, expected.pairs, strict=True):
+                assert torch.equal(a.a_RK, b.a_RK) and torch.equal(a.b_OR, b.b_OR) and a[2:] == b[2:]
+    paged.check_integrity()
+    paged.drop(3)
+    assert paged.pool.num_free == 40 and paged.nbytes() == 0
+    paged.close(), resident.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=14))
+def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
+    paths = [tiny_adapters[name] for name in ("all", "down", "bf16")]
+    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=2)  # an adapter takes one
+    resident.close()
+    present = set()
+    for add, handle in steps:
+        if add and handle not in present:
+            failure = load(paged, handle, paths[handle % 3])
+            assert (failure is None) == (len(present) < 2)
+            if failure is None:
+                present.add(handle)
+            else:
+                assert isinstance(failure, AdapterLoadError) and "--pool-gib" in str(failure)
+                paged.drop(handle)
+        elif not add:
+            paged.drop(handle)
+            present.discard(handle)
+        paged.check_integrity()
+        assert paged.pool.num_free == 2 - len(present)
+    paged.close()
+    assert paged.pool.num_free == 2
+
+
+def test_a_full_pool_fails_one_adapter_and_harms_no_other(tiny_adapters):
+    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
+    resident.close()
+    assert load(paged, 1, tiny_adapters["all"]) is None
+    assert isinstance(load(paged, 2, tiny_adapters["bf16"]), AdapterLoadError)
+    assert paged.state(1, 0) is State.READY and paged.state(2, 0) is State.FAILED
+    paged.drop(2)
+    paged.drop(1)
+    assert load(paged, 3, tiny_adapters["bf16"]) is None, "what was freed can be used"
+    paged.close()
+
+
+def test_what_a_gpu_cannot_serve_is_refused_at_the_start():
+    placement = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1"))
+    with pytest.raises(ConfigError, match="float32, expected bfloat16 or float16"):
+        PagedStore(placement, 0, torch.float32, PagePool(1, "cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no NVIDIA GPU"):
+            backends.cuda(
+                placement, 0, DTYPE, 64, local_shards=1, local_index=0, pool_gib=0.0, on_layer=lambda *_: None
+            )
+
+
+def emulated_backend(placement, shard, dtype):
+    launch = functools.partial(emulated.launch, variant=SMALL)
+    return backends.paged(placement, shard, dtype, PagePool(8, "cpu"), launch, 24)
+
+
+def cuda_backend(placement, shard, dtype):
+    return backends.cuda(
+        placement, shard, dtype, 24, local_shards=4, local_index=shard, pool_gib=0.25, on_layer=lambda *_: None
+    )
+
+
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+BACKENDS = [
+    pytest.param(emulated_backend, marks=needs_emulator, id="emulated"),
+    pytest.param(cuda_backend, marks=pytest.mark.cuda, id="cuda"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["ep1-pp1", "ep2-pp2"])
+def test_an_engine_gets_the_deltas_that_host_shards_give(backend, layout):
+    """Measured against exact arithmetic, a device is as far off as the host is: both round to bf16 alike."""
+    load = workload("mixtral")
+    ids, mask = pad(load.batch, 0)
+
+    def logits(dtype, make):
+        model = tiny.make_model("mixtral", dtype=dtype)
+        server = InprocServer(load.spec, load.paths, layout=layout, dtype=dtype, max_step_rows=24, make_backend=make)
+        with attach(model, server) as lora, lora.adapters(load.names):
+            answer = model(ids, attention_mask=mask).logits[:, -1].float()
+        server.close()
+        return answer
+
+    exact = logits(torch.float32, backends.host)
+    by_host, by_device = [(logits(DTYPE, make) - exact).abs().mean() for make in (backends.host, backend)]
+    assert by_device <= 1.5 * by_host + 1e-3
+
+
+@needs_emulator
+def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, tiny_adapters["all"]) is None
+    client = Client(shard, 1)
+    with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
+        client.send(client.request())
+    server.close()
+
+
+@needs_emulator
+def test_rows_of_a_twin_never_visit_the_slots(tiny_adapters, quiet):
+    """What cuda_ipc does, with the twin on this CPU: same header, rows and result in the twin's memory."""
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, tiny_adapters["all"]) is None
+    site = Site(0, "gate_up")
+    width = spec_of("mixtral").in_width(site)
+    outputs = []
+    for twin in (False, True):
+        client = Client(shard, 1 + twin)
+        memory = client.request(site, dtype=1)  # the same bytes read as bf16, so more rows' worth than needed
+        header, at = client_header(memory)
+        bits = torch.randn(header.num_rows, width, generator=torch.Generator().manual_seed(1)).to(DTYPE)
+        if twin:
+            region = client.link.region
+            region.twin = DeviceTwin(torch.full((region.layout.nbytes,), 255, dtype=torch.uint8), region.layout)
+            region.twin.request_rows(header).copy_(bits)
+        else:
+            memory[at.rows : at.rows + bits.nbytes] = bits.view(torch.uint8).numpy().tobytes()
+        _, payload = client.send(memory[: at.end])
+        rows = region.twin.response_rows(header) if twin else torch.frombuffer(bytearray(payload), dtype=DTYPE)
+        outputs.append(rows.reshape(-1).clone())
+    assert torch.equal(*outputs) and outputs[0].abs().sum() > 0
+    server.close()
+
+
+def client_header(memory):
+    """The header of a request whose rows have 16 bits, put right, and its offsets."""
+    header = RequestHeader.unpack_from(memoryview(memory))
+    nbytes = header.num_rows * (header.in_end - header.in_begin) * 2
+    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, nbytes)
+    header = header._replace(payload_bytes=at.end - slot.HEADER_BYTES)
+    header.pack_into(memoryview(memory))
+    return header, at
+
+
+def test_a_pool_counts_its_pages():
+    pool = PagePool(3, "cpu")
+    taken = [pool.allocate() for _ in range(3)]
+    assert sorted(taken) == [0, 1, 2] and pool.allocate() is None
+    assert all(pool.address(page) % 512 == 0 for page in taken)
+    assert pool.memory.nbytes == 3 * PAGE_BYTES
+    pool.deallocate(taken[:1])
+    pool.check_integrity(taken[1:])
+    with pytest.raises(AssertionError, match="1 free and 1 held"):
+        pool.check_integrity(taken[1:2])
