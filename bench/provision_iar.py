@@ -37,6 +37,29 @@ def simulated(popularity: Floats, load: float, slots: int, seeds: int = 3, num: 
     return Estimate.of(rates)
 
 
+def shared_snapshots(popularity: Floats, load: float, slots: int, seeds: int = 3, num: int = 30_000) -> Estimate:
+    """What `offered` is about, simulated: nobody waits, so that an adapter is present while it has requests in
+    flight; at every arrival the slots are dealt anew, evenly, among the present adapters and the arriving one."""
+    workload, rates = Workload(popularity=popularity, lengths=Lengths(mean_tokens=300)), []
+    for seed in range(seeds):
+        requests = workload.sample(rate=load / 0.3, num_requests=int(num + 20 * load), seed=seed)
+        ends = list(zip(requests.arrival_s + requests.output_tokens * 1e-3, requests.adapter, strict=True))
+        ends.sort()
+        in_flight, present, over, dealt = [0] * popularity.size, 0, 0, []
+        for now, adapter in zip(requests.arrival_s, requests.adapter, strict=True):
+            while ends[over][0] <= now:
+                in_flight[ends[over][1]] -= 1
+                present -= not in_flight[ends[over][1]]
+                over += 1
+            others = present - bool(in_flight[adapter])
+            dealt.append(min(1.0, slots / (others + 1)) if in_flight[adapter] else float(others < slots))
+            present += not in_flight[adapter]
+            in_flight[adapter] += 1
+        settled = int(np.searchsorted(requests.arrival_s, min(0.9, requests.span_s / 3)))
+        rates.append(float(np.mean(dealt[settled:])))
+    return Estimate.of(rates)
+
+
 def integer_threshold(p_N: Floats, load: float, slots: int) -> float:
     """Eq. 2-4 with the smallest integer tau at which sum q <= M."""
     tau = 0
