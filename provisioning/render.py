@@ -110,7 +110,7 @@ def sizing(result: Result) -> Iterator[str]:
             f"{result.candidate.gpus} GPUs hold the target. What follows by the model is too pessimistic."
         )
     for item in verified.refuted_below:
-        yield f"Fewer do not: {_tried(item)} was refuted."
+        yield f"Fewer slots do not: {_tried(item)} was refuted."
 
 
 def _tried(item: Trial) -> str:

@@ -1,9 +1,9 @@
 """Sizes a plan by simulation: more GPUs where it refutes the model's, fewer where it holds with fewer.
 
-Tried at a GPU count: the fastest layout that meets everything but, perhaps, the model's cache test, and
-if that is refuted the one with the largest cache. From the model's count the search goes up, or down, by
-1, 2, 4, ... such counts until the answer changes, and bisects what is left, on the premise that more slots
-do not admit fewer. What is found is so the smallest count whose simulated interval holds the target.
+Tried at a GPU count: of the layouts that meet everything but, perhaps, the model's cache test, the one with
+the largest cache. From the model's plan the search goes up, or down, by 1, 2, 4, ... such counts until the
+answer changes, and bisects what is left, on the premise that more slots do not admit fewer. So what is found
+is the smallest count whose simulated interval holds the target; there, the fastest layout is taken if it holds.
 """
 
 from __future__ import annotations
@@ -105,21 +105,31 @@ class _Search:
 
     def first_held(self, start: int) -> int:
         """The first place that holds, or -1."""
-        return self._down(start) if self._holds(start) else self._up(start)
+        if self._bears_out(start, self.layouts[start][0]) or self._holds(start):
+            place = self._down(start)
+        else:
+            place = self._up(start)
+        if place >= 0:
+            self._bears_out(place, self.layouts[place][0])
+        return place
 
     def _holds(self, place: int) -> bool:
-        fastest = self.layouts[place][0]
-        roomiest = max(self.layouts[place], key=lambda item: item.slots)
-        for candidate in (fastest, roomiest):
-            if candidate.slots <= max((item.candidate.slots for item in self.refuted), default=-1):
-                continue
-            system = disaggregated(self.scenario, candidate)
-            verdict = judge(self.scenario, system, candidate.step_us, self.seeds, give_up=True)
-            if verdict.holds:
-                self.held[place] = Trial(candidate=candidate, verdict=verdict)
-                return True
-            self.refuted.append(Trial(candidate=candidate, verdict=verdict))
-        return False
+        return self._bears_out(place, max(self.layouts[place], key=lambda item: item.slots))
+
+    def _bears_out(self, place: int, candidate: Candidate) -> bool:
+        """Simulates it, unless that is known: what was refuted with as many slots does not do."""
+        if place in self.held and self.held[place].candidate == candidate:
+            return True
+        if candidate.slots <= max((item.candidate.slots for item in self.refuted), default=-1):
+            return False
+        system = disaggregated(self.scenario, candidate)
+        verdict = judge(self.scenario, system, candidate.step_us, self.seeds, give_up=True)
+        trial = Trial(candidate=candidate, verdict=verdict)
+        if verdict.holds:
+            self.held[place] = trial
+        else:
+            self.refuted.append(trial)
+        return verdict.holds
 
     def _down(self, high: int) -> int:
         stride = 1

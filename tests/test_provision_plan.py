@@ -168,7 +168,7 @@ def test_a_plan_that_only_the_simulation_knows_of_says_so():
     assert outcome.exit_code == 0, outcome.output
     text = " ".join(outcome.stdout.split())
     assert "The model has no plan" in text and "simulation went below it: 4 GPUs hold the target" in text
-    assert "Fewer do not: 3 GPUs" in text
+    assert "Fewer slots do not: 3 GPUs" in text
 
 
 def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
