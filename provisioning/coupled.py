@@ -152,7 +152,7 @@ def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled, *, 
 def _without_plan(scenario: Scenario, coupled: Coupled) -> str:
     where = f"{coupled.instances} coupled instances on {coupled.gpus} GPUs"
     if coupled.holds:
-        return f"No LoRA Server of up to {scenario.max_gpus} GPUs does, but {where} meet both SLOs."
+        return f"No LoRA Server of up to {scenario.max_gpus} GPUs does, but by the model {where} meet both SLOs."
     why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
-    more = f"; by the model {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
-    return f"Nor do {where}, as many as the closest layout takes: they miss {why}{more}."
+    more = f"; {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
+    return f"Nor do {where}, as many as the closest layout takes: by the model they miss {why}{more}."

@@ -123,7 +123,7 @@ class Result:
             "decode_step_us": coupled.step_us,
             "meets_slo": coupled.holds,
             "gpus_needed_by_model": coupled.gpus_needed,
-            "lora_server_worth_it": not coupling.enough(coupled),
+            "lora_server_worth_it": self.feasible and not coupling.enough(coupled),
             "verdict": coupling.verdict_text(self.scenario, self.candidate, coupled, plan=self.feasible),
             "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),
         }
@@ -192,7 +192,7 @@ def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None =
     return Result(
         scenario=scenario,
         verified=verified,
-        coupled=coupling.compare(scenario, candidate, seeds),
+        coupled=coupling.compare(scenario, candidate, seeds if verified.choice.feasible else 0),
         variants=sensitivity(scenario, candidate, feasible=verified.choice.feasible),
         price_per_gpu_hour=price_per_gpu_hour,
         base_model=base_model or scenario.model.spec.name,

@@ -66,14 +66,13 @@ def workload(flags: Flags) -> Workload:
     """Popularity, lengths and burstiness from --adapters and --zipf, --counts or --trace."""
     if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
         raise InputError("--counts: give it alone, without --trace, --adapters or --zipf")
+    seed = count(flags.seed, "--seed", 0)
     skew = non_negative(1.2 if flags.zipf is None else flags.zipf, "--zipf")
     if flags.trace is not None:
         from provisioning import traces
 
         num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
-        found = traces.load(
-            flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=count(flags.seed, "--seed", 0))
-        )
+        found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed))
         if found.zipf_skew is None and (flags.adapters is not None or flags.zipf is not None):
             flag = "--zipf" if flags.adapters is None else "--adapters"
             raise InputError(f"{flag}: {flags.trace} says which adapters are called, and how often; leave it out")
@@ -107,7 +106,7 @@ def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]
     instances = None if flags.instances is None else count(flags.instances, "--instances", 1)
     batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size")
     rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate")
-    if rate is None and batch is None:
+    if rate is None and (instances is None or batch is None):
         rate = found.own_rate
     if rate is None:
         if instances is None or batch is None:

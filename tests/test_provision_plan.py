@@ -162,6 +162,17 @@ def test_the_simulation_goes_below_a_model_that_is_too_pessimistic():
     assert plan["binding_constraint"] == "cache" and plan["load_headroom"] is None
 
 
+@pytest.mark.parametrize("changes", [{"iar": 1.0}, {"slo": "ttft_p100=250ms,tpot_avg=100ms"}])
+def test_no_run_proves_that_nobody_ever_waits(changes):
+    """30,000 calls without a miss are no proof of an IAR of 1, for which all adapters must fit."""
+    asked = question(adapters=180, **changes)
+    first = smallest(asked)
+    verified = verify(asked, first, 5)
+    assert verified.choice.chosen is first.chosen and first.chosen.slots >= 180
+    fewer = replace(asked, max_gpus=first.chosen.gpus - 1)
+    assert verify(fewer, smallest(fewer), 5).choice.chosen is None
+
+
 def test_a_plan_that_only_the_simulation_knows_of_says_so():
     """With four GPUs at most the model has no plan for the same question."""
     outcome = provision(*HOT, "--batch-size", "250", "--max-gpus", "4")
@@ -233,6 +244,8 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
     assert outcome.exit_code == 0, outcome.output
     plan = json.loads(outcome.stdout)
     assert plan["load"]["global_batch"] == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
+    split = scenario(Flags(slo=SLO, model="mixtral-8x7b", trace=trace, batch_size=16.0))
+    assert split.instances == 6 and split.global_batch == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
     assert plan["provenance"]["output_tokens"]["kind"] == "measured"
     assert plan["simulation"]["simulated"]
 
@@ -272,6 +285,7 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
         ("--context-tokens", "0"),
         ("--gpu-memory-gib", "0"),
         ("--instance-gpus", "0"),
+        ("--seed", "-1"),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_2(bad):
