@@ -78,8 +78,8 @@ def latency_stack(axes: Any, result: Result) -> None:
 def coupled_bars(axes: Any, result: Result) -> None:
     """Immediate rate and adapters within the SLO, this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
-    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.iar if coupled else 0.0]]
-    if verdict is not None and coupled is not None and coupled.verdict is not None:
+    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.iar]]
+    if verdict is not None and coupled.verdict is not None:
         names += ["immediate, simulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):
             values += [seen.immediate.mean, seen.adapters_within_slo.mean]
@@ -94,7 +94,7 @@ def coupled_bars(axes: Any, result: Result) -> None:
 
 def ttft_cdf(axes: Any, result: Result) -> None:
     """Simulated TTFT of all seeds."""
-    pairs = [("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict if result.coupled else None)]
+    pairs = [("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict)]
     for label, verdict in pairs:
         if verdict is not None:
             _cdf(axes, verdict.ttft_s, label)

@@ -126,11 +126,15 @@ def enough(coupled: Coupled) -> bool:
     return coupled.holds or (coupled.gpus_needed is not None and coupled.gpus_needed <= coupled.gpus)
 
 
-def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled) -> str:
-    """Plainly, whether a LoRA Server is worth it."""
+def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled, *, plan: bool = True) -> str:
+    """Plainly, whether a LoRA Server is worth it. Without a plan `candidate` is what came closest to one."""
+    if not plan:
+        return _without_plan(scenario, coupled)
     server = f"{scenario.instances} instances and {candidate.gpus} LoRA Server GPUs"
     if coupled.holds:
-        fewer = f", and by the model {coupled.gpus_needed} GPUs would do" if coupled.gpus_needed else ""
+        fewer = ""
+        if coupled.gpus_needed is not None and coupled.gpus_needed < coupled.gpus:
+            fewer = f", and by the model {coupled.gpus_needed} GPUs would do"
         return (
             f"A LoRA Server is not worth it here: {coupled.instances} coupled instances on the same "
             f"{coupled.gpus} GPUs meet both SLOs{fewer}."
@@ -143,3 +147,12 @@ def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled) -> 
     why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
     need = f"would need {coupled.gpus_needed} GPUs by the model" if coupled.gpus_needed else "need over 64 instances"
     return f"A LoRA Server is worth it: coupled instances on the same {coupled.gpus} GPUs miss {why} and {need}."
+
+
+def _without_plan(scenario: Scenario, coupled: Coupled) -> str:
+    where = f"{coupled.instances} coupled instances on {coupled.gpus} GPUs"
+    if coupled.holds:
+        return f"No LoRA Server of up to {scenario.max_gpus} GPUs does, but by the model {where} meet both SLOs."
+    why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
+    more = f"; {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
+    return f"Nor do {where}, as many as the closest layout takes: by the model they miss {why}{more}."

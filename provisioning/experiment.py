@@ -116,6 +116,8 @@ def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
     if (experiment.request_rate is None) == (experiment.batch_size is None):
         if experiment.request_rate is None and found.trace is not None:
             return found.trace.mean_rate()
+        if experiment.request_rate is None and found.given_rate is not None:
+            return found.given_rate
         raise InputError("--request-rate: give either it or --batch-size (with --instances)")
     if experiment.request_rate is not None:
         return positive(experiment.request_rate, "--request-rate")

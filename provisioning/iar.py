@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
+from scipy.special import ndtri
 
 from provisioning import iar_literal, iar_models, iar_queued
 from provisioning.iar_search import literal_min
@@ -25,6 +26,7 @@ from provisioning.poisson_binomial import Floats
 
 Model = Literal["offered", "literal", "queued"]
 _MODELS = {"literal": iar_literal.literal, "queued": iar_queued.queued}
+_FAR = 8.0  # standard deviations
 
 
 def immediate_admissibility(
@@ -67,21 +69,27 @@ def min_cache_slots(
 
 
 def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
-    """Gallops from `offered`'s answer, which is seldom far, then bisects."""
-
-    def reached(slots: int) -> bool:
-        return iar_queued.reaches(p_N, load, slots, wanted)
-
-    low, high, stride = start - 1, start, 1
-    if reached(start):
-        while low > 0 and reached(low):
-            low, high, stride = max(low - stride, 0), low, stride * 2
-    else:
-        while not reached(high):
-            low, high, stride = high, min(high + stride, p_N.size), stride * 2
+    """False position (Illinois) on the normal quantile of the misses, which is nearly straight in M."""
+    queue, aim = iar_queued.Queue(p_N, load), float(ndtri(1 - wanted))
+    low, high = 0, max(queue.called, 1)
+    if wanted == 1:
+        return high
+    above, below = _FAR, -_FAR  # how far the quantiles at low and high are from the aim
+    middle, last = start, 0
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
+        middle = min(max(middle, low + 1), high - 1)
+        iar = queue.iar(middle)
+        left = float(np.clip(ndtri(1 - iar) - aim, -_FAR, _FAR))
+        side = -1 if iar >= wanted else 1
+        if side > 0:
+            low, above, below = middle, left, below / 2 if last == side else below
+        else:
+            high, below, above = middle, left, above / 2 if last == side else above
+        if last == 0:  # a first step by the slope that a normal count would have
+            middle += round(left * queue.spread) + side
+        else:
+            middle = low + round((high - low) * above / (above - below))
+        last = side
     return high
 
 

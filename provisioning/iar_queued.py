@@ -10,102 +10,153 @@ and a request (Poisson arrivals see time averages) is not admitted at once if it
 is absent while M others are present:   miss = sum_i p_i [w_i + a_i P(K_i >= M)].
 It is the cold adapters that wait: a hot one hardly ever leaves, which `offered` does not know.
 
-One W serves all. Little's law over adapters, E[(K - M)+] = W sum_i l_i a_i, gives it, with the law of
-the number K of present adapters taken in two ways, each of which sees what the other does not:
+One W serves all. Little's law over adapters, E[(K - M)+] = W sum_i l_i a_i = sum_i w_i, gives it, with
+the law of the number K of present adapters taken in two ways, each of which sees what the other does not:
 
     mean field    Poisson-binomial of r + w: a fixed point in W. Good where the hot dominate.
     birth-death   Poisson-binomial of the offered q, where beyond M only M of k can leave:
                   P(k+1)/P(k) is multiplied by (k+1)/M. For many cold adapters it is Erlang's M/M/M
                   queue, whose tail is longer than any mean-field one.
 
-The lower IAR of the two is returned. Errors against simulation: `docs/provisioning.md`.
+The lower IAR of the two holds in the long run, which where M or more adapters never go idle takes some e^l
+mean service times; no traffic stays the same for that long. Until then the first M adapters that were called
+keep the slots, whose misses are sum_i p_i exp(-u p_i) with sum_i (1 - exp(-u p_i)) = M. Who was not among them
+waits min(W, T) of a horizon of T = 100 service times, W being exponential:
+
+    miss = long run + (W / T) (1 - exp(-T / W)) (first come - long run)+
+
+All three fall as M rises. Errors against simulation: `docs/provisioning.md`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from scipy.optimize import brentq
-from scipy.special import gammaln
+from scipy.special import gammaln, logsumexp
 
 from provisioning.iar_models import admitted
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
-_NO_WAIT = 1e-12
-_HOTTEST = (
-    300.0  # a rate beyond which a busy period outlasts everything; well below _LONGEST, so that waits can match it
-)
-_LONGEST = 600.0  # in ln(1 + wait)
+_NO_WAIT = math.log(1e-12)
 _NOISE = 1e-15
+_TINY = 1e-300
+_HORIZON = 100.0
+_FOREVER = 30.0  # in ln W
+_HOTTEST = 1e5  # of all rates beyond, the busy periods outlast anything
 
 
 def queued(p_N: Floats, global_batch: float, cache_slots: int) -> float:
     """The lower of the two approximations; 0 without slots, 1 where all fit."""
-    called = int(np.count_nonzero(p_N))
-    if cache_slots == 0 or cache_slots >= called:
-        return admitted(0.0, cache_slots, called)
-    p_N = p_N[p_N > 0]
-    rates_N = np.maximum(global_batch * p_N, 1e-300)
-    missed = max(_mean_field(p_N, rates_N, cache_slots), _birth_death(p_N, rates_N, cache_slots))
-    return admitted(missed, cache_slots, called)
+    return Queue(p_N, global_batch).iar(cache_slots)
 
 
-def reaches(p_N: Floats, global_batch: float, cache_slots: int, target: float) -> bool:
-    """queued(...) >= target, without the costlier of the two where the other already says no."""
-    called = int(np.count_nonzero(p_N))
-    if 0 < cache_slots < called:
-        positive_N = p_N[p_N > 0]
-        rates_N = np.maximum(global_batch * positive_N, 1e-300)
-        if admitted(_birth_death(positive_N, rates_N, cache_slots), cache_slots, called) < target:
-            return False
-    return queued(p_N, global_batch, cache_slots) >= target
+class Queue:
+    """One popularity and load, to be asked for several cache sizes: each starts from the last one's wait."""
 
+    def __init__(self, p_N: Floats, global_batch: float) -> None:
+        self.called = int(np.count_nonzero(p_N))
+        self.p_N = p_N[p_N > 0]
+        self.rates_N = np.clip(global_batch * self.p_N, _TINY, _HOTTEST)
+        self.q_N = -np.expm1(-self.rates_N)
+        self._log_absent_rate = float(logsumexp(np.log(self.rates_N) - self.rates_N))
+        self.offered = poisson_binomial(self.q_N)
+        self.spread = float(np.sqrt(self.q_N @ (1 - self.q_N)))
+        self._mean_field_wait = self._birth_death_wait = -math.inf
 
-def cycle_shares(rates_N: Floats, wait: float) -> tuple[Floats, Floats]:
-    """(active, waiting) shares of time. Requests that gather during the wait start together, which
-    lengthens the busy period by about ln(1 + l W / 2)."""
-    rates_N = np.minimum(rates_N, _HOTTEST)
-    busy_N = np.expm1(rates_N) / rates_N + np.log1p(rates_N * wait / 2)
-    cycle_N = 1 / rates_N + wait + busy_N
-    return busy_N / cycle_N, wait / cycle_N
+    def iar(self, cache_slots: int) -> float:
+        """Non-decreasing in M, as all waits fall."""
+        if cache_slots == 0 or cache_slots >= self.called:
+            return admitted(0.0, cache_slots, self.called)
+        missed = max(self._birth_death(cache_slots), self._mean_field(cache_slots))
+        waits = math.exp(min(self._mean_field_wait, _FOREVER)) / _HORIZON
+        lasting = -waits * math.expm1(-1 / waits) if waits > 0 else 0.0
+        missed += lasting * max(first_come_misses(self.p_N, cache_slots) - missed, 0.0)
+        return admitted(missed, cache_slots, self.called)
 
+    def _mean_field(self, cache_slots: int) -> float:
+        def surplus(log_wait: float) -> float:
+            active_N, waiting_N, _ = cycle_shares(self.rates_N, log_wait)
+            return poisson_binomial(active_N + waiting_N).excess(cache_slots) - float(waiting_N.sum())
 
-def _mean_field(p_N: Floats, rates_N: Floats, cache_slots: int) -> float:
-    def surplus(wait: float) -> float:
-        active_N, waiting_N = cycle_shares(rates_N, wait)
+        excess = self.offered.excess(cache_slots)
+        guess = max(self._mean_field_wait, self._birth_death_wait)
+        self._mean_field_wait = self._log_wait(surplus, excess, guess)
+        active_N, waiting_N, absent_N = cycle_shares(self.rates_N, self._mean_field_wait)
         present_N = active_N + waiting_N
-        absent_rate = float(rates_N @ (1 - present_N))
-        return poisson_binomial(present_N).excess(cache_slots) - wait * absent_rate
+        first, others_RK = leave_one_out(poisson_binomial(present_N), present_N, (self.p_N * absent_N)[None])
+        return float(self.p_N @ waiting_N + others_RK[0, max(cache_slots - first, 0) :].sum())
 
-    present_N = cycle_shares(rates_N, 0.0)[0]
-    at_least = _least(poisson_binomial(present_N).excess(cache_slots), float(rates_N @ (1 - present_N)))
-    active_N, waiting_N = cycle_shares(rates_N, _root(surplus, at_least))
-    q_N = active_N + waiting_N
-    first, others_RK = leave_one_out(poisson_binomial(q_N), q_N, (p_N * (1 - q_N))[None])
-    return float(p_N @ waiting_N + others_RK[0, max(cache_slots - first, 0) :].sum())
+    def _birth_death(self, cache_slots: int) -> float:
+        whole = self.offered
+        slowed_K = _slowed(whole.first, whole.pmf, cache_slots)
+        anchor = float(slowed_K.max())
+        law_K = np.exp(slowed_K - anchor)
+        mass = float(law_K.sum())
+        excess = PoissonBinomial(whole.first, law_K / mass).excess(cache_slots)
+
+        def surplus(log_wait: float) -> float:
+            return excess - float(cycle_shares(self.rates_N, log_wait)[1].sum())
+
+        self._birth_death_wait = self._log_wait(surplus, excess, self._birth_death_wait)
+        _, waiting_N, absent_N = cycle_shares(self.rates_N, self._birth_death_wait)
+        first, others_RK = leave_one_out(whole, self.q_N, (self.p_N * absent_N)[None])
+        others_K = np.exp(np.minimum(_slowed(first, others_RK[0], cache_slots) - anchor, 0.0))
+        taken = min(float(others_K[max(cache_slots - first, 0) :].sum()) / mass, float(self.p_N @ absent_N))
+        return float(self.p_N @ waiting_N) + taken
+
+    def _log_wait(self, surplus: Callable[[float], float], excess: float, guess: float) -> float:
+        """ln W at which a falling surplus is zero, -inf for none; sought from `guess` on, if that is not too short.
+
+        Waits only lower the rate sum l a that Little's law divides by: W is `excess` over its offered value, or more.
+        """
+        least = math.log(max(excess, _TINY)) - self._log_absent_rate
+        if least <= _NO_WAIT:
+            return -math.inf
+        return _falling_root(cache(surplus), least, max(guess, least), 0.1 if guess > least else 0.7)
 
 
-def _birth_death(p_N: Floats, rates_N: Floats, cache_slots: int) -> float:
-    q_N = -np.expm1(-rates_N)
-    whole = poisson_binomial(q_N)
-    slowed_K = _slowed(whole.first, whole.pmf, cache_slots)
-    anchor = float(slowed_K.max())
-    law_K = np.exp(slowed_K - anchor)
-    mass = float(law_K.sum())
-    excess = PoissonBinomial(whole.first, law_K / mass).excess(cache_slots)
+def first_come_misses(p_N: Floats, cache_slots: int) -> float:
+    """sum_i p_i P(i is not among the first M adapters called): calls up to the time when M are expected."""
 
-    def surplus(wait: float) -> float:
-        return excess - float(cycle_shares(rates_N, wait)[1].sum())
+    def filled(log_calls: float) -> float:
+        return float(-np.expm1(-math.exp(log_calls) * p_N).sum()) - cache_slots
 
-    at_least = _least(excess, float(rates_N @ (1 - q_N)))
-    active_N, waiting_N = cycle_shares(rates_N, _root(surplus, at_least))
-    absent_N = np.maximum(1 - active_N - waiting_N, 0.0)
-    first, others_RK = leave_one_out(whole, q_N, (p_N * absent_N)[None])
-    others_K = np.exp(np.minimum(_slowed(first, others_RK[0], cache_slots) - anchor, 0.0))
-    taken = min(float(others_K[max(cache_slots - first, 0) :].sum()) / mass, float(p_N @ absent_N))
-    return float(p_N @ waiting_N) + taken
+    high = 1.0
+    while filled(high) < 0:
+        high += 1.0
+    low = math.log(cache_slots)  # k calls name k adapters at most
+    calls = math.exp(brentq(filled, low, high, xtol=1e-12)) if high > low else cache_slots
+    return float(p_N @ np.exp(-calls * p_N))
+
+
+def _falling_root(surplus: Callable[[float], float], least: float, guess: float, stride: float) -> float:
+    """Of a function that is not negative at `least`, rounding apart: a bracket by doubling, then Brent's method."""
+    low = high = guess
+    if surplus(guess) > 0:
+        while surplus(high) > 0:
+            low, high, stride = high, high + stride, stride * 2
+    else:
+        while low > least and surplus(low) <= 0:
+            low, high, stride = max(low - stride, least), low, stride * 2
+        if surplus(low) <= 0:
+            return low
+    return float(brentq(surplus, low, high, xtol=1e-13, rtol=8.9e-16))
+
+
+def cycle_shares(rates_N: Floats, log_wait: float) -> tuple[Floats, Floats, Floats]:
+    """(active, waiting, absent) shares of time, by logarithms: a hot adapter's busy period is e^l.
+
+    Requests that gather during the wait start together, which lengthens the busy period by about ln(1 + l W / 2).
+    """
+    log_rates_N = np.log(rates_N)
+    gathered_N = np.log(np.maximum(np.logaddexp(0.0, log_rates_N + (log_wait - math.log(2))), _TINY))
+    busy_N = np.logaddexp(rates_N + np.log(-np.expm1(-rates_N)) - log_rates_N, gathered_N)
+    cycle_N = np.logaddexp(np.logaddexp(-log_rates_N, log_wait), busy_N)
+    return np.exp(busy_N - cycle_N), np.exp(log_wait - cycle_N), np.exp(-log_rates_N - cycle_N)
 
 
 def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
@@ -114,28 +165,3 @@ def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
     growth_K = gammaln(counts_K + 1) - gammaln(cache_slots + 1) - (counts_K - cache_slots) * np.log(cache_slots)
     log_law_K = np.log(np.where(law_K > _NOISE, law_K, 1.0))
     return np.where(law_K > _NOISE, log_law_K + growth_K, -np.inf)
-
-
-def _least(excess: float, absent_rate: float) -> float:
-    """A lower bound of the wait: absence, and with it the rate that Little's law divides by, only shrinks."""
-    return min(excess / max(absent_rate, 1e-250), math.expm1(_LONGEST) / 4)
-
-
-def _root(surplus: Callable[[float], float], at_least: float) -> float:
-    """The wait, `at_least` or longer, at which a falling surplus is zero; sought in ln(1 + wait), as hot
-    adapters stay for e^l."""
-    if at_least <= _NO_WAIT:
-        return 0.0
-
-    def in_logs(size: float) -> float:
-        return surplus(math.expm1(size))
-
-    low = math.log1p(at_least * (1 - 1e-9))
-    high = math.log1p(2 * at_least)
-    while high < _LONGEST and in_logs(high) > 0:
-        low, high = high, min(2 * high, _LONGEST)
-    if high == _LONGEST and in_logs(high) > 0:
-        return math.expm1(_LONGEST)
-    if in_logs(low) <= 0:
-        return math.expm1(low)
-    return math.expm1(float(brentq(in_logs, low, high, xtol=1e-13, rtol=1e-9)))

@@ -38,13 +38,14 @@ class _Point:
 
     p: Floats
     rates: Floats
+    weighted: iar_literal.Weighted
     slots: int
     called: int
     known: iar_literal.Known | None = None
 
     @cached_property
     def log_shape(self) -> float:
-        return iar_literal.literal_threshold(self.rates, self.slots, self.known)
+        return iar_literal.literal_threshold(self.weighted, self.slots, self.known)
 
     @cached_property
     def q(self) -> Floats:
@@ -64,11 +65,11 @@ class _Point:
         return iar_models.admitted(missed, self.slots, self.called)
 
     def at(self, slots: int) -> _Point:
-        return _Point(self.p, self.rates, slots, self.called)
+        return _Point(self.p, self.rates, self.weighted, slots, self.called)
 
     def between(self, end: _Point) -> _Point:
         known = ((end.log_shape, end.slots), (self.log_shape, self.slots)) if end.slots < end.called else None
-        return _Point(self.p, self.rates, (self.slots + end.slots) // 2, self.called, known)
+        return _Point(self.p, self.rates, self.weighted, (self.slots + end.slots) // 2, self.called, known)
 
 
 def _taken_at_least(low_N: Floats, high_N: Floats) -> Floats:
@@ -107,7 +108,7 @@ def literal_min(p_N: Floats, global_batch: float, target: float) -> int:
     """The first M with literal IAR(M) >= target: ranges by doubling, each split until settled."""
     rates_N = global_batch * p_N
     called = max(int(np.count_nonzero(rates_N)), 1)
-    low = _Point(p_N, rates_N, 1, called)
+    low = _Point(p_N, rates_N, iar_literal.condensed(rates_N), 1, called)
     if low.iar >= target:
         return 1
     while low.slots < called:

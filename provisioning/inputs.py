@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ class InputError(ConfigError, ValueError):
 def normalised(popularity: Any, name: str = "popularity") -> Floats:
     """Probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
     try:
-        weights_N = np.asarray(list(popularity) if not isinstance(popularity, np.ndarray) else popularity, dtype=float)
+        weights_N = np.asarray(_numbers(popularity), dtype=float)
     except (TypeError, ValueError) as error:
         raise InputError(f"{name}: expected a sequence of numbers, got {type(popularity).__name__} ({error})") from None
     if weights_N.ndim != 1 or weights_N.size == 0:
@@ -33,6 +34,21 @@ def normalised(popularity: Any, name: str = "popularity") -> Floats:
     scaled_N = weights_N / largest
     probabilities_N: Floats = scaled_N / scaled_N.sum()
     return probabilities_N
+
+
+def _numbers(popularity: Any) -> Any:
+    """What numpy would take for numbers and is none is refused: text, truth values, the keys of a mapping."""
+    if isinstance(popularity, np.ndarray):
+        if popularity.dtype.kind not in "iufO":
+            raise TypeError(f"of {popularity.dtype}")
+        return popularity
+    if isinstance(popularity, (str, bytes, bytearray, Mapping, Set)):
+        raise TypeError("not a sequence")
+    values = list(popularity)
+    odd = next((value for value in values if isinstance(value, (bool, np.bool_, str, bytes))), None)
+    if odd is not None:
+        raise TypeError(f"one of them is {odd!r}")
+    return values
 
 
 def positive(value: Any, name: str) -> float:

@@ -10,7 +10,6 @@ Among the accepted layouts of one GPU count, the fastest step wins, then the lar
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,6 +128,16 @@ def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
     return sorted(found, key=lambda item: (len(item.failed), item.latency.total, -item.slots))
 
 
+def all_but_cache(scenario: Scenario) -> list[list[Candidate]]:
+    """Per GPU count the layouts that meet all but, perhaps, the model's cache test; counts without one are left out."""
+    step = _step(scenario)
+    found = (
+        [item for item in candidates(scenario, gpus) if set(item.failed) <= {"cache"}]
+        for gpus in range(step, scenario.max_gpus + 1, step)
+    )
+    return [layouts for layouts in found if layouts]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """The model's plan: `chosen` meets everything, or nothing up to `max_gpus` does."""
@@ -143,31 +152,36 @@ class Choice:
         return self.chosen is not None
 
 
-def smallest(scenario: Scenario, *, start: int = 1, more_slots_than: int = -1) -> Choice:
-    """The first GPU count from `start` with an accepted layout, and what kept the one before from it."""
-    step = scenario.model.cluster.gpus_per_node if scenario.whole_nodes else 1
-    previous, closest = None, None
-    for gpus in range(math.ceil(start / step) * step, scenario.max_gpus + 1, step):
-        found = [item for item in candidates(scenario, gpus) if item.slots > more_slots_than]
+def smallest(scenario: Scenario) -> Choice:
+    """The first GPU count with an accepted layout, and what kept the one before from it."""
+    step, closest = _step(scenario), None
+    for gpus in range(step, scenario.max_gpus + 1, step):
+        found = candidates(scenario, gpus)
         if not found:
             continue
         if not found[0].failed:
-            return Choice(chosen=found[0], closest=found[0], binding=_binding(scenario, found[0], previous))
-        previous = found[0]
-        if closest is None or len(previous.failed) <= len(closest.failed):
-            closest = previous
+            return Choice(chosen=found[0], closest=found[0], binding=binding(scenario, found[0]))
+        if closest is None or len(found[0].failed) <= len(closest.failed):
+            closest = found[0]
     if closest is None:
         closest = candidates(scenario, max(step, 1))[0] if step == 1 else evaluate(scenario, Layout(1, 1))
         return Choice(chosen=None, closest=closest, binding="node_granularity" if step > 1 else "cache")
     return Choice(chosen=None, closest=closest, binding=_kind(closest.failed[0]))
 
 
-def _binding(scenario: Scenario, chosen: Candidate, previous: Candidate | None) -> str:
+def _step(scenario: Scenario) -> int:
+    return scenario.model.cluster.gpus_per_node if scenario.whole_nodes else 1
+
+
+def binding(scenario: Scenario, chosen: Candidate) -> str:
     """What asks for the chosen GPU count: why the count below it fails, or what is nearest to its limit."""
     if scenario.whole_nodes:
         alone = [item for item in candidates(scenario, chosen.gpus - 1) if not item.failed] if chosen.gpus > 1 else []
         if alone:
             return "node_granularity"
+    step = _step(scenario)
+    below = (candidates(scenario, gpus) for gpus in range(chosen.gpus - step, 0, -step))
+    previous = next((found[0] for found in below if found), None)
     if previous is not None and previous.failed:
         return _kind(previous.failed[0])
     latency, limit = chosen.latency, scenario.limit

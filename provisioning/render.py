@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from provisioning.provenance import provenance
 from provisioning.result import NOTES, Result
-from provisioning.sensitivity import headroom
+from provisioning.verify import Trial
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,16 +79,12 @@ def print_table(result: Result, console: Console) -> None:
     for row in rows(result):
         table.add_row(*row)
     console.print(table)
-    for item in result.verified.refuted:
-        console.print(refutation(item.candidate.gpus, str(item.candidate.layout), item.verdict.immediate.mean))
-    coupled = result.as_json()["coupled"]
-    if coupled["evaluated"]:
-        console.print(coupled["verdict"])
+    for line in sizing(result):
+        console.print(line)
+    console.print(result.as_json()["coupled"]["verdict"])
     _print_sensitivity(result, console)
-    if result.feasible:
-        console.print(
-            f"The load may grow by x{headroom(result.scenario, result.candidate):.2f} before this plan fails."
-        )
+    if result.headroom is not None:
+        console.print(f"The load may grow by x{result.headroom:.2f} before this plan fails, by the model.")
     cost = result.cost()
     if cost is not None:
         console.print("  ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in cost.items()))
@@ -99,9 +95,30 @@ def print_table(result: Result, console: Console) -> None:
         console.print(note, style="dim")
 
 
-def refutation(gpus: int, layout: str, rate: float) -> str:
-    """What is said of a plan that the simulation refuted."""
-    return f"The model's plan of {gpus} GPUs ({layout}) was refuted: simulated immediate rate {rate:.4f}. GPUs added."
+def sizing(result: Result) -> Iterator[str]:
+    """How the simulation moved the plan: what it refuted, above and below the model's, and where it went lower."""
+    verified = result.verified
+    for item in verified.refuted:
+        whose = "The model's plan of" if item.candidate.gpus == verified.model_gpus else "A plan of"
+        yield f"{whose} {_tried(item)} was refuted."
+    if verified.choice.binding == "simulation":
+        yield f"GPUs or slots were added: {result.candidate.gpus} GPUs with {result.candidate.slots} slots hold."
+    if verified.below_model:
+        model = f"asks for {verified.model_gpus} GPUs" if verified.model_gpus else "has no plan"
+        yield (
+            f"The model {model} (M* = {result.scenario.min_cache_slots}), but the simulation went below it: "
+            f"{result.candidate.gpus} GPUs hold the target. What follows by the model is too pessimistic."
+        )
+    for item in verified.refuted_below:
+        yield f"Fewer slots do not: {_tried(item)} was refuted."
+
+
+def _tried(item: Trial) -> str:
+    layout, immediate, late = item.candidate.layout, item.verdict.immediate, item.verdict.within_ttft
+    return (
+        f"{item.candidate.gpus} GPUs ({layout}, {item.candidate.slots} slots; simulated immediate rate "
+        f"{immediate.mean:.4f} [{immediate.low:.4f}, {immediate.high:.4f}], within the TTFT SLO {late.mean:.4f})"
+    )
 
 
 def _print_sensitivity(result: Result, console: Console) -> None:
@@ -109,7 +126,8 @@ def _print_sensitivity(result: Result, console: Console) -> None:
 
     if not result.variants:
         return
-    table = Table("if", "GPUs", "layout", "IAR of this plan", "still meets", box=None, pad_edge=False)
+    plan = "this plan" if result.feasible else str(result.candidate.layout)
+    table = Table("if", "GPUs", "layout", f"IAR of {plan}", "meets, by the model", box=None, pad_edge=False)
     for item in result.variants:
         met = "yes" if item.meets_at_plan else f"no: {item.binding_constraint}"
         table.add_row(item.change, str(item.gpus or "-"), item.layout or "-", f"{item.iar_at_plan:.4f}", met)
@@ -121,7 +139,12 @@ def plan_yaml(result: Result) -> str:
     import yaml
 
     layout, name = str(result.candidate.layout), result.base_model
-    comments = [headline(result), *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)), *NOTES]
+    comments = [
+        headline(result),
+        *sizing(result),
+        *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
+        *NOTES,
+    ]
     comments += [
         "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset."
     ]

@@ -8,7 +8,7 @@ from html import escape
 
 from provisioning.charts import CHARTS, png
 from provisioning.provenance import provenance
-from provisioning.render import headline, refutation, rows
+from provisioning.render import headline, rows, sizing
 from provisioning.result import NOTES, Result
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}
@@ -22,8 +22,8 @@ def html(result: Result) -> str:
     body = [
         f"<h1>{escape(headline(result))}</h1>",
         _table(("", "plan", "limit"), rows(result)),
-        *(_refuted(result)),
-        f"<p>{escape(coupled['verdict'])}</p>" if coupled["evaluated"] else "",
+        *(f"<p>{escape(line)}</p>" for line in sizing(result)),
+        f"<p>{escape(coupled['verdict'])}</p>",
     ]
     for title, draw in CHARTS:
         data = base64.b64encode(png(draw, result)).decode()
@@ -31,7 +31,7 @@ def html(result: Result) -> str:
     body += [
         "<h2>If the question changes</h2>",
         _table(
-            ("if", "GPUs", "layout", "IAR of this plan", "still meets"),
+            ("if", "GPUs", "layout", "IAR of this layout", "meets, by the model"),
             (
                 (v.change, str(v.gpus or "-"), v.layout or "-", f"{v.iar_at_plan:.4f}", _met(v.meets_at_plan))
                 for v in result.variants
@@ -49,12 +49,6 @@ def html(result: Result) -> str:
     ]
     head = f'<meta charset="utf-8"><title>LoRA Server plan</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
-
-
-def _refuted(result: Result) -> Iterable[str]:
-    for item in result.verified.refuted:
-        text = refutation(item.candidate.gpus, str(item.candidate.layout), item.verdict.immediate.mean)
-        yield f"<p>{escape(text)}</p>"
 
 
 def _met(met: bool) -> str:

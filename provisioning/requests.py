@@ -47,6 +47,11 @@ class Requests:
         factor = self.mean_rate() / positive(rate, "request_rate")
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
 
+    def stretched_to(self, mean_tokens: float) -> Requests:
+        """The same calls with outputs longer, or shorter, by one factor: to this mean, rounding apart."""
+        longer = np.maximum(self.output_tokens, 1) * (mean_tokens / np.maximum(self.output_tokens, 1).mean())
+        return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:

@@ -13,7 +13,7 @@ from provisioning.judge import verdict_json
 from provisioning.plan import Candidate, Scenario, smallest
 from provisioning.provenance import provenance
 from provisioning.sensitivity import Variant, headroom, sensitivity
-from provisioning.verify import Refutation, Verified, verify
+from provisioning.verify import Trial, Verified, verify
 
 HOURS_PER_MONTH = 730
 MOST_SIMULATED = 100_000
@@ -31,7 +31,7 @@ class Result:
 
     scenario: Scenario
     verified: Verified
-    coupled: Coupled | None
+    coupled: Coupled
     variants: list[Variant]
     price_per_gpu_hour: float | None = None
     base_model: str = ""
@@ -69,12 +69,18 @@ class Result:
             "latency_us": self._latency(),
             "coupled": self._coupled(),
             "sensitivity": [variant.as_json() for variant in self.variants],
-            "load_headroom": headroom(scenario, candidate) if feasible else None,
+            "load_headroom": self.headroom,
             "simulation": self._simulation(),
             "cost": self.cost(),
             "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
             "notes": list(NOTES),
         }
+
+    @property
+    def headroom(self) -> float | None:
+        """By the model; None without a plan, and where the model turns the simulated one down."""
+        known = self.feasible and not self.verified.below_model
+        return headroom(self.scenario, self.candidate) if known else None
 
     @property
     def nodes(self) -> int:
@@ -107,8 +113,6 @@ class Result:
 
     def _coupled(self) -> dict[str, Any]:
         coupled = self.coupled
-        if coupled is None:
-            return {"evaluated": False, "reason": "no feasible plan to compare with"}
         return {
             "evaluated": True,
             "gpus": coupled.gpus,
@@ -119,8 +123,8 @@ class Result:
             "decode_step_us": coupled.step_us,
             "meets_slo": coupled.holds,
             "gpus_needed_by_model": coupled.gpus_needed,
-            "lora_server_worth_it": not coupling.enough(coupled),
-            "verdict": coupling.verdict_text(self.scenario, self.candidate, coupled),
+            "lora_server_worth_it": self.feasible and not coupling.enough(coupled),
+            "verdict": coupling.verdict_text(self.scenario, self.candidate, coupled, plan=self.feasible),
             "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),
         }
 
@@ -128,10 +132,18 @@ class Result:
         verdict = self.verified.verdict
         if verdict is None:
             return {"simulated": False, "reason": "--no-simulate, or no feasible plan by the model"}
-        refuted = [refutation_json(item) for item in self.verified.refuted]
-        first = self.verified.refuted[0].candidate.gpus if self.verified.refuted else self.candidate.gpus
-        added = self.candidate.gpus - first if self.feasible else 0
-        return {"simulated": True, **verdict_json(verdict), "refuted": refuted, "gpus_added": added}
+        verified, model_gpus = self.verified, self.verified.model_gpus
+        change = self.candidate.gpus - model_gpus if self.feasible and model_gpus is not None else 0
+        return {
+            "simulated": True,
+            **verdict_json(verdict),
+            "refuted": [trial_json(item) for item in verified.refuted],
+            "refuted_below": [trial_json(item) for item in verified.refuted_below],
+            "model_gpus": model_gpus,
+            "below_model": verified.below_model,
+            "gpus_added": max(change, 0),
+            "gpus_saved": max(-change, 0),
+        }
 
     def cost(self) -> dict[str, float] | None:
         """From --price-per-gpu-hour; tokens at LB in flight and the modelled step."""
@@ -155,8 +167,8 @@ class Result:
         }
 
 
-def refutation_json(item: Refutation) -> dict[str, Any]:
-    """A plan of the model that was given up."""
+def trial_json(item: Trial) -> dict[str, Any]:
+    """A layout that was given up."""
     return {
         "gpus": item.candidate.gpus,
         "layout": str(item.candidate.layout),
@@ -176,12 +188,12 @@ def answer(scenario: Scenario, *, seeds: int, price_per_gpu_hour: float | None =
         )
     choice = smallest(scenario)
     verified = verify(scenario, choice, seeds) if seeds else Verified(choice=choice, verdict=None)
-    chosen = verified.choice.chosen
+    candidate = verified.choice.chosen or verified.choice.closest
     return Result(
         scenario=scenario,
         verified=verified,
-        coupled=coupling.compare(scenario, chosen, seeds) if chosen else None,
-        variants=sensitivity(scenario, chosen) if chosen else [],
+        coupled=coupling.compare(scenario, candidate, seeds if verified.choice.feasible else 0),
+        variants=sensitivity(scenario, candidate, feasible=verified.choice.feasible),
         price_per_gpu_hour=price_per_gpu_hour,
         base_model=base_model or scenario.model.spec.name,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from lora_server import spec as specs
 from lora_server.errors import ConfigError
 from provisioning import memory, slo
+from provisioning.counts import read_counts
 from provisioning.hardware import Cluster, gpu_named
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
 from provisioning.latency import StepModel
@@ -16,7 +17,7 @@ from provisioning.plan import Scenario
 from provisioning.profile import Profile
 from provisioning.profile import load as load_profile
 from provisioning.requests import Lengths
-from provisioning.workload import Workload, littles_law_batch, read_counts, zipf
+from provisioning.workload import Workload, littles_law_batch, zipf
 
 MOST_ADAPTERS = 10_000_000
 # Instance #GPU of the paper's Table 3.
@@ -63,16 +64,18 @@ class Flags:
 
 def workload(flags: Flags) -> Workload:
     """Popularity, lengths and burstiness from --adapters and --zipf, --counts or --trace."""
-    if flags.counts is not None and (flags.trace is not None or flags.adapters is not None):
-        raise InputError("--counts: give it alone, without --trace or --adapters")
+    if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
+        raise InputError("--counts: give it alone, without --trace, --adapters or --zipf")
+    seed = count(flags.seed, "--seed", 0)
     skew = non_negative(1.2 if flags.zipf is None else flags.zipf, "--zipf")
     if flags.trace is not None:
         from provisioning import traces
 
         num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
-        found = traces.load(
-            flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=count(flags.seed, "--seed", 0))
-        )
+        found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed))
+        if found.zipf_skew is None and (flags.adapters is not None or flags.zipf is not None):
+            flag = "--zipf" if flags.adapters is None else "--adapters"
+            raise InputError(f"{flag}: {flags.trace} says which adapters are called, and how often; leave it out")
         return _with_lengths(found, flags)
     if flags.counts is not None:
         return _with_lengths(Workload(popularity=read_counts(flags.counts), source=str(flags.counts)), flags)
@@ -85,11 +88,17 @@ def workload(flags: Flags) -> Workload:
 
 def _with_lengths(found: Workload, flags: Flags) -> Workload:
     cv = non_negative(flags.burst_cv, "--burst-cv")
+    if cv != 1.0 and found.trace is not None:
+        raise InputError("--burst-cv: a trace is replayed with its own gaps; leave it out")
     if cv != 1.0:
         found = replace(found, cv=cv)
     if flags.mean_output_tokens is None:
         return found
-    return replace(found, lengths=Lengths(mean_tokens=positive(flags.mean_output_tokens, "--mean-output-tokens")))
+    mean = positive(flags.mean_output_tokens, "--mean-output-tokens")
+    if found.trace is None:
+        return replace(found, lengths=Lengths(mean_tokens=mean))
+    stretched = found.trace.stretched_to(mean)
+    return replace(found, trace=stretched, lengths=Lengths.of(stretched.output_tokens))
 
 
 def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]:
@@ -97,8 +106,8 @@ def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]
     instances = None if flags.instances is None else count(flags.instances, "--instances", 1)
     batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size")
     rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate")
-    if rate is None and batch is None and found.trace is not None and found.trace.span_s > 0:
-        rate = len(found.trace) / found.trace.span_s
+    if rate is None and (instances is None or batch is None):
+        rate = found.own_rate
     if rate is None:
         if instances is None or batch is None:
             missing = "--instances" if instances is None else "--batch-size"

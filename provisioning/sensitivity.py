@@ -28,14 +28,18 @@ class Variant:
         return asdict(self)
 
 
-def sensitivity(scenario: Scenario, chosen: Candidate) -> list[Variant]:
-    """GPUs +-1, one GPU lost, N, s, rank, batch and link."""
+def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[Variant]:
+    """GPUs +-1, one GPU lost, N, s, rank, batch and link; where nothing is feasible, also what is asked for itself.
+
+    `chosen` is then the layout that came closest, and a variant with `gpus` is one that would have a plan.
+    """
     rows = [
         _resized(scenario, chosen.gpus + 1, "gpus +1"),
         *([_resized(scenario, chosen.gpus - 1, "gpus -1")] if chosen.gpus > 1 else []),
         _resized(scenario, chosen.gpus - 1, "one GPU fails, the rest laid out anew"),
     ]
-    return rows + [_replanned(name, changed, chosen) for name, changed in _changes(scenario)]
+    changes = [*_changes(scenario), *(() if feasible else _relaxed(scenario))]
+    return rows + [_replanned(name, changed, chosen) for name, changed in changes]
 
 
 def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float:
@@ -92,6 +96,19 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         gbps = model.cluster.link_gbps * factor
         cluster = replace(model.cluster, link_gbps=gbps)
         yield f"link {gbps:g} Gb/s", replace(scenario, model=replace(model, cluster=cluster))
+
+
+def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    slo, cluster = scenario.slo, scenario.model.cluster
+    yield f"max GPUs {2 * scenario.max_gpus}", replace(scenario, max_gpus=2 * scenario.max_gpus)
+    yield f"TTFT SLO {slo.ttft_us / 500:g} ms", replace(scenario, slo=replace(slo, ttft_us=2 * slo.ttft_us))
+    yield f"TPOT SLO {slo.tpot_us / 500:g} ms", replace(scenario, slo=replace(slo, tpot_us=2 * slo.tpot_us))
+    target = round(2 * scenario.iar_target - 1, 12)
+    if 0 < target < 1:
+        yield f"IAR target {target:g}", replace(scenario, iar_target=target)
+    gpu = replace(cluster.gpu, memory_bytes=2 * cluster.gpu.memory_bytes)
+    model = replace(scenario.model, cluster=replace(cluster, gpu=gpu))
+    yield "memory per GPU x2", replace(scenario, model=model)
 
 
 def _with_popularity(scenario: Scenario, popularity: Floats) -> Scenario:

@@ -17,6 +17,7 @@ from provisioning.poisson_binomial import Floats
 from provisioning.requests import Lengths, Requests
 from provisioning.workload import Workload
 
+_FAMILIES = ("Gamma", "Weibull")
 _LARGEST_CV = 10.0  # a longer-tailed renewal process does not settle within a run; some windows claim 170
 
 
@@ -77,6 +78,7 @@ class Clients:
         return Workload(
             popularity=normalised(self.mean_rates(), "--trace"),
             cv=self.burstiness(),
+            given_rate=float(self.mean_rates().sum()),
             source=f"{self.path}: {len(self.names)} ServeGen clients as adapters",
         )
 
@@ -146,21 +148,32 @@ def load(directory: Path) -> Clients:
 def _series(file: Path) -> tuple[Window, ...]:
     windows = []
     try:
-        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))
+        rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"--trace: {file} cannot be read as CSV: {error}") from None
     for number, row in enumerate(rows, start=1):
-        try:
-            start, rate, cv, family, shape, scale = row
-            window = Window(float(start), float(rate), float(cv), family, float(shape), float(scale))
-            if not (np.isfinite([window.start_s, window.rate, window.cv]).all() and window.rate >= 0 <= window.cv):
-                raise ValueError
-        except ValueError:
+        windows.append(_window(row, f"--trace: {file} line {number}"))
+        if number > 1 and windows[-1].start_s <= windows[-2].start_s:
             raise InputError(
-                f"--trace: {file} line {number}: got {','.join(row)!r}, expected start,rate,cv,family,shape,scale "
-                "with finite numbers, rate and cv of 0 or more"
-            ) from None
-        windows.append(window)
+                f"--trace: {file} line {number}: starts at {windows[-1].start_s:g} s, not after the line before"
+            )
     if not windows:
         raise InputError(f"--trace: {file} is empty")
     return tuple(windows)
+
+
+def _window(row: list[str], where: str) -> Window:
+    got = f"{where}: got {','.join(row)!r}"
+    try:
+        start, rate, cv, family, shape, scale = row
+        window = Window(float(start), float(rate), float(cv), family.strip(), float(shape), float(scale))
+    except ValueError:
+        raise InputError(f"{got}, expected start,rate,cv,family,shape,scale with numbers but for the family") from None
+    numbers = [window.start_s, window.rate, window.cv, window.shape, window.scale_s]
+    if not np.isfinite(numbers).all() or min(numbers) < 0:
+        raise InputError(f"{got}, expected finite numbers of 0 or more")
+    if window.rate > 0 and not (window.family in _FAMILIES and min(window.shape, window.scale_s) > 0):
+        raise InputError(f"{got}, expected Gamma or Weibull with shape and scale above 0 where there is traffic")
+    if window.rate > 0 and not np.isfinite(_unit_mean(window.family, window.shape)):
+        raise InputError(f"{got}, expected a larger shape: the gaps of this one have no mean that can be computed")
+    return window

@@ -7,11 +7,8 @@ seed; `Requests` is a sequence of calls, sampled or read from a trace. Readers a
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,6 @@ __all__ = [
     "from_counts",
     "from_requests",
     "littles_law_batch",
-    "read_counts",
     "zipf",
 ]
 
@@ -43,8 +39,16 @@ class Workload:
     lengths: Lengths = field(default_factory=Lengths)
     cv: float | Floats = 1.0
     source: str = "given"
+    given_rate: float | None = None
     trace: Requests | None = None
     zipf_skew: float | None = None
+
+    @property
+    def own_rate(self) -> float | None:
+        """Requests/s that the source itself has: the trace's, or `given_rate`; None where it has none."""
+        if self.trace is not None and self.trace.span_s > 0:
+            return self.trace.mean_rate()
+        return self.given_rate
 
     @property
     def num_adapters(self) -> int:
@@ -88,33 +92,9 @@ def zipf(skew: float, num_adapters: int) -> Floats:
     return normalised(ranks ** -non_negative(skew, "zipf"))
 
 
-def from_counts(counts: Sequence[float] | dict[str, float]) -> Floats:
-    """p_i in proportion to calls counted per adapter, busiest first where they are named."""
-    values = list(counts.values()) if isinstance(counts, dict) else list(counts)
-    return normalised(values, "counts")
-
-
-def read_counts(path: str | Path) -> Floats:
-    """Counts from a JSON list or object {adapter: count}, or a CSV with lines `adapter,count`."""
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix.lower() == ".json":
-            return from_counts(json.loads(text))
-        return from_counts([_last_number(row) for row in csv.reader(text.splitlines()) if row and not _header(row)])
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise InputError(f"--counts: {file} cannot be used: {error}; expected JSON or CSV `adapter,count`") from None
-
-
-def _header(row: list[str]) -> bool:
-    return row[-1].strip().lower() in ("count", "counts", "requests", "calls")
-
-
-def _last_number(row: list[str]) -> float:
-    try:
-        return float(row[-1])
-    except ValueError:
-        raise InputError(f"--counts: got {row[-1]!r}, expected a number of calls after the adapter") from None
+def from_counts(counts: Sequence[float] | dict[str, float], name: str = "counts") -> Floats:
+    """p_i in proportion to calls counted per adapter, in the order given; `name` is for the error."""
+    return normalised(list(counts.values()) if isinstance(counts, dict) else counts, name)
 
 
 def littles_law_batch(*, request_rate: float, mean_output_tokens: float, tpot_s: float) -> float:

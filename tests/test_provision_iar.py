@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import ndtr
+from scipy.special import gammainc, ndtr
 
 from lora_server.errors import ConfigError
 from provisioning import iar_oracle
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
+from provisioning.iar_literal import condensed
 from provisioning.poisson_binomial import poisson_binomial
 
 SLACK = 4  # this machine may be shared; bench/provision_speed.py measures the bars of 50 ms and 5 s themselves
@@ -80,6 +81,47 @@ def test_min_cache_slots_is_the_first_that_reaches_the_target(popularity, load, 
     assert all(value < target + 1e-12 for value in values[:-1])
 
 
+@exact
+@given(weights, loads)
+def test_queued_rises_with_slots(popularity, load):
+    curve = [immediate_admissibility(popularity, load, m, "queued") for m in range(len(popularity) + 1)]
+    assert (np.diff(curve) >= -1e-9).all()
+
+
+@pytest.mark.parametrize(
+    ("adapters", "skew", "load"), [(10, 1.2, 1000), (64, 0.4, 1000), (64, 1.2, 1e4), (100, 2.5, 1e5)]
+)
+def test_queued_rises_with_slots_where_hot_adapters_never_leave(adapters, skew, load):
+    """Their waits are of the order of e^l; solved for in plain numbers, these cost up to 0.98 of the rate."""
+    p = zipf(adapters, skew)
+    curve = [immediate_admissibility(p, load, m, "queued") for m in range(adapters + 1)]
+    assert (np.diff(curve) >= -1e-9).all()
+    assert curve[adapters // 2] > p[: adapters // 2].sum() - 0.1  # who stays is the hot
+
+
+def test_condensed_rates_sum_to_all():
+    for skew, load in ((0.1, 1e4), (0.6, 1e4), (1.2, 1e6), (3.0, 1e6)):
+        rates = load * zipf(20_000, skew)
+        few, weight = condensed(rates)
+        assert few.size < 2000
+        for shape in np.geomspace(1e-10, rates.max() + 10, 40):
+            assert weight @ gammainc(shape, few) == pytest.approx(gammainc(shape, rates).sum(), abs=1e-9)
+
+
+@pytest.mark.parametrize("power", [0.1, 1, 6, 30])
+def test_product_of_all_at_once_equals_the_recursion(power):
+    q = np.random.default_rng(3).random(3000) ** power
+    slow = np.zeros(q.size + 1)
+    slow[0] = 1.0
+    for present in q:
+        slow[1:] = slow[1:] * (1 - present) + slow[:-1] * present
+        slow[0] *= 1 - present
+    law = poisson_binomial(q)
+    window = slice(law.first, law.first + law.pmf.size)
+    assert law.pmf == pytest.approx(slow[window], abs=1e-14)
+    assert slow.sum() - slow[window].sum() < 1e-14
+
+
 def test_literal_is_not_monotone_and_the_first_m_is_found():
     p = [0.2, 0.2] + [0.6 / 1000] * 1000
     assert immediate_admissibility(p, 1000, 1, "literal") == pytest.approx(0.45, abs=1e-3)
@@ -135,6 +177,11 @@ def test_any_weights_and_containers():
         (([[1], [1]], 1, 1), "popularity"),
         (("ab", 1, 1), "popularity"),
         ((None, 1, 1), "popularity"),
+        ((["1", "2"], 1, 1), "popularity"),
+        (([True, 2], 1, 1), "popularity"),
+        ((np.array([True, False]), 1, 1), "popularity"),
+        (({"law": 3, "code": 1}, 1, 1), "popularity"),
+        ((b"ab", 1, 1), "popularity"),
         (([1, 1], 0, 1), "global_batch"),
         (([1, 1], -3, 1), "global_batch"),
         (([1, 1], math.nan, 1), "global_batch"),
@@ -170,14 +217,15 @@ def test_512_adapters_are_quick(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_100_000_adapters_are_quick_and_under_1_gb(model):
-    p = zipf(100_000, 1.2)
+    p = zipf(100_000, 1.0)
     tracemalloc.start()
-    assert immediate_admissibility(p, 2000, 20_000, model) > 0.9
+    assert immediate_admissibility(p, 1e6, 70_000, model) > 0.8
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     start = time.process_time()
-    slots = min_cache_slots(p, 2000, 0.95, model)
-    assert immediate_admissibility(p, 2000, slots, model) >= 0.95
+    slots = min_cache_slots(p, 1e6, 0.95, model)
+    assert immediate_admissibility(p, 1e6, slots, model) >= 0.95 - 1e-12
+    assert slots == 1 or immediate_admissibility(p, 1e6, slots - 1, model) < 0.95
     assert time.process_time() - start < SLACK * 5
     assert peak < 2**30
 

@@ -68,6 +68,9 @@ def test_every_table_3_model_has_a_plan_that_its_simulation_bears_out(model, ran
     assert latency["total"] <= latency["budget"]
     simulation = plan["simulation"]
     assert simulation["seeds"] >= 5 and simulation["holds_target"] and simulation["interval"][0] >= 0.95
+    assert simulation["refuted"] == [] and not simulation["below_model"]
+    if plan["gpus"] > 1:
+        assert simulation["refuted_below"][0]["gpus"] == plan["gpus"] - 1
     assert plan["coupled"]["verdict"] and plan["sensitivity"]
     assert {entry["kind"] for entry in plan["provenance"].values()} <= {"measured", "extrapolated", "assumed"}
     check_finite(plan)
@@ -143,6 +146,58 @@ def test_a_refuted_plan_gets_more_gpus_and_says_so():
         assert verified.choice.binding == "simulation"
 
 
+HOT = ["--slo", SLO, "--model", "qwen3-30b-a3b", "--adapters", "200", "--zipf", "1.6", "--instances", "6"]
+
+
+def test_the_simulation_goes_below_a_model_that_is_too_pessimistic():
+    """`offered` asks for five GPUs here; four hold."""
+    outcome = provision(*HOT, "--batch-size", "250", "--json")
+    assert outcome.exit_code == 0, outcome.output
+    plan = json.loads(outcome.stdout)
+    simulation = plan["simulation"]
+    assert plan["gpus"] == 4 and plan["cache_slots"] < plan["min_cache_slots"] and plan["iar"] < 0.95
+    assert simulation["interval"][0] >= 0.95 and simulation["below_model"] and simulation["refuted"] == []
+    assert 3 in {item["gpus"] for item in simulation["refuted_below"]}
+    assert simulation["model_gpus"] == 5 and simulation["gpus_saved"] == 1
+    assert plan["binding_constraint"] == "cache" and plan["load_headroom"] is None
+
+
+@pytest.mark.parametrize("changes", [{"iar": 1.0}, {"slo": "ttft_p100=250ms,tpot_avg=100ms"}])
+def test_no_run_proves_that_nobody_ever_waits(changes):
+    """30,000 calls without a miss are no proof of an IAR of 1, for which all adapters must fit."""
+    asked = question(adapters=180, **changes)
+    first = smallest(asked)
+    verified = verify(asked, first, 5)
+    assert verified.choice.chosen is first.chosen and first.chosen.slots >= 180
+    fewer = replace(asked, max_gpus=first.chosen.gpus - 1)
+    assert verify(fewer, smallest(fewer), 5).choice.chosen is None
+
+
+def test_a_plan_that_only_the_simulation_knows_of_says_so():
+    """With four GPUs at most the model has no plan for the same question."""
+    outcome = provision(*HOT, "--batch-size", "250", "--max-gpus", "4")
+    assert outcome.exit_code == 0, outcome.output
+    text = " ".join(outcome.stdout.split())
+    assert "The model has no plan" in text and "simulation went below it: 4 GPUs hold the target" in text
+    assert "Fewer slots do not: 3 GPUs" in text
+
+
+def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
+    for changes, helps in (
+        ({"max_gpus": 1}, "max GPUs 2"),
+        ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "TTFT SLO 30 ms"),
+        ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "TPOT SLO 20 ms"),
+    ):
+        result = answer(question(**changes), seeds=0)
+        assert not result.feasible
+        plan = result.as_json()
+        rows = {row["change"]: row for row in plan["sensitivity"]}
+        assert rows[helps]["gpus"], helps
+        assert rows["gpus +1"]["gpus"] == plan["closest"]["gpus"] + 1
+        assert plan["coupled"]["evaluated"] and plan["coupled"]["verdict"]
+        check_finite(plan)
+
+
 def test_coupled_verdict_goes_both_ways():
     roomy = answer(question(), seeds=0).as_json()["coupled"]
     assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
@@ -189,6 +244,8 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
     assert outcome.exit_code == 0, outcome.output
     plan = json.loads(outcome.stdout)
     assert plan["load"]["global_batch"] == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
+    split = scenario(Flags(slo=SLO, model="mixtral-8x7b", trace=trace, batch_size=16.0))
+    assert split.instances == 6 and split.global_batch == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
     assert plan["provenance"]["output_tokens"]["kind"] == "measured"
     assert plan["simulation"]["simulated"]
 
@@ -228,6 +285,7 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
         ("--context-tokens", "0"),
         ("--gpu-memory-gib", "0"),
         ("--instance-gpus", "0"),
+        ("--seed", "-1"),
     ],
 )
 def test_bad_flags_are_one_line_and_exit_2(bad):

@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from provisioning import servegen, traces
+from provisioning.counts import read_counts
 from provisioning.inputs import InputError
 from provisioning.requests import Lengths, renewal_gaps
-from provisioning.workload import Workload, from_counts, littles_law_batch, read_counts, zipf
+from provisioning.scenario import Flags, scenario, workload
+from provisioning.workload import Workload, from_counts, littles_law_batch, zipf
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")
@@ -29,11 +32,48 @@ def test_read_counts(tmp_path):
     (tmp_path / "c.csv").write_text("adapter,count\nlaw,3\ncode,1\n")
     (tmp_path / "c.json").write_text('{"law": 3, "code": 1}')
     (tmp_path / "bad.csv").write_text("law,many\n")
+    (tmp_path / "bom.json").write_text("\ufeff[3, 1]", encoding="utf-8")
+    (tmp_path / "headings.csv").write_text("\ufeffname,calls_total\nlaw,3\n\ncode,1e0\n", encoding="utf-8")
+    (tmp_path / "bare.csv").write_text("3\n1\n")
     assert read_counts(tmp_path / "c.csv") == pytest.approx([0.75, 0.25])
     assert read_counts(tmp_path / "c.json") == pytest.approx([0.75, 0.25])
+    for name in ("bom.json", "headings.csv", "bare.csv"):
+        assert read_counts(tmp_path / name) == pytest.approx([0.75, 0.25]), name
     for name in ("bad.csv", "absent.json"):
         with pytest.raises(InputError, match=r"^--counts: "):
             read_counts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.json", "[true, 1]", "got True"),
+        ("c.json", '["3", 1]', "got '3'"),
+        ("c.json", '{"law": null}', "count of 'law': got None"),
+        ("c.json", '{"law": 3, "law": 1}', "'law' is counted twice"),
+        ("c.json", '{"law": -3, "code": 1}', "weight 0 is -3.0"),
+        ("c.json", "[NaN]", "weight 0 is nan"),
+        ("c.json", "[1e999]", "weight 0 is inf"),
+        ("c.json", "[]", "holds no counts"),
+        ("c.json", "7", "got int"),
+        ("c.json", "{", "cannot be used"),
+        ("c.csv", "law,3\nlaw,1\n", "'law' is counted twice"),
+        ("c.csv", "law,3O\ncode,1\n", "line 1: got '3O'"),
+        ("c.csv", "name,calls\nlaw,true\n", "line 2: got 'true'"),
+        ("c.csv", "law,-3\ncode,1\n", "weight 0 is -3.0"),
+        ("c.csv", "law,0\n", "all 1 weights are zero"),
+        ("c.csv", "law,3,1\n", "line 1: got 'law,3,1'"),
+        ("c.csv", "law,3\n4\n", "line 2: got '4'"),
+        ("c.csv", ",3\n", "line 1: got ',3'"),
+        ("c.csv", "\n \n", "holds no counts"),
+    ],
+)
+def test_bad_counts_name_the_flag_and_the_file(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_counts(tmp_path / name)
+    assert str(caught.value).startswith(f"--counts: {tmp_path / name}") and said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_littles_law():
@@ -139,6 +179,60 @@ def test_servegen_clients_are_adapters(tmp_path):
     (tmp_path / "chunk-11-trace.csv").write_text("0,1.0\n")
     with pytest.raises(InputError, match=r"chunk-11-trace.csv line 1"):
         servegen.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("0,2,1,Gamma,0,0.5\n", "line 1.*shape and scale above 0"),
+        ("0,2,1,Gamma,1,-0.5\n", "line 1.*0 or more"),
+        ("0,2,1,Pareto,1,0.5\n", "line 1.*Gamma or Weibull"),
+        ("0,2,1,,1,0.5\n", "line 1.*Gamma or Weibull"),
+        ("0,2,1,Gamma,inf,0.5\n", "line 1.*finite"),
+        ("0,2,1,Weibull,0.001,0.5\n", "line 1.*larger shape"),
+        ("0,2,1,Gamma,1,0.5\n0,3,1,Gamma,1,0.5\n", "line 2.*not after"),
+        ("600,2,1,Gamma,1,0.5\n0,3,1,Gamma,1,0.5\n", "line 2.*not after"),
+    ],
+)
+def test_servegen_windows_are_checked(tmp_path, lines, said):
+    (tmp_path / "chunk-0-trace.csv").write_text(lines)
+    with pytest.raises(InputError, match=f"^--trace: .*chunk-0-trace.csv {said}"):
+        servegen.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--trace", "servegen", "--adapters", "512"],
+        ["--trace", "named.csv", "--zipf", "1"],
+        ["--trace", "named.csv", "--burst-cv", "3"],
+        ["--counts", "c.csv", "--zipf", "1"],
+    ],
+)
+def test_flags_that_a_file_answers_are_refused(tmp_path, arguments):
+    (tmp_path / "servegen").mkdir()
+    (tmp_path / "servegen" / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n")
+    (tmp_path / "named.csv").write_text("timestamp,adapter,output_tokens\n0,a,9\n1,b,9\n")
+    (tmp_path / "c.csv").write_text("a,1\n")
+    given = {arguments[0][2:]: tmp_path / arguments[1], arguments[2][2:].replace("-", "_"): float(arguments[3])}
+    blamed = "--counts" if "--counts" in arguments else arguments[2]
+    with pytest.raises(InputError, match=f"^{blamed}: "):
+        workload(Flags(slo="", model="", **given))
+
+
+def test_servegen_brings_its_own_rate(tmp_path):
+    (tmp_path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
+    (tmp_path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
+    flags = Flags(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", trace=tmp_path)
+    assert scenario(flags).global_batch == pytest.approx(3.5 * 256 * 0.1)
+    assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(7 * 256 * 0.1)
+
+
+def test_a_given_mean_stretches_the_outputs_that_a_trace_replays(tmp_path):
+    (tmp_path / "t.csv").write_text("timestamp,adapter,output_tokens\n0,a,10\n1,b,30\n2,a,20\n")
+    found = workload(Flags(slo="", model="", trace=tmp_path / "t.csv", mean_output_tokens=100.0))
+    assert found.trace.output_tokens.tolist() == [50, 150, 100]
+    assert found.lengths.mean_tokens == 100
 
 
 @shared
