@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from client_connector.exchange import Exchange, StepTimes
+from client_connector.exchange import Exchange, StepTimes, Window
 from client_connector.routing import Message, in_step
 from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.spec import Site
@@ -88,17 +88,19 @@ class Client:
         decode: bool,
         by_entry: bool = False,
         weights: torch.Tensor | None = None,
+        window: Window | None = None,
     ) -> Exchange:
         """Push what fits; the rest follows while `finish` consumes.
 
         x: activations of the engine's rows; or, with `by_entry`, one per entry (indexed by
         `Message.entries_N`). With `weights` (float32, indexed alike) the deltas come back weighted
-        and summed per row of the message, otherwise one per entry. Raises StepError.
+        and summed per row of the message, otherwise one per entry. With a `window` x has its input
+        columns only, and deltas its output columns side by side. Raises StepError.
         """
         if self.broken is not None:
             raise self.broken
         if self.terms.coordination == "leader":
             messages = in_step(messages, self.terms.layout.stage_shards(site.layer))
-        exchange = Exchange(self, site, messages, x.detach(), decode, by_entry, weights)
+        exchange = Exchange(self, site, messages, x.detach(), decode, by_entry, weights, window)
         exchange.begin()
         return exchange
