@@ -42,15 +42,19 @@ class Client:
         self.terms: Terms = self.session.terms
         self.placement = self.terms.placement
 
-    def recover(self) -> bool:
-        """Join anew if a step broke the session or its lease is gone; whether it did."""
+    def lost(self) -> LoraServerError | None:
+        """What broke the session, if anything did: a step, a shard's death, the end of the lease."""
         try:
             self.session.check()
             for link in self.session.links:
                 link.check()
         except LoraServerError as error:
             self.broken = self.broken or error
-        if self.broken is None:
+        return self.broken
+
+    def recover(self) -> bool:
+        """Join anew if a step broke the session or its lease is gone; whether it did."""
+        if self.lost() is None:
             return False
         served = self.terms.spec
         self.session.leave()

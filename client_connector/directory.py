@@ -7,11 +7,14 @@ from typing import Any
 import grpc
 
 from client_connector.remote import CALL_SECONDS
+from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call
 
-ADD_SECONDS = 120.0
+ADD_SECONDS, READY_SECONDS = 120.0, 0.5
+# a server that comes back must be seen soon, not after gRPC's usual backoff of up to two minutes
+OPTIONS = (("grpc.max_reconnect_backoff_ms", 500),)
 
 
 class Directory:
@@ -19,8 +22,9 @@ class Directory:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, OPTIONS)
         self._adapters = rpc.AdaptersStub(self._channel)
+        self._server = rpc.ServerStub(self._channel)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
         return call(method, request, server=self._address, seconds=seconds)
@@ -43,6 +47,13 @@ class Directory:
     def remove(self, name: str) -> None:
         """Unlist; its weights go when the last holder has released them."""
         self._call(self._adapters.Remove, pb.RemoveAdapterRequest(name=name))
+
+    def ready(self) -> bool:
+        """Whether the server answers, and all its shards are up; asked without patience."""
+        try:
+            return bool(self._call(self._server.Status, pb.StatusRequest(), READY_SECONDS).ready)
+        except LoraServerError:
+            return False
 
     def close(self) -> None:
         """Give the connection up."""

@@ -88,6 +88,8 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
     root = Path(SCRATCH.name) / engine / kind
     base, adapters = root / "base", root / "adapters"
     tiny.save_model(model, base)
+    if engine == "vllm":
+        tiny.save_tokenizer(base)
     recipes = dict(DENSE_ADAPTERS if kind == "llama" else MOE_ADAPTERS)
     if kind in ("mixtral", "qwen3_moe"):
         recipes["per-expert"] = {"lora_rank": 7, "targets": "experts", "style": "per_expert"}

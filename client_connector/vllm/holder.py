@@ -15,13 +15,16 @@ from dataclasses import dataclass
 import structlog
 
 from client_connector.alora import invocation_start
+from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.vllm.plan import Assigned, Failure, StepPlan
+from client_connector.vllm.rejoin import Rejoin
 from client_connector.vllm.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError, StepError
 from lora_server.transport.session import Held, Session
 
 log = structlog.get_logger()
+MOMENT = 1.0  # seconds that the first request of an outage waits
 _TRANSIENT = (LeaseError, ServerUnavailableError, StepError)
 
 
@@ -48,8 +51,10 @@ class Holder:
         self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
         self._session: Session = self._server.join(settings.timeout_seconds)
         self._uses: dict[str, Use] = {}
-        self._known: dict[int, int] = {}  # handles that workers heard of -> requests that use them
+        self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
+        self._rejoin = Rejoin(self._rejoined)
+        self._directory = Directory(settings.address)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
 
@@ -128,8 +133,9 @@ class Holder:
         rows = {name: Assigned(use.held.handle, use.start) for name, use in uses if use.held is not None}
         held = {use.held.handle: use.held for _, use in uses if use.held is not None}
         new = tuple(one for handle, one in held.items() if handle not in self._known)
-        gone = tuple(self._known.keys() - {use.held.handle for use in list(self._uses.values()) if use.held})
-        self._known = dict.fromkeys(self._known.keys() - set(gone) | held.keys(), 1)
+        in_use = {use.held.handle for use in list(self._uses.values()) if use.held is not None}
+        gone = tuple(self._known - in_use)
+        self._known = (self._known & in_use) | held.keys()
         return StepPlan(self._session.terms.server, rows, new, gone)
 
     def _resume(self, use: Use) -> None:
@@ -157,11 +163,11 @@ class Holder:
     def _acquire(self, name: str) -> Held:
         with self._calls:
             if self._session_lost():
-                self._rejoin()
+                self._join_anew()
             try:
                 (held,) = self._session.acquire([name])
             except (LeaseError, ServerUnavailableError):  # it restarted since: once more, under a new lease
-                self._rejoin()
+                self._join_anew()
                 (held,) = self._session.acquire([name])
             self._session.prefetch([held.handle])
         return held
@@ -174,25 +180,30 @@ class Holder:
         return False
 
     def _check(self) -> None:
-        """A step failed, or the lease is known to be gone: is this session still good?"""
+        """A step failed, or the lease is known to be gone. In the engine's loop, so without waiting."""
         with self._calls:
             try:
                 self._session.acquire([])
                 self._suspect = False
             except (LeaseError, ServerUnavailableError):
-                try:
-                    self._rejoin()
-                except LoraServerError as error:
-                    log.warning("lora server cannot be joined", error=str(error))
+                self._rejoin.wait(0.0)
 
-    def _rejoin(self) -> None:
+    def _join_anew(self) -> None:
+        """Wait while the server is there, or a moment if nobody did so far; raises ServerUnavailableError."""
+        ready = self._rejoin.waited and self._directory.ready()
+        if not self._rejoin.wait(self._settings.timeout_seconds if ready else 0.0 if self._rejoin.waited else MOMENT):
+            raise ServerUnavailableError(
+                f"server {self._settings.address}: went away and is being joined anew"
+                + (f" ({self._rejoin.error})" if self._rejoin.error is not None else "")
+            )
+
+    def _rejoined(self) -> None:
         """A new lease; what was held under the old one is acquired again when it is next scheduled."""
         fresh = self._server.join(self._settings.timeout_seconds)
-        old, self._session, self._suspect = self._session, fresh, False
         with self._lock:
+            old, self._session, self._suspect, self._known = self._session, fresh, False, set()
             for use in self._uses.values():
                 use.held = None
-            self._known = {}
         old.leave()
 
     def _let_go(self, use: Use) -> None:
@@ -210,6 +221,8 @@ class Holder:
 
     def close(self) -> None:
         """Leave the server; idempotent."""
+        self._rejoin.close()
+        self._directory.close()
         self._releases.put(None)
         with self._calls:
             self._session.leave()

@@ -24,10 +24,12 @@ from client_connector.context import Context
 from client_connector.exchange import Exchange, Window
 from client_connector.routing import Batch, Message
 from client_connector.vllm.plan import NO_PLAN, Assigned, Failure, StepPlan
+from client_connector.vllm.rejoin import Rejoin
 from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.spec import Site
 from lora_server.transport.session import Held
 
+OUTAGE_SECONDS = 1.0
 log = structlog.get_logger()
 
 
@@ -42,6 +44,7 @@ class Step:
         self._failures: dict[str, Failure] = {}
         self._plan = NO_PLAN
         self._server = client.terms.server
+        self._rejoin = Rejoin(client.recover)
 
     # -- once per forward pass
 
@@ -96,7 +99,13 @@ class Step:
         """Handles mean something only to the run of the server that gave them."""
         if self.client.terms.server != server:
             self.client.broken = self.client.broken or ShardUnavailableError("the server was restarted")
-        self.client.recover()
+        lost = self.client.lost()
+        if lost is not None:
+            # a run that the scheduler joined is up; without one, the first step of an outage waits a little
+            up = self.client.terms.server != server
+            seconds = self.client.timeout_seconds if up else 0.0 if self._rejoin.waited else OUTAGE_SECONDS
+            if not self._rejoin.wait(seconds):
+                raise lost
         if self.client.terms.server != server:
             raise ShardUnavailableError(
                 f"server: this worker is joined to run {self.client.terms.server}, the step was planned for "
@@ -107,6 +116,11 @@ class Step:
         """The requests whose adapters did not act as they should in this pass."""
         self.context.batch, self.active = None, False
         return self._failures
+
+    def close(self) -> None:
+        """Leave the server."""
+        self._rejoin.close()
+        self.client.close()
 
     # -- at a site
 

@@ -90,7 +90,8 @@ class Engine:
     def answers(self, batch: list[Sequence], new_tokens: int) -> list[Answer]:
         """As `workload.check` wants them; none may have been flagged."""
         replies = self.generate(batch, new_tokens)
-        assert [reply["stop_reason"] for reply in replies] == [None] * len(replies)
+        flagged = [reply["stop_reason"] for reply in replies if reply["stop_reason"] is not None]
+        assert not flagged, flagged
         return [Answer(reply["tokens"], reply["logprobs"]) for reply in replies]
 
     def tail(self) -> str:
@@ -116,7 +117,7 @@ class ApiServer:
         host, _, port = self.address.rpartition(":")
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", host, "--port", port, "--served-model-name", "base", "--max-model-len", "512"]
-        command += ["--enforce-eager", "--dtype", "float32", "--skip-tokenizer-init", *flags]
+        command += ["--enforce-eager", "--dtype", "float32", *flags]
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=env | environment

@@ -97,7 +97,7 @@ class RemoteLoRAManager:
 
     def close(self) -> None:
         """Leave the server."""
-        self.step.client.close()
+        self.step.close()
         self._directory.close()
 
 
