@@ -1,11 +1,13 @@
-# Two commands do all the set-up there is: make demo, make test.
+# Set-up is part of every command: make demo, make test; make test-vllm, make serve-vllm in an environment of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENV_VLLM := .venv-vllm
+BIN_VLLM := $(VENV_VLLM)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint bench proto clean
+.PHONY: demo test lint bench proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +19,16 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest $(ARGS)
+
+# vLLM pins its own torch and transformers
+$(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -r constraints-vllm.txt
+	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -e .
+	touch $@
+
+test-vllm: $(VENV_VLLM)/ready
+	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. $(or $(ARGS),tests/vllm)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -36,4 +48,4 @@ proto:
 	.venv-proto/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. lora_server/wire/lora_server.proto
 
 clean:
-	rm -rf .venv .venv-proto build *.egg-info
+	rm -rf .venv .venv-vllm .venv-proto build *.egg-info

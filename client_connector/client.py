@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from client_connector.exchange import Exchange, StepTimes
+from client_connector.exchange import Exchange, StepTimes, Window
 from client_connector.routing import Message, in_step
 from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.spec import Site
@@ -42,15 +42,19 @@ class Client:
         self.terms: Terms = self.session.terms
         self.placement = self.terms.placement
 
-    def recover(self) -> bool:
-        """Join anew if a step broke the session or its lease is gone; whether it did."""
+    def lost(self) -> LoraServerError | None:
+        """What broke the session, if anything did: a step, a shard's death, the end of the lease."""
         try:
             self.session.check()
             for link in self.session.links:
                 link.check()
         except LoraServerError as error:
             self.broken = self.broken or error
-        if self.broken is None:
+        return self.broken
+
+    def recover(self) -> bool:
+        """Join anew if a step broke the session or its lease is gone; whether it did."""
+        if self.lost() is None:
             return False
         served = self.terms.spec
         self.session.leave()
@@ -88,17 +92,19 @@ class Client:
         decode: bool,
         by_entry: bool = False,
         weights: torch.Tensor | None = None,
+        window: Window | None = None,
     ) -> Exchange:
         """Push what fits; the rest follows while `finish` consumes.
 
         x: activations of the engine's rows; or, with `by_entry`, one per entry (indexed by
         `Message.entries_N`). With `weights` (float32, indexed alike) the deltas come back weighted
-        and summed per row of the message, otherwise one per entry. Raises StepError.
+        and summed per row of the message, otherwise one per entry. With a `window` x has its input
+        columns only, and deltas its output columns side by side. Raises StepError.
         """
         if self.broken is not None:
             raise self.broken
         if self.terms.coordination == "leader":
             messages = in_step(messages, self.terms.layout.stage_shards(site.layer))
-        exchange = Exchange(self, site, messages, x.detach(), decode, by_entry, weights)
+        exchange = Exchange(self, site, messages, x.detach(), decode, by_entry, weights, window)
         exchange.begin()
         return exchange

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,17 @@ from lora_server.wire.slot import RequestHeader, ResponseHeader
 
 if TYPE_CHECKING:
     from client_connector.client import Client
+
+# runs (begin, end) of the whole model's columns
+Columns = tuple[tuple[int, int], ...]
+
+
+class Window(NamedTuple):
+    """The part of a site that a tensor-parallel engine worker has; 1 to 3 disjoint, ascending runs of output."""
+
+    in_begin: int
+    out: Columns
+
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -61,7 +72,10 @@ class Exchange:
         decode: bool,
         by_entry: bool,
         weights: torch.Tensor | None,
+        window: Window | None = None,
     ) -> None:
+        self._window = window or Window(0, ((0, client.terms.spec.out_width(site)),))
+        self._width = sum(end - begin for begin, end in self._window.out)
         self._client, self._site, self._x = client, site, x
         self._by_entry, self._weights, self._decode = by_entry, weights, decode
         self._queues: dict[int, deque[Message]] = {}
@@ -150,9 +164,9 @@ class Exchange:
             num_entries=entries,
             num_segments=len(message.segments),
             num_out_rows=len(message.rows_M) if combine else entries,
-            in_begin=0,
-            in_end=width,
-            windows=((0, terms.spec.out_width(self._site)),),
+            in_begin=self._window.in_begin,
+            in_end=self._window.in_begin + width,
+            windows=self._window.out,
             payload_bytes=at.end - slot.HEADER_BYTES,
             budget_us=max(0, round((self._deadline - time.monotonic()) * 1e6)),
             pushed_ns=pushed_ns,
@@ -180,7 +194,7 @@ class Exchange:
         header = ResponseHeader.unpack_from(link.region.response(seq))
         terms = self._client.terms
         rows = len(message.rows_M) if self._weights is not None else len(message.entries_N)
-        shape = (rows, terms.spec.out_width(self._site), DTYPE_CODES[self._x.dtype])
+        shape = (rows, self._width, DTYPE_CODES[self._x.dtype])
         expected = (terms.client, terms.epoch, seq, *shape)
         got = (header.client, header.epoch, header.seq, header.num_rows, header.width, header.dtype)
         if got[:3] != expected[:3] or (header.status == slot.OK and got != expected):

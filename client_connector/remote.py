@@ -14,7 +14,7 @@ import zmq
 
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError
 from lora_server.placement import Layout
-from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
 from lora_server.transport.connect import check_transport, connect
 from lora_server.transport.session import Held, Session, Terms
@@ -31,8 +31,9 @@ CALL_SECONDS = 10.0
 class RemoteServer:
     """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS. Implements transport.session.Server."""
 
-    def __init__(self, address: str, transport: str = "auto") -> None:
-        self.address, self.transport = address, check_transport(transport)
+    def __init__(self, address: str, transport: str = "auto", links: bool = True) -> None:
+        """Without `links` a session holds adapters, but cannot push steps."""
+        self.address, self.transport, self.links = address, check_transport(transport), links
 
     def join(self, seconds: float = JOIN_SECONDS) -> Session:
         """See transport.session.Server; tries until all shards are up."""
@@ -73,10 +74,11 @@ class RemoteSession(Session):
     def _connect(self, lease: pb.Lease) -> None:
         spec = ModelSpec.from_json(lease.spec_json)
         layout = Layout.parse(lease.layout)
-        self.terms = Terms(lease.client, lease.epoch, spec, layout, lease.coordination, lease.max_step_rows)
+        coordination, rows = lease.coordination, lease.max_step_rows
+        self.terms = Terms(lease.client, lease.epoch, spec, layout, coordination, rows, lease.server)
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard)
-        for endpoint in endpoints:
+        for endpoint in endpoints if self._server.links else ():
             self.links.append(connect(endpoint, hello, self._server.transport))
         self._prefetches: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._prefetches.setsockopt(zmq.LINGER, 0)
@@ -108,7 +110,7 @@ class RemoteSession(Session):
         except LeaseError as error:
             self._lost = error
             raise
-        return [Held(one.name, one.handle, frozenset(_site(code) for code in one.sites)) for one in reply.adapters]
+        return [_held(one) for one in reply.adapters]
 
     def release(self, handles: Sequence[int]) -> None:
         """See Session. A lease that is gone holds nothing."""
@@ -151,6 +153,13 @@ class RemoteSession(Session):
         if prefetches is not None:
             prefetches.close()
         self._channel.close()
+
+
+def _held(one: pb.HeldAdapter) -> Held:
+    invocation = None
+    if one.HasField("invocation"):
+        invocation = Invocation(tuple(one.invocation.tokens), one.invocation.text)
+    return Held(one.name, one.handle, frozenset(_site(code) for code in one.sites), one.version, invocation)
 
 
 def _site(code: int) -> Site:

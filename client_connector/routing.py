@@ -58,6 +58,18 @@ class Batch:
         unique = {held.handle: held for held in held_T if held is not None}
         return cls(order, handles[order], tuple(unique.values()), decode)
 
+    @classmethod
+    def of_runs(cls, runs: Sequence[tuple[Held, int, int]], decode: bool) -> Batch | None:
+        """From (adapter, first row, rows) of sequences whose rows lie together; None without rows."""
+        ordered = sorted((run for run in runs if run[2] > 0), key=lambda run: run[0].handle)
+        if not ordered:
+            return None
+        rows = torch.cat([torch.arange(first, first + count) for _, first, count in ordered])
+        counts = torch.tensor([count for _, _, count in ordered])
+        handles = torch.tensor([held.handle for held, _, _ in ordered], dtype=torch.int64)
+        unique = {held.handle: held for held, _, _ in ordered}
+        return cls(rows, handles.repeat_interleave(counts), tuple(unique.values()), decode)
+
     def at(self, site: Site) -> Batch | None:
         """The part of the batch whose adapters have a delta at `site`; None if there is none."""
         inside = [held for held in self.held if site in held.sites]

@@ -236,6 +236,8 @@ def _adapter(message: pb.Adapter) -> dict[str, Any]:
         "tenant": None,
         "handle": message.handle,
         "uri": message.uri,
+        "invocation_tokens": list(message.invocation.tokens) or None,
+        "invocation_text": message.invocation.text or None,
         "warnings": list(message.warnings),
         "error": message.error,
     }

@@ -31,6 +31,16 @@ class Site(NamedTuple):
     projection: str
 
 
+class Invocation(NamedTuple):
+    """What calls an activated LoRA (aLoRA): it acts from the last occurrence in the prompt on.
+
+    `text` is the legacy form, which an engine's tokenizer makes into tokens; used if there are no `tokens`.
+    """
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+
+
 class Section(NamedTuple):
     """A named run of a site's output rows, e.g. gate = [0, ffn) of gate_up."""
 

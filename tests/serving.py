@@ -25,6 +25,20 @@ def status(address: str) -> pb.StatusReply:
         return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
 
 
+def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
+    """Steps that each shard has served, once two reports in a row agree (they come about once a second)."""
+    seen, since = None, time.monotonic()
+    deadline = since + 30
+    while time.monotonic() < since + seconds:
+        steps = [shard.stats.steps for shard in status(address).shards]
+        if steps != seen:
+            seen, since = steps, time.monotonic()
+        assert time.monotonic() < deadline, "the shards are never idle"
+        time.sleep(0.1)
+    assert seen is not None
+    return seen
+
+
 def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
     """Poll something that another process makes true; a deadline, not a guess."""
     deadline = time.monotonic() + seconds

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from client_connector.context import Context
 from client_connector.exchange import Exchange
 from client_connector.routing import Message
-from client_connector.transformers.context import Context
 from lora_server.errors import ProtocolError
 from lora_server.spec import Section, Site
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from client_connector.context import Context
 from client_connector.routing import Message
-from client_connector.transformers.context import Context
 from lora_server.spec import Site
 
 

@@ -17,14 +17,16 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from client_connector.client import Client
+from client_connector.context import Context
 from client_connector.exchange import DTYPE_CODES, GemmTimes, StepTimes
+from client_connector.geometry import check_geometry
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch
-from client_connector.transformers.context import Context, expand
+from client_connector.transformers.batch import expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
-from lora_server.errors import ConfigError, GeometryMismatchError, LeaseError
-from lora_server.spec import ModelSpec, Site, from_config
+from lora_server.errors import ConfigError, LeaseError
+from lora_server.spec import Site
 from lora_server.transport.session import Held, Session
 
 IMPLEMENTATION = "remote_lora"
@@ -83,7 +85,7 @@ class Attachment:
         self._undo.callback(self.client.close)
         try:
             self._context = Context(self.client)
-            _check_geometry(model, self.client.terms.spec)
+            check_geometry(model.config.to_dict(), self.client.terms.spec)
             self._install()
         except BaseException:
             self._undo.close()
@@ -234,18 +236,4 @@ def _check_tensors(model: Any) -> None:
         raise ConfigError(
             f"attach: got a {parameter.dtype} model on {parameter.device}, expected float32, bfloat16 or float16 "
             "on the CPU"
-        )
-
-
-def _check_geometry(model: Any, served: ModelSpec) -> None:
-    own = from_config(model.config.to_dict())
-    if own.fingerprint() != served.fingerprint():
-        differing = [
-            f"{name} is {getattr(own, name)!r} here and {getattr(served, name)!r} there"
-            for name in ModelSpec.__dataclass_fields__
-            if name not in ("name", "assumed") and getattr(own, name) != getattr(served, name)
-        ]
-        raise GeometryMismatchError(
-            f"attach: the server serves another base model ({served.name}): {'; '.join(differing)}; "
-            "start it with --base-model of this engine's model"
         )

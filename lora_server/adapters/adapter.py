@@ -32,6 +32,7 @@ class Adapter:
         """Takes over `files`; use `open_adapter`."""
         self.path = path
         self.base_model = settings.base_model
+        self.invocation = settings.invocation
         self._spec = spec
         self._files = files
         self._meaning = settings.digest()

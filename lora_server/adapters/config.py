@@ -15,6 +15,7 @@ from lora_server.adapters.patterns import Patterns
 from lora_server.adapters.refusal import refusal, shown
 from lora_server.adapters.selection import parse_selection
 from lora_server.adapters.settings import LoraSettings
+from lora_server.spec import Invocation
 
 MAX_LORA_RANK = 1024
 CONFIG = "adapter_config.json"
@@ -26,9 +27,6 @@ _MUST_BE_OFF = {
     "lora_bias": "a bias on B is not served: retrain with lora_bias=False",
     "modules_to_save": "whole modules are not LoRA deltas: retrain without modules_to_save",
     "fan_in_fan_out": "transposed base layers (Conv1D) are not among the supported models",
-    "alora_invocation_tokens": "an activated LoRA acts only from its invocation on, and rows are not masked yet",
-    "alora_invocation_string": "an activated LoRA acts only from its invocation on, and rows are not masked yet",
-    "invocation_string": "an activated LoRA acts only from its invocation on, and rows are not masked yet",
     "trainable_token_indices": "trained embeddings are not LoRA deltas: retrain without them",
     "layer_replication": "a model with replicated layers is another base model",
     "use_qalora": "QALoRA pools its input: retrain without it",
@@ -68,6 +66,9 @@ _KNOWN = frozenset(
         "runtime_config",
         "target_parameters",
         "ensure_weight_tying",
+        "alora_invocation_tokens",
+        "alora_invocation_string",
+        "invocation_string",
     ]
 )
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
@@ -101,6 +102,7 @@ def parse_config(text: bytes) -> LoraSettings:
         selection=parse_selection(config, CONFIG),
         base_model=_text(config, "base_model_name_or_path"),
         warnings=_unknown_fields(config),
+        invocation=_invocation(config),
     )
 
 
@@ -148,6 +150,23 @@ def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(field, value, "an object of pattern: number", "correct the config")
     return value
+
+
+def _invocation(config: Mapping[str, Any]) -> Invocation | None:
+    """Of an activated LoRA. Empty is refused: PEFT would then search for nothing."""
+    tokens = config.get("alora_invocation_tokens")
+    if tokens is not None:
+        whole = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+        if not whole or not tokens:
+            raise _wrong("alora_invocation_tokens", tokens, "a list of token ids, or null", "correct the config")
+        return Invocation(tokens=tuple(tokens))
+    for field in ("alora_invocation_string", "invocation_string"):
+        if config.get(field) is not None:
+            text = _text(config, field)
+            if not text:
+                raise _wrong(field, text, "a text, or null", "correct the config")
+            return Invocation(text=text)
+    return None
 
 
 def _names(config: Mapping[str, Any], field: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lora_server.adapters.patterns import Patterns
 from lora_server.adapters.selection import Selection
+from lora_server.spec import Invocation
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class LoraSettings:
     selection: Selection
     base_model: str
     warnings: tuple[str, ...]
+    invocation: Invocation | None = None
 
     def rank_of(self, module: str) -> int:
         """The lora_rank that the config gives a module, or parameter, by its full name."""
@@ -47,5 +49,7 @@ class LoraSettings:
     def digest(self) -> bytes:
         """Equal for two configs that give the same tensors the same meaning."""
         patterns = [list(self.rank_pattern.items()), list(self.alpha_pattern.items())]
-        meaning = [self.lora_rank, self.alpha, self.rslora, patterns, sorted(self.target_parameters)]
+        meaning: list[object] = [self.lora_rank, self.alpha, self.rslora, patterns, sorted(self.target_parameters)]
+        if self.invocation is not None:
+            meaning.append(self.invocation)
         return hashlib.sha256(json.dumps(meaning).encode()).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Controller:
         self.leases = leases or Leases()
         self.registry = Registry()
         self.adapters_registered = threading.Event()
+        self.run = secrets.token_hex(8)  # handles mean nothing to another run
         self._lock = threading.Lock()
 
     # -- adapters
@@ -88,6 +90,7 @@ class Controller:
                 nbytes=adapter.nbytes,
                 sites=adapter.sites(),
                 warnings=adapter.warnings,
+                invocation=adapter.invocation,
             )
         with self._lock:
             existing = self.registry.existing(name, version)
@@ -160,6 +163,12 @@ class Controller:
         with self._lock:
             records = sorted(self.registry.records(), key=lambda record: record.name)
             return [(record, len(+record.holders)) for record in records]
+
+    def record(self, name: str) -> tuple[Record, int]:
+        """One listed adapter and how many clients hold it; UnknownAdapterError says why there is none."""
+        with self._lock:
+            record = self.registry.get(name)
+            return record, len(+record.holders)
 
     def resident_layers(self, record: Record) -> int:
         """Layers that all their shards have."""

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lora_server.errors import AdapterExistsError, AdapterFormatError, AdapterLoadError, UnknownAdapterError
-from lora_server.spec import Site
+from lora_server.spec import Invocation, Site
 
 _NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
 
@@ -27,6 +27,7 @@ class Record:
     nbytes: int
     sites: tuple[Site, ...]
     warnings: tuple[str, ...]
+    invocation: Invocation | None = None
     handle: int = 0
     listed: bool = True
     error: str = ""

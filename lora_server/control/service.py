@@ -63,6 +63,7 @@ class AdaptersService(rpc.AdaptersServicer):
             warnings=record.warnings,
             error=record.error,
             holders=holders,
+            invocation=_invocation(record),
         )
 
     @_guard
@@ -75,6 +76,11 @@ class AdaptersService(rpc.AdaptersServicer):
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:  # noqa: N802
         """See the proto."""
         return pb.ListAdaptersReply(adapters=[self._message(*record) for record in self._controller.records()])
+
+    @_guard
+    def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:  # noqa: N802
+        """See the proto."""
+        return self._message(*self._controller.record(request.name))
 
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:  # noqa: N802
@@ -105,6 +111,7 @@ class ClientsService(rpc.ClientsServicer):
             max_step_rows=settings.max_step_rows,
             endpoints=[handle.hello.endpoint for handle in live.values()],
             prefetch_address=self._prefetch_address,
+            server=self._controller.run,
         )
 
     @_guard
@@ -141,7 +148,19 @@ class ClientsService(rpc.ClientsServicer):
 
 def _held(record: Record) -> pb.HeldAdapter:
     sites = [site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection) for site in record.sites]
-    return pb.HeldAdapter(name=record.name, handle=record.handle, sites=sites)
+    return pb.HeldAdapter(
+        name=record.name,
+        handle=record.handle,
+        sites=sites,
+        version=record.version,
+        invocation=_invocation(record),
+    )
+
+
+def _invocation(record: Record) -> pb.Invocation | None:
+    if record.invocation is None:
+        return None
+    return pb.Invocation(tokens=record.invocation.tokens, text=record.invocation.text)
 
 
 class ServerService(rpc.ServerServicer):

@@ -58,7 +58,7 @@ class InprocServer:
         adapter, version = validate_adapter(path, self.placement.spec)
         source = Source(path, version, adapter.stamp)
         with adapter:
-            self.held[name] = Held(name, handle, frozenset(adapter.sites()))
+            self.held[name] = Held(name, handle, frozenset(adapter.sites()), version, adapter.invocation)
         for shard in self.shards:
             finished, outcome = threading.Event(), list[LoraServerError]()
 

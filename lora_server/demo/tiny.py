@@ -1,6 +1,6 @@
 """Tiny seeded models, and the door to what is made for them.
 
-    make_model, save_model                        here
+    make_model, save_model, save_tokenizer        here
     make_adapter, make_shared_outer               files, in every layout on disk
     peft_model, apply_literal                     oracle: what an adapter must do
 
@@ -29,6 +29,7 @@ __all__ = [
     "make_shared_outer",
     "peft_model",
     "save_model",
+    "save_tokenizer",
     "write_adapter",
 ]
 
@@ -77,6 +78,17 @@ def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
             else:
                 weight.copy_(noise * (1.0 if "embed_tokens" in name else 1.2 * weight.shape[-1] ** -0.5))
     return cast("PreTrainedModel", model.to(dtype).eval().requires_grad_(False))
+
+
+def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
+    """Writes a tokenizer whose token i is the word `w<i>`, so that prompts can be read and typed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", bos_token="w1")
+    fast.save_pretrained(path)
 
 
 def save_model(model: PreTrainedModel, path: str | Path) -> None:

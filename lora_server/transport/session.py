@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lora_server.placement import Layout, Placement
-from lora_server.spec import ModelSpec, Site
+from lora_server.spec import Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
 
 
@@ -26,6 +26,7 @@ class Terms:
     layout: Layout
     coordination: str
     max_step_rows: int
+    server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
 
     @property
     def placement(self) -> Placement:
@@ -40,6 +41,8 @@ class Held:
     name: str
     handle: int
     sites: frozenset[Site]
+    version: str = ""
+    invocation: Invocation | None = None
 
 
 class Session(ABC):

@@ -44,6 +44,11 @@ class AdaptersStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersReply.FromString,
                 _registered_method=True)
+        self.Get = channel.unary_unary(
+                '/lora_server.v1.Adapters/Get',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.GetAdapterRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+                _registered_method=True)
         self.Remove = channel.unary_unary(
                 '/lora_server.v1.Adapters/Remove',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterRequest.SerializeToString,
@@ -67,6 +72,13 @@ class AdaptersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Get(self, request, context):
+        """One listed adapter by name; NOT_FOUND says why there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Remove(self, request, context):
         """Unlist at once; weights go when the last holder has released them.
         """
@@ -86,6 +98,11 @@ def add_AdaptersServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersReply.SerializeToString,
+            ),
+            'Get': grpc.unary_unary_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.GetAdapterRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
             ),
             'Remove': grpc.unary_unary_rpc_method_handler(
                     servicer.Remove,
@@ -147,6 +164,33 @@ class Adapters(object):
             '/lora_server.v1.Adapters/List',
             lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ListAdaptersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Get(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Adapters/Get',
+            lora__server_dot_wire_dot_lora__server__pb2.GetAdapterRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,17 +1,16 @@
-"""What the hooks of one model share: its client, and the batch of the forward pass under way."""
+"""What the hooks of one engine's model share: its client, and the batch of the forward pass under way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from client_connector.client import Client
-from client_connector.exchange import Exchange, GemmTimes
+from client_connector.exchange import Exchange, GemmTimes, Window
 from client_connector.routing import Batch, Message, route_dense, route_experts
-from lora_server.errors import ConfigError
 from lora_server.spec import Site
 from lora_server.transport.session import Terms
 
@@ -44,29 +43,15 @@ class Context:
             return []
         return route_experts(batch, experts_Tk, self.owners(site.layer), self.max_entries)
 
-    def start_dense(self, site: Site, x_TK: torch.Tensor) -> Exchange | None:
+    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Exchange | None:
         """Push a dense site's rows; None where the batch has no delta."""
         batch = self.batch.at(site) if self.batch is not None else None
         if batch is None:
             return None
         messages = route_dense(batch, self.client.placement.owner(site), self.max_entries)
-        return self.client.start(site, messages, x_TK, decode=batch.decode)
+        return self.client.start(site, messages, x_TK, decode=batch.decode, window=window)
 
     def timed(self, site: Site, began_ns: int) -> None:
         """Report the engine's own GEMM of a site."""
         if self.observe_gemm is not None and self.batch is not None:
             self.observe_gemm(GemmTimes(site, self.batch.decode, began_ns, time.monotonic_ns()))
-
-
-def expand(held: Sequence[object], rows: int, seq_len: int, copies: int) -> int:
-    """How often each name of the batch repeats: `copies` sequences (beams) per name, `seq_len` rows each.
-
-    Raises ConfigError if the model's batch is not one sequence per name.
-    """
-    if rows != len(held) * copies:
-        raise ConfigError(
-            f"lora.adapters(...): got {len(held)} names for a batch of {rows} sequences"
-            + (f" ({copies} per name)" if copies > 1 else "")
-            + "; give one name per sequence, None for the base model"
-        )
-    return copies * seq_len

@@ -1,0 +1,60 @@
+"""The server's list of adapters, for engines that resolve names. Blocking calls; thread-safe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from client_connector.remote import CALL_SECONDS
+from lora_server.errors import LoraServerError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call
+
+ADD_SECONDS, READY_SECONDS = 120.0, 0.5
+# a server that comes back must be seen soon, not after gRPC's usual backoff of up to two minutes
+OPTIONS = (("grpc.max_reconnect_backoff_ms", 500),)
+
+
+class Directory:
+    """Adapters of the server at HOST:PORT. Needs no lease."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, OPTIONS)
+        self._adapters = rpc.AdaptersStub(self._channel)
+        self._server = rpc.ServerStub(self._channel)
+
+    def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
+        return call(method, request, server=self._address, seconds=seconds)
+
+    def get(self, name: str) -> pb.Adapter:
+        """A listed adapter. Raises UnknownAdapterError with the reason, ServerUnavailableError."""
+        found: pb.Adapter = self._call(self._adapters.Get, pb.GetAdapterRequest(name=name))
+        return found
+
+    def list(self) -> list[pb.Adapter]:
+        """All of them, by name. Raises ServerUnavailableError."""
+        return list(self._call(self._adapters.List, pb.ListAdaptersRequest()).adapters)
+
+    def add(self, name: str, uri: str) -> pb.Adapter:
+        """Validate and load on every shard; raises AdapterError. Same name and content: what is there."""
+        request = pb.AddAdapterRequest(name=name, uri=uri, wait_seconds=ADD_SECONDS)
+        added: pb.Adapter = self._call(self._adapters.Add, request, ADD_SECONDS + CALL_SECONDS)
+        return added
+
+    def remove(self, name: str) -> None:
+        """Unlist; its weights go when the last holder has released them."""
+        self._call(self._adapters.Remove, pb.RemoveAdapterRequest(name=name))
+
+    def ready(self) -> bool:
+        """Whether the server answers, and all its shards are up; asked without patience."""
+        try:
+            return bool(self._call(self._server.Status, pb.StatusRequest(), READY_SECONDS).ready)
+        except LoraServerError:
+            return False
+
+    def close(self) -> None:
+        """Give the connection up."""
+        self._channel.close()

@@ -1,0 +1,221 @@
+"""Hooks of the engine core: requests hold adapters, steps carry plans, failures end or flag requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from client_connector.vllm import settings
+from client_connector.vllm.holder import Holder, Use
+from client_connector.vllm.plan import FAILURES, PLAN, Failure
+
+HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
+log = structlog.get_logger()
+Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
+
+
+def install(wrap: Wrap) -> None:
+    """Wrap the scheduler, the way of a request into it, and the hashing of KV blocks."""
+    wrap(Scheduler, "__init__", _init)
+    wrap(Scheduler, "schedule", _schedule)
+    wrap(Scheduler, "update_from_output", _update_from_output)
+    wrap(Scheduler, "_free_request", _free_request)
+    wrap(Scheduler, "_preempt_request", _preempt_request)
+    wrap(Scheduler, "shutdown", _shutdown)
+    wrap(EngineCore, "preprocess_add_request", _preprocess_add_request)
+    wrap(kv_cache_utils, "generate_block_hash_extra_keys", _extra_keys)
+
+
+def tokenizer_of(vllm_config: Any) -> Callable[[str], Sequence[int]]:
+    """The engine's tokenizer, loaded when the first legacy invocation string needs it."""
+
+    def tokenize(text: str) -> Sequence[int]:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        tokens: list[int] = cached_tokenizer_from_config(vllm_config.model_config).encode(
+            text, add_special_tokens=False
+        )
+        return tokens
+
+    return tokenize
+
+
+def _init(original: Any) -> Callable[..., Any]:
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        found = settings.of_engine(vllm_config)
+        if found is not None and not hasattr(self, HOLDER):
+            setattr(self, HOLDER, Holder(found, tokenizer_of(vllm_config)))
+            self.lora_server_ended = []
+
+    return init
+
+
+def _preprocess_add_request(original: Any) -> Callable[..., Any]:
+    """In the thread that receives requests, before KV blocks are hashed under the adapter's version."""
+
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        holder: Holder | None = getattr(self.scheduler, HOLDER, None)
+        if holder is None or request.lora_request is None:
+            return original(self, request)
+        asked = request.lora_request
+        use = holder.hold(request.request_id, asked.lora_name, request.prompt_token_ids)
+        path = f"{settings.KEY}:{asked.lora_name}@{use.version}#{use.start}"
+        request.lora_request = None if use.falls_back else LoRARequest(asked.lora_name, asked.lora_int_id, path)
+        return original(self, request)
+
+    return preprocess_add_request
+
+
+def start_in(lora_path: str) -> int:
+    """Where the adapter of a path that `_preprocess_add_request` made begins to act."""
+    start = lora_path.rpartition("#")[2]
+    return int(start) if lora_path.startswith(f"{settings.KEY}:") and start.isdigit() else 0
+
+
+def _extra_keys(original: Any) -> Callable[..., Any]:
+    """Blocks wholly before an activated LoRA's invocation are the base model's; later ones are the version's."""
+
+    def generate_block_hash_extra_keys(
+        request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+    ) -> tuple[tuple[Any, ...] | None, int]:
+        keys, mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
+        if (
+            keys is None
+            or request.lora_request is None
+            or not request.lora_request.lora_path.startswith(f"{settings.KEY}:")
+        ):
+            return keys, mm_idx
+        start = start_in(request.lora_request.lora_path)
+        if end_token_idx <= start:
+            return tuple(key for key in keys if key[0] != "lora") or None, mm_idx
+        return keys, mm_idx
+
+    return generate_block_hash_extra_keys
+
+
+def _schedule(original: Any) -> Callable[..., Any]:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if holder is None:
+            return original(self, *args, **kwargs)
+        self.lora_server_ended += _end(self, holder.failed())  # before they take a place in the batch
+        output = original(self, *args, **kwargs)
+        setattr(output, PLAN, holder.plan(output.num_scheduled_tokens.keys()))
+        return output
+
+    return schedule
+
+
+def _update_from_output(original: Any) -> Callable[..., Any]:
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if holder is None:
+            return original(self, scheduler_output, model_runner_output)
+        ended = [*self.lora_server_ended, *_settle(self, holder, getattr(model_runner_output, FAILURES, {}))]
+        self.lora_server_ended = []
+        uses = {req_id: holder.use(req_id) for req_id in scheduler_output.num_scheduled_tokens}
+        results: dict[int, Any] = original(self, scheduler_output, model_runner_output)
+        for result in results.values():
+            for output in result.outputs:
+                _flag(output, uses.get(output.request_id))
+        for client_index, output in ended:
+            results.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+        return results
+
+    return update_from_output
+
+
+def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> list[tuple[int, Any]]:
+    """After a failed step: its KV blocks are void, and its requests end, or start over with the base model."""
+    ending = []
+    for req_id, failure in failures.items():
+        request = scheduler.requests.get(req_id)
+        use = holder.fail(req_id, failure)
+        if request is None or use is None:
+            continue
+        void = {block for group in scheduler.kv_cache_manager.get_block_ids(req_id) for block in group}
+        scheduler.kv_cache_manager.evict_blocks(void)
+        if use.falls_back:
+            _start_over(scheduler, request)
+        else:
+            ending.append((req_id, failure))
+    return _end(scheduler, [*ending, *(one for one in holder.failed() if one[0] not in failures)])
+
+
+def _start_over(scheduler: Any, request: Request) -> None:
+    """Compute the text so far anew, as the base model's: no delta stays behind in the request's KV cache."""
+    request.lora_request = None
+    request.block_hashes = []
+    request.update_block_hashes()
+    if request.status == RequestStatus.RUNNING:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+
+
+def _end(scheduler: Any, failures: Sequence[tuple[str, Failure]]) -> list[tuple[int, Any]]:
+    ended = []
+    for req_id, failure in failures:
+        for request in scheduler.finish_requests(req_id, RequestStatus.FINISHED_ERROR):
+            log.error("request failed", request=req_id, code=failure.code, error=failure.message)
+            output = EngineCoreOutput(
+                request_id=req_id,
+                new_token_ids=[],
+                finish_reason=FinishReason.ERROR,
+                stop_reason=failure.flag("error"),
+                trace_headers=request.trace_headers,
+            )
+            ended.append((request.client_index, output))
+    return ended
+
+
+def _flag(output: Any, use: Use | None) -> None:
+    """A request that the base model answered says so in its last output."""
+    if use is None or use.failure is None or not use.falls_back or output.finish_reason is None:
+        return
+    log.warning("answered by the base model", request=output.request_id, error=use.failure.message)
+    if output.stop_reason is None:
+        output.stop_reason = use.failure.flag("base_model")
+    output.kv_transfer_params = {
+        **(output.kv_transfer_params or {}),
+        settings.KEY: {"answered_by": "base_model", "code": use.failure.code, "reason": use.failure.message},
+    }
+
+
+def _free_request(original: Any) -> Callable[..., Any]:
+    def free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if holder is not None:
+            holder.release(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    return free_request
+
+
+def _preempt_request(original: Any) -> Callable[..., Any]:
+    def preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if holder is not None:
+            holder.pause(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    return preempt_request
+
+
+def _shutdown(original: Any) -> Callable[..., Any]:
+    def shutdown(self: Any) -> Any:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if holder is not None:
+            holder.close()
+        return original(self)
+
+    return shutdown

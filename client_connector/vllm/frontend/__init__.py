@@ -1,0 +1,1 @@
+"""The API server and LLM: configuration, names, errors."""

@@ -1,0 +1,223 @@
+"""Hooks of the front end: how an engine is configured, names resolved on the server, errors said aloud."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ModelCard
+from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.exceptions import GenerationError, VLLMNotFoundError
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from client_connector.directory import Directory
+from client_connector.vllm import ops, settings
+from client_connector.vllm.plan import parse_flag
+from client_connector.vllm.settings import Settings
+from lora_server.errors import (
+    AdapterError,
+    ConfigError,
+    LoraServerError,
+    ServerUnavailableError,
+    UnknownAdapterError,
+)
+
+MANY = 1 << 20  # of adapters in one batch; nothing is allocated for them
+_DIRECTORY = "lora_server_directory"  # attribute of an OpenAIServingModels of ours
+Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
+
+
+def install(wrap: Wrap) -> None:
+    """Wrap the model list, the check of a request's model, and the answers."""
+    wrap(OpenAIServingModels, "__init__", _init)
+    wrap(OpenAIServingModels, "load_lora_adapter", _load)
+    wrap(OpenAIServingModels, "unload_lora_adapter", _unload)
+    wrap(OpenAIServingModels, "show_available_models", _show)
+    wrap(BaseServing, "_check_model", _check_model)
+    wrap(AsyncLLM, "generate", _generate)
+
+
+# -- configuration
+
+
+def configure(args: Any, found: Settings) -> None:
+    """LoRA on, without a limit, in the model runner that we know; the settings travel in the engine's config."""
+    args.enable_lora = True
+    args.max_loras = MANY
+    args.max_cpu_loras = None
+    args.additional_config = {**(args.additional_config or {}), settings.KEY: found.as_config()}
+    os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter and names of the server
+    if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
+    if current_platform.is_cuda_alike() and not args.enforce_eager:
+        split_graphs(args.compilation_config)
+
+
+def split_graphs(compilation_config: Any) -> None:
+    """Graphs are captured between exchanges, which happen on the host."""
+    if compilation_config.splitting_ops is None:
+        compilation_config.splitting_ops = list(compilation_config._attention_ops)
+    wanted = [*ops.NAMES, "vllm::moe_forward", "vllm::moe_forward_shared"]
+    compilation_config.splitting_ops += [op for op in wanted if op not in compilation_config.splitting_ops]
+    compilation_config.cudagraph_mode = "PIECEWISE"
+
+
+def check_parallel(vllm_config: Any) -> None:
+    """Raises ConfigError for kinds of parallelism in which rows would go wrong."""
+    parallel = vllm_config.parallel_config
+    for name, got in (
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+        ("data_parallel_size", parallel.data_parallel_size if parallel.enable_expert_parallel else 1),
+        ("decode_context_parallel_size", getattr(parallel, "decode_context_parallel_size", 1)),
+    ):
+        if got != 1:
+            raise ConfigError(f"{name}: got {got}, expected 1; not supported with the LoRA server yet")
+
+
+# -- names
+
+
+def _init(original: Any) -> Callable[..., Any]:
+    def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, engine_client, *args, **kwargs)
+        found = settings.of_engine(getattr(engine_client, "vllm_config", None))
+        if found is not None:
+            setattr(self, _DIRECTORY, Directory(found.address))
+            self.lora_server_added = set()  # names that this engine's API brought to the server
+
+    return init
+
+
+def _refusal(error: LoraServerError) -> Any:
+    """An error of ours as vLLM's answer: 404 unknown, 400 bad adapter, 503 no server."""
+    if isinstance(error, UnknownAdapterError):
+        return create_error_response(str(error), "NotFoundError", HTTPStatus.NOT_FOUND, "model")
+    if isinstance(error, (AdapterError, ConfigError)):
+        return create_error_response(str(error), "BadRequestError", HTTPStatus.BAD_REQUEST, "model")
+    return create_error_response(str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, "model")
+
+
+def _listed(models: Any, name: str, version: str) -> Any:
+    """vLLM's request for an adapter, under the same id as long as the engine knows the name."""
+    known = models.lora_requests.get(name)
+    number = known.lora_int_id if known is not None else models.lora_id_counter.inc(1)
+    models.lora_requests[name] = LoRARequest(name, number, f"{settings.KEY}:{name}@{version}")
+    return models.lora_requests[name]
+
+
+def _check_model(original: Any) -> Callable[..., Any]:
+    """Ask the server for every name that is not the base model's: adapters come and go there."""
+
+    async def check_model(self: Any, request: Any) -> Any:
+        directory: Directory | None = getattr(self.models, _DIRECTORY, None)
+        if directory is None or self._is_model_supported(request.model):
+            return await original(self, request)
+        try:
+            adapter = await asyncio.to_thread(directory.get, request.model)
+        except ServerUnavailableError as error:
+            return None if request.model in self.models.lora_requests else _refusal(error)
+        except LoraServerError as error:
+            self.models.lora_requests.pop(request.model, None)
+            return _refusal(error)
+        _listed(self.models, adapter.name, adapter.version)
+        return None
+
+    return check_model
+
+
+def _load(original: Any) -> Callable[..., Any]:
+    """A path is registered on the server, for all its engines; a name of the server's own is only listed."""
+
+    async def load_lora_adapter(self: Any, request: Any, base_model_name: str | None = None) -> Any:
+        directory: Directory | None = getattr(self, _DIRECTORY, None)
+        if directory is None:
+            return await original(self, request, base_model_name)
+        refused = await self._check_load_lora_adapter_request(request)
+        if refused is not None:
+            return refused
+        name, path = request.lora_name, request.lora_path
+        try:
+            if path in (name, f"{settings.KEY}:{name}"):
+                adapter = await asyncio.to_thread(directory.get, name)
+            else:
+                uri = path if "://" in path else str(Path(path).expanduser().absolute())
+                adapter = await asyncio.to_thread(directory.add, name, uri)
+                self.lora_server_added.add(name)
+        except LoraServerError as error:
+            return _refusal(error)
+        _listed(self, adapter.name, adapter.version)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    return load_lora_adapter
+
+
+def _unload(original: Any) -> Callable[..., Any]:
+    """What this engine's API brought to the server goes from there too."""
+
+    async def unload_lora_adapter(self: Any, request: Any) -> Any:
+        directory: Directory | None = getattr(self, _DIRECTORY, None)
+        if directory is not None and request.lora_name in self.lora_server_added:
+            try:
+                await asyncio.to_thread(directory.remove, request.lora_name)
+            except UnknownAdapterError:
+                pass  # somebody else removed it: what was asked for is done
+            except LoraServerError as error:
+                return _refusal(error)
+            self.lora_server_added.discard(request.lora_name)
+        return await original(self, request)
+
+    return unload_lora_adapter
+
+
+def _show(original: Any) -> Callable[..., Any]:
+    """/v1/models: also what the server has and nobody asked for yet."""
+
+    async def show_available_models(self: Any) -> Any:
+        models = await original(self)
+        directory: Directory | None = getattr(self, _DIRECTORY, None)
+        if directory is None:
+            return models
+        try:
+            listed = await asyncio.to_thread(directory.list)
+        except ServerUnavailableError:
+            return models
+        known = {card.id for card in models.data}
+        parent = models.data[0].id
+        models.data += [
+            ModelCard(id=one.name, root=f"{settings.KEY}:{one.name}@{one.version}", parent=parent)
+            for one in listed
+            if one.name not in known and one.state != "draining"
+        ]
+        return models
+
+    return show_available_models
+
+
+# -- answers
+
+
+def _generate(original: Any) -> Callable[..., Any]:
+    """A request that failed for a reason of ours raises with that reason, instead of "Internal server error"."""
+
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for output in original(self, *args, **kwargs):
+            for one in output.outputs:
+                flag = parse_flag(one.stop_reason) if one.finish_reason == "error" else None
+                if flag is not None:
+                    raise _raised(*flag)
+            yield output
+
+    return generate
+
+
+def _raised(outcome: str, code: str, message: str) -> Exception:
+    kind: type[Exception] = VLLMNotFoundError if code == UnknownAdapterError.code else GenerationError
+    return kind(message)

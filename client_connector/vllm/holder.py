@@ -1,0 +1,228 @@
+"""The scheduler's side: adapters held for requests, from before a request is queued until it ends.
+
+A session without links: workers push the steps, under handles that they get with each step's plan.
+Holding talks to the server, so it happens in the thread that receives requests; letting go happens
+in a thread of its own. Neither is on a step's path.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from client_connector.alora import invocation_start
+from client_connector.directory import Directory
+from client_connector.remote import RemoteServer
+from client_connector.vllm.plan import Assigned, Failure, StepPlan
+from client_connector.vllm.rejoin import Rejoin
+from client_connector.vllm.settings import BASE_MODEL, Settings
+from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError, StepError
+from lora_server.transport.session import Held, Session
+
+log = structlog.get_logger()
+MOMENT = 1.0  # seconds that the first request of an outage waits
+_TRANSIENT = (LeaseError, ServerUnavailableError, StepError)
+
+
+@dataclass
+class Use:
+    """One request's adapter. `held` is None while preempted, after a failure, and for one that never acts."""
+
+    name: str
+    version: str = ""
+    held: Held | None = None
+    start: int = 0
+    failure: Failure | None = None
+    falls_back: bool = False  # the base model answers from now on, and the request says so
+
+
+class Holder:
+    """Thread-safe. `tokenize` makes tokens of a legacy invocation string."""
+
+    def __init__(self, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
+        """Joins; raises ServerUnavailableError."""
+        self._settings, self._tokenize = settings, tokenize
+        self._server = RemoteServer(settings.address, settings.transport, links=False)
+        self._lock = threading.Lock()  # state
+        self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
+        self._session: Session = self._server.join(settings.timeout_seconds)
+        self._uses: dict[str, Use] = {}
+        self._known: set[int] = set()  # handles that workers heard of
+        self._suspect = False
+        self._rejoin = Rejoin(self._rejoined)
+        self._directory = Directory(settings.address)
+        self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
+
+    # -- a request's life
+
+    def hold(self, request_id: str, name: str, prompt: Sequence[int] | None) -> Use:
+        """Acquire and prefetch for a new request; a failure is in the Use, for the scheduler to end it with."""
+        use = Use(name)
+        try:
+            held = self._acquire(name)
+            use.held, use.version = held, held.version
+            self._activate(use, held, prompt)
+        except LoraServerError as error:
+            self._fail(use, error)
+        with self._lock:
+            self._uses[request_id] = use
+        return use
+
+    def _activate(self, use: Use, held: Held, prompt: Sequence[int] | None) -> None:
+        """Where an activated LoRA begins; one that is not invoked is let go, and the request flagged."""
+        if held.invocation is None:
+            return
+        tokens = held.invocation.tokens or tuple(self._tokenize(held.invocation.text))
+        start = invocation_start(prompt or (), tokens) if tokens else None
+        if start is not None:
+            use.start = start
+            return
+        self._let_go(use)
+        use.falls_back = True
+        use.failure = Failure("not_invoked", f"adapter {use.name!r}: the prompt lacks its invocation {list(tokens)}")
+
+    def release(self, request_id: str) -> Use | None:
+        """A request ended, however it did."""
+        with self._lock:
+            use = self._uses.pop(request_id, None)
+        if use is not None:
+            self._let_go(use)
+        return use
+
+    def pause(self, request_id: str) -> None:
+        """A request was preempted; it is held again when it is scheduled again."""
+        use = self._uses.get(request_id)
+        if use is not None:
+            self._let_go(use)
+
+    def fail(self, request_id: str, failure: Failure) -> Use | None:
+        """A step of the request failed. Under policy base_model it goes on without its adapter."""
+        use = self._uses.get(request_id)
+        if use is not None:
+            self._let_go(use)
+            use.failure, self._suspect = failure, True
+            use.falls_back = self._settings.on_failure == BASE_MODEL
+        return use
+
+    def use(self, request_id: str) -> Use | None:
+        """What a request asked for; None for a base request."""
+        return self._uses.get(request_id)
+
+    def failed(self) -> list[tuple[str, Failure]]:
+        """Requests that must end with an error."""
+        with self._lock:
+            uses = list(self._uses.items())
+        return [(name, use.failure) for name, use in uses if use.failure is not None and not use.falls_back]
+
+    # -- a step
+
+    def plan(self, scheduled: Collection[str]) -> StepPlan:
+        """For the requests of one step. A request whose adapter cannot be held again gets no rows: see `failed`."""
+        uses = [(name, self._uses[name]) for name in scheduled if name in self._uses]
+        uses = [(name, use) for name, use in uses if use.failure is None]
+        if uses and (self._suspect or self._session_lost()):
+            self._check()
+        for _, use in uses:
+            if use.held is None and use.failure is None:
+                self._resume(use)
+        rows = {name: Assigned(use.held.handle, use.start) for name, use in uses if use.held is not None}
+        held = {use.held.handle: use.held for _, use in uses if use.held is not None}
+        new = tuple(one for handle, one in held.items() if handle not in self._known)
+        in_use = {use.held.handle for use in list(self._uses.values()) if use.held is not None}
+        gone = tuple(self._known - in_use)
+        self._known = (self._known & in_use) | held.keys()
+        return StepPlan(self._session.terms.server, rows, new, gone)
+
+    def _resume(self, use: Use) -> None:
+        try:
+            held = self._acquire(use.name)
+        except LoraServerError as error:
+            self._fail(use, error)
+            return
+        use.held = held
+        if held.version != use.version:
+            self._let_go(use)
+            use.failure = Failure.of(
+                AdapterLoadError(
+                    f"adapter {use.name!r}: version {use.version[:12]} was replaced by {held.version[:12]} "
+                    "while the request waited; send it again"
+                )
+            )
+
+    def _fail(self, use: Use, error: LoraServerError) -> None:
+        use.failure = Failure.of(error)
+        use.falls_back = isinstance(error, _TRANSIENT) and self._settings.on_failure == BASE_MODEL
+
+    # -- the session
+
+    def _acquire(self, name: str) -> Held:
+        with self._calls:
+            if self._session_lost():
+                self._join_anew()
+            try:
+                (held,) = self._session.acquire([name])
+            except (LeaseError, ServerUnavailableError):  # it restarted since: once more, under a new lease
+                self._join_anew()
+                (held,) = self._session.acquire([name])
+            self._session.prefetch([held.handle])
+        return held
+
+    def _session_lost(self) -> bool:
+        try:
+            self._session.check()
+        except LeaseError:
+            return True
+        return False
+
+    def _check(self) -> None:
+        """A step failed, or the lease is known to be gone. In the engine's loop, so without waiting."""
+        with self._calls:
+            try:
+                self._session.acquire([])
+                self._suspect = False
+            except (LeaseError, ServerUnavailableError):
+                self._rejoin.wait(0.0)
+
+    def _join_anew(self) -> None:
+        """Wait while the server is there, or a moment if nobody did so far; raises ServerUnavailableError."""
+        ready = self._rejoin.waited and self._directory.ready()
+        if not self._rejoin.wait(self._settings.timeout_seconds if ready else 0.0 if self._rejoin.waited else MOMENT):
+            raise ServerUnavailableError(
+                f"server {self._settings.address}: went away and is being joined anew"
+                + (f" ({self._rejoin.error})" if self._rejoin.error is not None else "")
+            )
+
+    def _rejoined(self) -> None:
+        """A new lease; what was held under the old one is acquired again when it is next scheduled."""
+        fresh = self._server.join(self._settings.timeout_seconds)
+        with self._lock:
+            old, self._session, self._suspect, self._known = self._session, fresh, False, set()
+            for use in self._uses.values():
+                use.held = None
+        old.leave()
+
+    def _let_go(self, use: Use) -> None:
+        held, use.held = use.held, None
+        if held is not None:
+            self._releases.put((self._session, held.handle))
+
+    def _release_loop(self) -> None:
+        while (release := self._releases.get()) is not None:
+            session, handle = release
+            try:
+                session.release([handle])
+            except LoraServerError as error:
+                log.warning("adapter not released", handle=handle, error=str(error))
+
+    def close(self) -> None:
+        """Leave the server; idempotent."""
+        self._rejoin.close()
+        self._directory.close()
+        self._releases.put(None)
+        with self._calls:
+            self._session.leave()

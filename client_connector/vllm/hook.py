@@ -1,0 +1,81 @@
+"""Patching vLLM: what is wrapped, once per process. Engines that are not ours pass through unchanged."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from client_connector.vllm import ACTIVE, contract, settings
+from client_connector.vllm.settings import Settings
+from client_connector.vllm.version import check_version
+
+_OURS = "_lora_server_wrapped"
+
+
+def wrap(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace `owner.name` by make(original), once."""
+    original = getattr(owner, name)
+    if getattr(original, _OURS, False):
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _OURS, True)
+    setattr(owner, name, replacement)
+
+
+def watch() -> None:
+    """Look for an address when an engine is configured; all that is done without one."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def make(original: Any) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = settings.find(self.additional_config, os.environ)
+            if found is None:
+                return original(self, *args, **kwargs)
+            install()
+            from client_connector.vllm.frontend.hook import configure
+
+            configure(self, found)
+            return checked(original(self, *args, **kwargs), found)
+
+        return create_engine_config
+
+    wrap(EngineArgs, "create_engine_config", make)
+
+
+def checked(vllm_config: Any, found: Settings) -> Any:
+    """The config of an engine of ours; raises ConfigError for what cannot be served yet."""
+    from client_connector.vllm.frontend.hook import check_parallel
+
+    check_parallel(vllm_config)
+    return vllm_config
+
+
+def install() -> None:
+    """Wrap everything; raises ConfigError for a vLLM that is not supported. Idempotent."""
+    import vllm
+
+    check_version(vllm.__version__)
+    os.environ[ACTIVE] = "1"  # for the processes that an engine starts
+    if _installed():
+        return
+    contract.check(vllm.__version__)
+    from client_connector.vllm.engine import hook as engine
+    from client_connector.vllm.frontend import hook as frontend
+    from client_connector.vllm.moe import hook as moe
+    from client_connector.vllm.worker import hook as worker
+
+    for part in (frontend, engine, worker, moe):
+        part.install(wrap)
+
+
+def _installed() -> bool:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return bool(getattr(Scheduler.schedule, _OURS, False))
+
+
+def environment_of(found: Settings) -> Mapping[str, Any]:
+    """What an engine's config keeps of the settings."""
+    return {settings.KEY: found.as_config()}

@@ -1,0 +1,187 @@
+"""Hooks of the expert sites: vLLM's LoRA-aware experts with a remote wrapper, and experts for the CPU.
+
+vLLM has no LoRA for MoE on CPUs (it picks Triton experts), so we give it an experts class that keeps
+weights unpacked and exchanges around its GEMMs. Shapes: T tokens, k experts, N = T * k entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.platforms import current_platform
+
+from client_connector.exchange import Window
+from client_connector.vllm.experts import RemoteExperts
+from client_connector.vllm.step import Step
+from lora_server.errors import ConfigError
+from lora_server.spec import ModelSpec, Site
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS, as vLLM's own kernel has them
+Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
+
+
+class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Unquantized experts on a CPU whose GEMMs overlap with the server's. Weights [E, out, in] as loaded."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Keep the layout: both GEMMs of an expert are needed one by one."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """Push, own GEMM, wait, add; twice. Fills `output` [T, H]."""
+        context = self._lora_context
+        remote: Any = None if context is None else context.punica_wrapper
+        top_k = topk_ids.shape[1]
+        order, counts = _by_expert(topk_ids, expert_map, w1.shape[0])
+
+        pending = remote.start_gate_up(hidden_states, topk_ids, expert_map) if remote else None
+        hidden_NO = hidden_states.new_zeros(topk_ids.numel(), w1.shape[1])
+        _grouped(hidden_NO, hidden_states, order, counts, top_k, w1, self.w1_bias)
+        if pending is not None:
+            remote.finish_gate_up(pending, hidden_NO, activation == MoEActivation.SWIGLUOAI)
+        act_NI = _activate(activation, hidden_NO)
+
+        pending = remote.start_down(act_NI, topk_ids, topk_weights, expert_map) if remote else None
+        out_NH = act_NI.new_zeros(topk_ids.numel(), w2.shape[1])
+        _grouped(out_NH, act_NI, order, counts, 1, w2, self.w2_bias)
+        if not apply_router_weight_on_input:
+            out_NH = out_NH * topk_weights.reshape(-1, 1).to(out_NH.dtype)
+        output.copy_(out_NH.view(*topk_ids.shape, -1).sum(1))
+        if pending is not None:
+            remote.finish_down(pending, output)
+
+
+def _by_expert(ids_Tk: torch.Tensor, expert_map: torch.Tensor | None, experts: int) -> tuple[torch.Tensor, list[int]]:
+    """Entries sorted by this rank's expert, and how many each has; those of other ranks are left out."""
+    flat = ids_Tk.reshape(-1).long()
+    local = flat if expert_map is None else expert_map.long()[flat]
+    local = torch.where(local < 0, experts, local)
+    counts = torch.bincount(local, minlength=experts + 1)[:experts].tolist()
+    return torch.argsort(local, stable=True), counts
+
+
+def _grouped(
+    out_NO: torch.Tensor,
+    x_RK: torch.Tensor,
+    order_N: torch.Tensor,
+    counts: list[int],
+    entries_per_row: int,
+    weight_EOK: torch.Tensor,
+    bias_EO: torch.Tensor | None,
+) -> None:
+    """Entry i reads row i // entries_per_row of x, through its expert's weight."""
+    first = 0
+    for expert, count in enumerate(counts):
+        if count:
+            entries = order_N[first : first + count]
+            bias = None if bias_EO is None else bias_EO[expert]
+            out_NO[entries] = functional.linear(x_RK[entries // entries_per_row], weight_EOK[expert], bias)
+            first += count
+
+
+def _activate(activation: Any, hidden_NO: torch.Tensor) -> torch.Tensor:
+    if activation == MoEActivation.SWIGLUOAI:
+        gate = hidden_NO[:, 0::2].clamp(max=SWIGLU_LIMIT)
+        up = hidden_NO[:, 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(gate * SWIGLU_ALPHA)
+    gate, up = hidden_NO.chunk(2, dim=1)
+    return functional.silu(gate) * up
+
+
+def install(wrap: Wrap) -> None:
+    """Give CPU engines experts that know LoRA."""
+    wrap(unquantized, "select_unquantized_moe_backend", _select)
+
+
+def _select(original: Any) -> Callable[..., Any]:
+    def select_unquantized_moe_backend(moe_config: Any) -> Any:
+        if not (current_platform.is_cpu() and moe_config.is_lora_enabled and _ours()):
+            return original(moe_config)
+        if moe_config.activation not in (MoEActivation.SILU, MoEActivation.SWIGLUOAI):
+            raise ConfigError(f"experts: got activation {moe_config.activation}, expected silu or swigluoai")
+        return UnquantizedMoeBackend.CPU, RemoteCPUExperts
+
+    return select_unquantized_moe_backend
+
+
+def _ours() -> bool:
+    from vllm.config import get_current_vllm_config
+
+    from client_connector.vllm import settings
+
+    return settings.of_engine(get_current_vllm_config()) is not None
+
+
+def attach_experts(runner: Any, step: Step, layer: int) -> None:
+    """Put a remote wrapper where vLLM's LoRA layers put Punica's."""
+    experts, config = runner.routed_experts, runner.moe_config
+    kernel = getattr(experts.quant_method, "moe_kernel", None)
+    fused = getattr(kernel, "fused_experts", None)
+    if not isinstance(fused, LoRAExpertsMixin):
+        raise ConfigError(
+            f"layer {layer}: vLLM's {type(fused or experts.quant_method).__name__} does not support LoRA; "
+            "use an unquantized model, or a quantization whose experts do"
+        )
+    remote = remote_experts(config, step, layer, bool(experts.apply_router_weight_on_input))
+    fused.set_lora_context(_context(config, remote))
+
+
+def remote_experts(config: Any, step: Step, layer: int, weighted_input: bool) -> RemoteExperts:
+    """The windows of one rank: its ffn columns, unless experts are what is divided."""
+    spec: ModelSpec = step.client.terms.spec
+    rank, ffn = config.moe_parallel_config.tp_rank, spec.ffn_at(layer)
+    size = config.intermediate_size_per_partition_unpadded
+    begin, end = min(rank * size, ffn), min((rank + 1) * size, ffn)
+    if begin == end:
+        raise ConfigError(f"layer {layer}: tensor-parallel rank {rank} has no columns of its experts; use fewer ranks")
+    gate_up = Window(0, ((begin, end), (ffn + begin, ffn + end)))
+    down = Window(begin, ((0, spec.out_width(Site(layer, "down"))),))
+    return RemoteExperts(step, layer, gate_up, down, end - begin, weighted_input)
+
+
+def _context(config: Any, remote: RemoteExperts) -> Any:
+    """No weights; on CUDA the second stream and its events let vLLM run our exchange beside its GEMM."""
+    cuda = current_platform.is_cuda_alike()
+    return MoELoRAContext(
+        w13_lora_a_stacked=(),
+        w13_lora_b_stacked=(),
+        w2_lora_a_stacked=(),
+        w2_lora_b_stacked=(),
+        adapter_enabled=torch.empty(0, dtype=torch.int32),
+        max_loras=0,
+        top_k=config.experts_per_token,
+        w13_num_slices=2,
+        fully_sharded=False,
+        tp_rank=config.moe_parallel_config.tp_rank,
+        tp_size=config.moe_parallel_config.tp_size,
+        local_num_experts=config.num_local_experts,
+        punica_wrapper=remote,
+        use_tuned_config=False,
+        aux_stream=torch.cuda.Stream() if cuda else None,
+        events=tuple(torch.cuda.Event() for _ in range(4)) if cuda else None,
+    )

@@ -1,0 +1,60 @@
+"""What the scheduler tells the workers with every step, and what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lora_server.errors import LoraServerError
+from lora_server.transport.session import Held
+
+PLAN = "lora_server_plan"  # attribute of vLLM's SchedulerOutput
+FAILURES = "lora_server_failures"  # attribute of vLLM's ModelRunnerOutput
+FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
+
+
+class Assigned(NamedTuple):
+    """A request's adapter; rows of positions before `start` are the base model's."""
+
+    handle: int
+    start: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Pickled with the step. `new` are adapters that workers did not hear of; `gone` those they may forget.
+
+    Handles belong to one run of the server; a worker with a session of another run must not use them.
+    """
+
+    server: str = ""
+    rows: dict[str, Assigned] = field(default_factory=dict)  # request id -> its adapter
+    new: tuple[Held, ...] = ()
+    gone: tuple[int, ...] = ()
+
+
+NO_PLAN = StepPlan()
+
+
+class Failure(NamedTuple):
+    """Why a request did not get its adapter."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: LoraServerError) -> Failure:
+        """From an error of ours."""
+        return cls(error.code, str(error))
+
+    def flag(self, outcome: str) -> str:
+        """As vLLM's stop_reason; `outcome` is a word for what happened to the request."""
+        return f"{FLAG}: {outcome}: {self.code}: {self.message}"
+
+
+def parse_flag(stop_reason: object) -> tuple[str, str, str] | None:
+    """(outcome, code, message) of a stop_reason that `flag` made; None for any other."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(f"{FLAG}: "):
+        return None
+    outcome, code, message = stop_reason.removeprefix(f"{FLAG}: ").split(": ", 2)
+    return outcome, code, message

@@ -1,0 +1,1 @@
+"""Engine workers: model runner, linear layers."""

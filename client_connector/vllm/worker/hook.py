@@ -1,0 +1,245 @@
+"""Hooks of an engine worker: a LoRA manager without weights, and the sites of its model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.v1.worker import lora_model_runner_mixin as mixin
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from client_connector.client import Client
+from client_connector.directory import Directory
+from client_connector.exchange import Window
+from client_connector.geometry import check_geometry
+from client_connector.remote import RemoteServer
+from client_connector.vllm import settings
+from client_connector.vllm.moe.hook import attach_experts
+from client_connector.vllm.ops import DenseSite, around
+from client_connector.vllm.plan import FAILURES, NO_PLAN, PLAN, Failure
+from client_connector.vllm.settings import Settings
+from client_connector.vllm.step import Step
+from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.spec import ModelSpec, Site
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
+Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
+
+
+class RemoteLoRAManager:
+    """Stands in for vLLM's LRUCacheWorkerLoRAManager; has no weights, so there is nothing to load or evict."""
+
+    is_enabled = True
+
+    def __init__(self, found: Settings, vllm_config: Any) -> None:
+        """Joins the server; raises ServerUnavailableError, GeometryMismatchError."""
+        client = Client(RemoteServer(found.address, found.transport), found.timeout_seconds)
+        check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
+        self.step = Step(client)
+        self._directory = Directory(found.address)
+        self._ids: set[int] = set()
+
+    def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
+        """Hook the sites of the model, which stays what it is."""
+        attach(model, self.step)
+        return model
+
+    def set_active_adapters(self, requests: object, mapping: object) -> None:
+        """Rows come from the scheduler's plan instead."""
+
+    def add_adapter(self, lora_request: Any) -> bool:
+        """Raises UnknownAdapterError for one that the server does not have."""
+        self._directory.get(lora_request.lora_name)
+        self._ids.add(lora_request.lora_int_id)
+        return True
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Forget an id."""
+        known = adapter_id in self._ids
+        self._ids.discard(adapter_id)
+        return known
+
+    def remove_all_adapters(self) -> None:
+        """Forget all ids."""
+        self._ids.clear()
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        """Memory is the server's business: `lora-server adapters pin`."""
+        return adapter_id in self._ids
+
+    def list_adapters(self) -> set[int]:
+        """Ids that were added."""
+        return set(self._ids)
+
+    @contextlib.contextmanager
+    def dummy_lora_cache(self) -> Iterator[None]:
+        """Warm-up needs none."""
+        yield
+
+    def add_dummy_lora(self, lora_request: Any, rank: int) -> bool:
+        """Warm-up needs none."""
+        return True
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        """Of no effect."""
+        return default_rank
+
+    def supports_tower_connector_lora(self) -> bool:
+        """Text models only."""
+        return False
+
+    def close(self) -> None:
+        """Leave the server."""
+        self.step.close()
+        self._directory.close()
+
+
+def attach(model: Any, step: Step) -> None:
+    """Hook every site of a worker's model; raises ConfigError naming those that it lacks."""
+    spec = step.client.terms.spec
+    missing = set(spec.sites())
+    for name, module in model.named_modules():
+        layer = _LAYER.search(f"{name}.")
+        if layer is None:
+            continue
+        if isinstance(module, MoERunner):
+            attach_experts(module, step, int(layer[1]))
+            missing -= {Site(int(layer[1]), "gate_up"), Site(int(layer[1]), "down")}
+            continue
+        site = Site(int(layer[1]), _PROJECTIONS.get(name.rpartition(".")[2], ""))
+        if site in missing and spec.is_dense(site) and hasattr(module, "quant_method"):
+            attach_linear(module, step, site)
+            missing.discard(site)
+    if missing:
+        raise ConfigError(
+            f"vLLM's {type(model).__name__}: no layer found for {sorted(missing)[:4]}; this model is not supported"
+        )
+
+
+def attach_linear(module: Any, step: Step, site: Site) -> None:
+    """Exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
+    method = copy.copy(module.quant_method)
+    dense = DenseSite(step, site, linear_window(module, step.client.terms.spec, site))
+    method.apply = around(dense, module.quant_method.apply)
+    module.quant_method = method
+
+
+def linear_window(module: Any, spec: ModelSpec, site: Site) -> Window:
+    """What a tensor-parallel rank has of a dense site."""
+    rank, size = module.tp_rank, module.tp_size
+    if site.projection in ("o", "down"):
+        return Window(rank * spec.in_width(site) // size, ((0, spec.out_width(site)),))
+    replicas = getattr(module, "num_kv_head_replicas", 1)
+    parts = []
+    for section in spec.sections(site):
+        own, of = (rank // replicas, size // replicas) if section.name in ("k", "v") else (rank, size)
+        width = (section.end - section.begin) // of
+        parts.append((section.begin + own * width, section.begin + (own + 1) * width))
+    return Window(0, tuple(parts))
+
+
+# -- the model runner
+
+
+def install(wrap: Wrap) -> None:
+    """Wrap the runner's use of its LoRA manager."""
+    wrap(mixin, "LRUCacheWorkerLoRAManager", _manager)
+    runner = mixin.LoRAModelRunnerMixin
+    wrap(runner, "set_active_loras", _set_active_loras)
+    wrap(runner, "maybe_setup_dummy_loras", _no_dummies)
+    wrap(runner, "maybe_select_dummy_loras", _no_dummies)
+    wrap(GPUModelRunner, "execute_model", _execute_model)
+    wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
+    wrap(GPUModelRunner, "shutdown", _shutdown)
+
+
+def _manager(original: Any) -> Callable[..., Any]:
+    def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = settings.of_engine(vllm_config)
+        return original(vllm_config, *args, **kwargs) if found is None else RemoteLoRAManager(found, vllm_config)
+
+    return manager
+
+
+def _remote(runner: Any) -> RemoteLoRAManager | None:
+    manager = getattr(runner, "lora_manager", None)
+    return manager if isinstance(manager, RemoteLoRAManager) else None
+
+
+def _set_active_loras(original: Any) -> Callable[..., Any]:
+    def set_active_loras(self: Any, input_batch: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = _remote(self)
+        if manager is None:
+            return original(self, input_batch, num_scheduled_tokens, *args, **kwargs)
+        req_ids = input_batch.req_ids
+        computed = input_batch.num_computed_tokens_cpu[: len(req_ids)]
+        return manager.step.begin(req_ids, num_scheduled_tokens.tolist(), computed.tolist())
+
+    return set_active_loras
+
+
+def _no_dummies(original: Any) -> Callable[..., Any]:
+    def maybe_dummies(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if _remote(self) is None else contextlib.nullcontext()
+
+    return maybe_dummies
+
+
+def _execute_model(original: Any) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = _remote(self)
+        if manager is None:
+            return original(self, scheduler_output, *args, **kwargs)
+        plan = getattr(scheduler_output, PLAN, NO_PLAN)
+        manager.step.receive(plan)
+        output = original(self, scheduler_output, *args, **kwargs)
+        failures = manager.step.end()
+        self.lora_server_failures = _agree(failures, plan.rows.keys()) if plan.rows else {}
+        return _with_failures(output, self)
+
+    return execute_model
+
+
+def _sample_tokens(original: Any) -> Callable[..., Any]:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        return output if _remote(self) is None else _with_failures(output, self)
+
+    return sample_tokens
+
+
+def _with_failures(output: Any, runner: Any) -> Any:
+    if output is not None and runner.lora_server_failures:
+        setattr(getattr(output, "_model_runner_output", output), FAILURES, runner.lora_server_failures)
+        runner.lora_server_failures = {}
+    return output
+
+
+def _agree(failures: dict[str, Failure], planned: Sequence[str] | Any) -> dict[str, Failure]:
+    """Tensor-parallel ranks sum their deltas: where one rank's are missing, the result is void on all."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failures
+    flag = torch.tensor([len(failures)], dtype=torch.int64)
+    torch.distributed.all_reduce(flag, group=group.cpu_group)
+    if int(flag) and not failures:
+        error = ShardUnavailableError("a step of another tensor-parallel rank failed; its log says why")
+        return {req_id: Failure.of(error) for req_id in planned}
+    return failures
+
+
+def _shutdown(original: Any) -> Callable[..., Any]:
+    def shutdown(self: Any) -> Any:
+        manager = _remote(self)
+        if manager is not None:
+            manager.close()
+        return original(self)
+
+    return shutdown

@@ -1,0 +1,127 @@
+"""One vLLM engine in a process of its own, driven by JSON lines: `python engine_process.py SETTINGS REPLY_FD`.
+
+A process, because vLLM's distributed state does not survive a second engine beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+
+def params(request: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=request["new_tokens"], min_tokens=request["new_tokens"], logprobs=0, detokenize=False
+    )
+
+
+def lora(name: str | None, numbers: dict[str, int]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    if name is None:
+        return None
+    return LoRARequest(name, numbers.setdefault(name, len(numbers) + 1), "by-name")
+
+
+def answer(output: Any) -> dict[str, Any]:
+    one = output.outputs[0]
+    tokens = list(one.token_ids)
+    logprobs = [step[token].logprob for step, token in zip(one.logprobs or [], tokens, strict=False)]
+    return {
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+        "cached": output.num_cached_tokens,
+        "extra": output.kv_transfer_params,
+    }
+
+
+class Engine:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**settings)
+        self.numbers: dict[str, int] = {}
+        self.added = 0
+
+    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": request["prompt"]} for request in requests],
+            [params(request) for request in requests],
+            lora_request=[lora(request["adapter"], self.numbers) for request in requests],
+            use_tqdm=False,
+        )
+        return [answer(output) for output in outputs]
+
+    def add(self, request: dict[str, Any]) -> str:
+        """Queue one request and return its id; `step` works on it."""
+        self.added += 1
+        name = f"step-{self.added}"
+        self.llm.llm_engine.add_request(
+            name,
+            {"prompt_token_ids": request["prompt"]},
+            params(request),
+            lora_request=lora(request["adapter"], self.numbers),
+        )
+        return name
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([name])
+
+    def step(self, count: int = 1) -> dict[str, Any]:
+        """Up to `count` steps (0: until nothing is left); the newest output of each request."""
+        seen, done = {}, 0
+        while self.llm.llm_engine.has_unfinished_requests() and (not count or done < count):
+            for output in self.llm.llm_engine.step():
+                seen[output.request_id] = answer(output)
+            done += 1
+        return seen
+
+    def scheduler(self) -> dict[str, Any]:
+        core = self.llm.llm_engine.engine_core.engine_core
+        uses = getattr(core.scheduler, "lora_server_holder", None)
+        return {
+            "running": len(core.scheduler.running),
+            "preemptions": sum(request.num_preemptions for request in core.scheduler.requests.values()),
+            "held": None if uses is None else sorted(use.name for use in uses._uses.values() if use.held is not None),
+        }
+
+    def add_lora(self, name: str) -> bool:
+        return self.llm.llm_engine.add_lora(lora(name, self.numbers))
+
+    def evaluate(self, expression: str) -> Any:
+        """For what a test must know of the process; `llm` is the engine."""
+        return eval(expression, {"llm": self.llm, "sys": sys, "os": os, "gc": gc})
+
+
+def main() -> None:
+    replies = os.fdopen(int(sys.argv[2]), "w")
+
+    def reply(**fields: Any) -> None:
+        replies.write(json.dumps(fields) + "\n")
+        replies.flush()
+
+    try:
+        engine = Engine(json.loads(sys.argv[1]))
+    except BaseException as error:
+        reply(error=f"{type(error).__name__}: {error}")
+        raise
+    reply(result="ready")
+    for line in sys.stdin:
+        call = json.loads(line)
+        try:
+            reply(result=getattr(engine, call["method"])(**call["arguments"]))
+        except Exception as error:
+            traceback.print_exc()
+            reply(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

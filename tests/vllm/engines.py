@@ -1,0 +1,170 @@
+"""Starting vLLM engines and OpenAI servers in processes of their own, and talking to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from lora_server.demo.engine import Answer, Sequence
+from lora_server.demo.launch import free_address
+
+START_SECONDS, CALL_SECONDS = 150.0, 120.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+SETTINGS = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",
+    "max_model_len": 1024,
+}
+
+
+class Engine:
+    """`server` None: no address is set. Other keywords are LLM's."""
+
+    def __init__(
+        self, model: Path, server: str | None, log: Path, environment: dict[str, str] | None = None, **settings: Any
+    ) -> None:
+        env = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        env.pop("LORA_SERVER_ADDRESS", None)
+        if server is not None:
+            env["LORA_SERVER_ADDRESS"] = server
+        self.log = log
+        read, write = os.pipe()
+        arguments = json.dumps({**SETTINGS, "model": str(model), **settings})
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("engine_process.py")), arguments, str(write)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                pass_fds=(write,),
+                env=env,
+                text=True,
+            )
+        os.close(write)
+        self._replies = os.fdopen(read)
+        try:
+            self._reply(START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """The method's result; RuntimeError with what it raised."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
+        self.process.stdin.flush()
+        return self._reply(CALL_SECONDS)
+
+    def _reply(self, seconds: float) -> Any:
+        ready, _, _ = select.select([self._replies], [], [], seconds)
+        line = self._replies.readline() if ready else ""
+        if not line:
+            raise RuntimeError(f"engine: no reply within {seconds:g} s\n{self.tail()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply["result"]
+
+    def generate(self, batch: list[Sequence], new_tokens: int) -> list[dict[str, Any]]:
+        requests = [{"prompt": s.prompt, "adapter": s.adapter, "new_tokens": new_tokens} for s in batch]
+        return self.call("generate", requests=requests)
+
+    def answers(self, batch: list[Sequence], new_tokens: int) -> list[Answer]:
+        """As `workload.check` wants them; none may have been flagged."""
+        replies = self.generate(batch, new_tokens)
+        flagged = [reply["stop_reason"] for reply in replies if reply["stop_reason"] is not None]
+        assert not flagged, flagged
+        return [Answer(reply["tokens"], reply["logprobs"]) for reply in replies]
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._replies.close()
+
+
+class ApiServer:
+    """vLLM's OpenAI server, engine core in a process of its own."""
+
+    def __init__(self, model: Path, server: str, log: Path, *flags: str, **environment: str) -> None:
+        env = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "LORA_SERVER_ADDRESS": server}
+        self.address, self.log = free_address(), log
+        host, _, port = self.address.rpartition(":")
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", host, "--port", port, "--served-model-name", "base", "--max-model-len", "512"]
+        command += ["--enforce-eager", "--dtype", "float32", *flags]
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=env | environment
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                if self.request("GET", "/health")[0] == 200:
+                    return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"vLLM's server did not start: {self.tail()}")
+            time.sleep(0.2)
+
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Status, and the JSON or text of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://{self.address}{path}", data, {"Content-Type": "application/json"}, method=method
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+                status, text = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read().decode()
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text
+
+    def complete(self, model: str, prompt: list[int], new_tokens: int, **more: Any) -> tuple[int, Any]:
+        body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": 0, **more}
+        return self.request("POST", "/v1/completions", {"min_tokens": new_tokens, "return_token_ids": True, **body})
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

@@ -1,0 +1,32 @@
+"""Every model family in a real engine: fused and per-expert adapters, attention, base rows, in one batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_server.demo import tiny
+from tests.serving import settled_steps
+from tests.workload import NEW_TOKENS
+
+TOLERANCE = 1e-3
+ALL_KINDS = pytest.mark.parametrize("kind", tiny.KINDS, indirect=True)
+
+
+@ALL_KINDS
+def test_one_batch_of_all_formats_equals_peft(load, engine):
+    load.check(engine.answers(load.batch, NEW_TOKENS), TOLERANCE)
+
+
+@ALL_KINDS
+def test_alone_equals_peft(load, engine):
+    for index, sequence in enumerate(load.batch):
+        reply = engine.generate([sequence], NEW_TOKENS)[0]
+        assert reply["tokens"] == load.expected[index].tokens, sequence.adapter
+
+
+@ALL_KINDS
+def test_base_batches_cost_the_server_nothing(load, server, engine):
+    before = settled_steps(server.address)
+    base = [sequence for sequence in load.batch if sequence.adapter is None]
+    assert engine.generate(base, NEW_TOKENS)[0]["tokens"] == load.expected[load.names.index(None)].tokens
+    assert settled_steps(server.address) == before

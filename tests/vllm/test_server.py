@@ -1,0 +1,112 @@
+"""The OpenAI server: names of the LoRA server just work, unknown ones are 404, load and unload, failures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from engines import ApiServer
+
+from client_connector.directory import Directory
+from lora_server.demo import tiny
+from lora_server.demo.engine import Sequence, generate
+from tests.serving import until
+from tests.workload import NEW_TOKENS
+
+
+@pytest.fixture(scope="module")
+def api(load, server, scratch):
+    running = ApiServer(load.base, server.address, scratch / "api.log")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def directory(server):
+    directory = Directory(server.address)
+    yield directory
+    directory.close()
+
+
+def tokens(answer) -> list[int]:
+    return answer["choices"][0]["token_ids"]
+
+
+def peft(load, path, prompt: list[int]) -> list[int]:
+    model = load.model if path is None else tiny.peft_model(load.model, path)
+    return generate(model, [Sequence(prompt, None)], NEW_TOKENS)[0].tokens
+
+
+def test_names_of_the_server_just_work(load, api):
+    for sequence, expected in zip(load.batch, load.expected, strict=True):
+        code, answer = api.complete(sequence.adapter or "base", sequence.prompt, NEW_TOKENS)
+        assert code == 200, answer
+        assert tokens(answer) == expected.tokens, sequence.adapter
+        assert answer["model"] == (sequence.adapter or "base")
+        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+        assert max(abs(a - b) for a, b in zip(logprobs, expected.logprobs, strict=True)) <= 1e-3
+
+
+def test_an_unknown_name_is_404_with_the_reason(load, api):
+    code, answer = api.complete("nobody", load.batch[0].prompt, NEW_TOKENS)
+    assert code == 404
+    assert "'nobody'" in answer["error"]["message"] and "not registered" in answer["error"]["message"]
+
+
+def test_models_are_those_of_the_server(load, api):
+    code, answer = api.request("GET", "/v1/models")
+    assert code == 200
+    assert {card["id"] for card in answer["data"]} >= {"base", *load.paths}
+
+
+def test_added_while_it_serves_and_removed(load, api, directory, tmp_path):
+    tiny.make_adapter(load.model, tmp_path / "law", seed=31, lora_rank=4, targets="all")
+    prompt = load.batch[0].prompt
+    assert api.complete("law", prompt, NEW_TOKENS)[0] == 404
+    directory.add("law", str(tmp_path / "law"))
+    code, answer = api.complete("law", prompt, NEW_TOKENS)
+    assert (code, tokens(answer)) == (200, peft(load, tmp_path / "law", prompt))
+    directory.remove("law")
+    assert api.complete("law", prompt, NEW_TOKENS)[0] == 404
+
+
+def test_load_and_unload(load, api, directory, tmp_path):
+    tiny.make_adapter(load.model, tmp_path / "mine", seed=32, lora_rank=3, targets="experts")
+    prompt = load.batch[1].prompt
+    body = {"lora_name": "mine", "lora_path": str(tmp_path / "mine")}
+    code, answer = api.request("POST", "/v1/load_lora_adapter", body)
+    assert code == 200, answer
+    assert "mine" in {adapter.name for adapter in directory.list()}, "on the server, for all its engines"
+    assert tokens(api.complete("mine", prompt, NEW_TOKENS)[1]) == peft(load, tmp_path / "mine", prompt)
+    assert api.request("POST", "/v1/load_lora_adapter", body)[0] == 400, "loaded already"
+    code, answer = api.request("POST", "/v1/unload_lora_adapter", {"lora_name": "mine"})
+    assert code == 200, answer
+    assert "mine" not in {adapter.name for adapter in directory.list()}
+    assert api.complete("mine", prompt, NEW_TOKENS)[0] == 404
+    assert api.request("POST", "/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 404
+
+
+def test_a_bad_adapter_is_refused_with_the_reason(load, api, tmp_path):
+    tiny.make_adapter(load.model, tmp_path / "bad", seed=33, lora_rank=3, targets="experts")
+    config = tmp_path / "bad/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    body = {"lora_name": "bad", "lora_path": str(tmp_path / "bad")}
+    code, answer = api.request("POST", "/v1/load_lora_adapter", body)
+    assert code == 400 and "DoRA" in answer["error"]["message"]
+    code, answer = api.request("POST", "/v1/load_lora_adapter", body | {"lora_path": "/no/such/place"})
+    assert code == 400 and "/no/such/place" in answer["error"]["message"]
+    assert api.complete("bad", load.batch[0].prompt, NEW_TOKENS)[0] == 404
+    assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
+
+
+def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
+    import http.client
+
+    connection = http.client.HTTPConnection(api.address, timeout=60)
+    body = {"model": "fused", "prompt": load.batch[0].prompt, "max_tokens": 400, "min_tokens": 400, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"data:")
+    until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
+    connection.close()
+    until(lambda: not any(adapter.holders for adapter in directory.list()), "it is released")
