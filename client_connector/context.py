@@ -41,7 +41,7 @@ class Context:
         batch = self.batch.at(site) if self.batch is not None else None
         if batch is None:
             return []
-        return route_experts(batch, experts_Tk, self.owners(site.layer), self.max_entries)
+        return route_experts(batch, experts_Tk.cpu(), self.owners(site.layer), self.max_entries)
 
     def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Exchange | None:
         """Push a dense site's rows; None where the batch has no delta."""

@@ -13,7 +13,7 @@ import torch
 from client_connector.routing import Message
 from lora_server.errors import LoraServerError, ProtocolError, StepError, rebuild
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.base import Link
+from lora_server.transport.base import DeviceLink, Link
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
@@ -150,7 +150,7 @@ class Exchange:
         at = slot.request_offsets(len(message.segments), entries, flags, len(sent) * width * self._x.element_size())
         if at.end > len(memory):
             raise ProtocolError(f"{self._site}: got a message of {at.end} bytes, expected at most {len(memory)}")
-        RequestHeader(
+        header = RequestHeader(
             step_class=slot.DECODE if self._decode else slot.PREFILL,
             flags=flags,
             client=terms.client,
@@ -170,14 +170,18 @@ class Exchange:
             payload_bytes=at.end - slot.HEADER_BYTES,
             budget_us=max(0, round((self._deadline - time.monotonic()) * 1e6)),
             pushed_ns=pushed_ns,
-        ).pack_into(memory)
+        )
+        header.pack_into(memory)
         if entries:
             _view(memory, at.segments, len(message.segments) * 4, torch.int32).copy_(
                 torch.tensor(message.segments, dtype=torch.int32).view(-1)
             )
             self._fill_maps(memory, at, flags, message)
-            rows = _view(memory, at.rows, len(sent) * width, self._x.dtype).view(len(sent), width)
-            torch.index_select(self._x, 0, sent, out=rows)
+            if isinstance(link, DeviceLink):
+                link.put_rows(header, self._x, sent)
+            else:
+                rows = _view(memory, at.rows, len(sent) * width, self._x.dtype).view(len(sent), width)
+                _gather(self._x, sent, rows)
         return at.end
 
     def _fill_maps(self, memory: memoryview, at: slot.RequestOffsets, flags: int, message: Message) -> None:
@@ -205,10 +209,12 @@ class Exchange:
         return header
 
     def _delta(self, link: Link, seq: int, header: ResponseHeader) -> torch.Tensor:
+        if link.region.twin is not None:
+            sent = RequestHeader.unpack_from(link.region.request(seq))
+            return link.region.twin.response_rows(sent).to(self._x.device)
         count = header.num_rows * header.width
-        return _view(link.region.response(seq), slot.HEADER_BYTES, count, self._x.dtype).view(
-            header.num_rows, header.width
-        )
+        rows = _view(link.region.response(seq), slot.HEADER_BYTES, count, self._x.dtype)
+        return rows.view(header.num_rows, header.width).to(self._x.device)
 
     def _report(self, message: Message, header: ResponseHeader, pushed_ns: int, waited_ns: int) -> None:
         if self._client.observe is not None:
@@ -244,6 +250,13 @@ class _breaks:  # noqa: N801  (reads as a statement)
             self._client.broken = StepError(
                 f"an earlier step was interrupted by {error!r}; the next request joins anew"
             )
+
+
+def _gather(x_TK: torch.Tensor, rows_M: torch.Tensor, out_MK: torch.Tensor) -> None:
+    if x_TK.device == out_MK.device:
+        torch.index_select(x_TK, 0, rows_M, out=out_MK)
+    else:
+        out_MK.copy_(x_TK.index_select(0, rows_M.to(x_TK.device)))
 
 
 def _view(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

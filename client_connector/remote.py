@@ -31,9 +31,9 @@ CALL_SECONDS = 10.0
 class RemoteServer:
     """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS. Implements transport.session.Server."""
 
-    def __init__(self, address: str, transport: str = "auto", links: bool = True) -> None:
-        """Without `links` a session holds adapters, but cannot push steps."""
-        self.address, self.transport, self.links = address, check_transport(transport), links
+    def __init__(self, address: str, transport: str = "auto", links: bool = True, device: str = "cpu") -> None:
+        """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are."""
+        self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
 
     def join(self, seconds: float = JOIN_SECONDS) -> Session:
         """See transport.session.Server; tries until all shards are up."""
@@ -79,7 +79,7 @@ class RemoteSession(Session):
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard)
         for endpoint in endpoints if self._server.links else ():
-            self.links.append(connect(endpoint, hello, self._server.transport))
+            self.links.append(connect(endpoint, hello, self._server.transport, self._server.device))
         self._prefetches: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._prefetches.setsockopt(zmq.LINGER, 0)
         self._prefetches.connect(lease.prefetch_address)

@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from kernels_cuda import build
 from kernels_cuda.heuristics import Variant, choose
 
+ROOT = Path(__file__).parent.parent
 NVCC = shutil.which("nvcc")
 GPUS = {  # what compute capability, code and shared memory per block they have
     "H100, H200": ((9, 0), "90a", 232448),
@@ -37,6 +39,7 @@ def compiled(name: str, code: str, variant: Variant) -> str:
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_every_kernel_compiles_without_local_memory():
     files = sorted(path.name for path in build.SOURCE.glob("*.cu"))
+    files.append(str(ROOT / "lora_server" / "transport" / "put.cu"))
     jobs = [(name, code, choose(capability, shared)) for name in files for capability, code, shared in GPUS.values()]
     with ThreadPoolExecutor(2) as pool:
         logs = list(pool.map(lambda job: compiled(*job), jobs))

@@ -84,8 +84,9 @@ class DenseSite:
             return
 
         def add(message: Message, delta: torch.Tensor) -> None:
-            flat.index_add_(0, message.rows_M, delta[:, section.begin : section.end])
+            rows = message.rows_M.to(flat.device)
+            flat.index_add_(0, rows, delta[:, section.begin : section.end])
             if len(self.modules) > 1:
-                self._deltas.append((message.rows_M, delta.clone()))  # the slot is used again
+                self._deltas.append((rows, delta.clone()))  # the slot is used again
 
         exchange.finish(add)

@@ -28,7 +28,8 @@ def experts_forward(
     kept = int((expert_N < module.num_experts).sum())  # ids beyond mean "not here" under expert parallelism
     expert_N, order_N = expert_N[:kept], order_N[:kept]
     counts = torch.bincount(expert_N, minlength=module.num_experts).tolist()
-    place = torch.zeros(experts_Tk.numel(), dtype=torch.int64).scatter_(0, order_N, torch.arange(kept))
+    place = torch.zeros_like(experts_Tk.reshape(-1), dtype=torch.int64)
+    place[order_N] = torch.arange(kept, device=place.device)
 
     batch_decodes = context.batch is not None and context.batch.decode
     messages = context.route_experts(gate_up, experts_Tk)
@@ -44,7 +45,7 @@ def experts_forward(
     exchange = None
     if messages:
         act_by_entry = act_NI[place]
-        flat_weights = weights_Tk.reshape(-1).float()
+        flat_weights = weights_Tk.reshape(-1).float().cpu()
         exchange = context.client.start(
             down, messages, act_by_entry, decode=batch_decodes, by_entry=True, weights=flat_weights
         )
@@ -76,7 +77,7 @@ def _grouped_linear(module: Any, name: str, x_NK: torch.Tensor, counts: list[int
 def _add_gate_up(
     hidden_NI: torch.Tensor, message: Message, delta: torch.Tensor, place: torch.Tensor, module: Any
 ) -> None:
-    rows = place[message.entries_N]
+    rows = place[message.entries_N.to(place.device)]
     if module.is_concatenated:
         hidden_NI.index_add_(0, rows, delta)
         return
@@ -86,4 +87,4 @@ def _add_gate_up(
 
 
 def _add_rows(y_TH: torch.Tensor, message: Message, delta: torch.Tensor) -> None:
-    y_TH.index_add_(0, message.rows_M, delta)
+    y_TH.index_add_(0, message.rows_M.to(y_TH.device), delta)

@@ -80,7 +80,8 @@ class Attachment:
         self._held_by: Session | None = None  # handles mean nothing to another session
         self._copies = 1
         self._model = model
-        joinable = RemoteServer(server, transport) if isinstance(server, str) else server
+        device = str(next(model.parameters()).device)
+        joinable = RemoteServer(server, transport, device=device) if isinstance(server, str) else server
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:
@@ -227,13 +228,13 @@ def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:
     """[B * S] bool from a 2-D padding mask; None where there is none (or a custom 4-D one)."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
-    return mask[:, -seq_len:].reshape(-1).bool()
+    return mask[:, -seq_len:].reshape(-1).bool().cpu()
 
 
 def _check_tensors(model: Any) -> None:
     parameter = next(model.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype not in DTYPE_CODES:
+    if parameter.device.type not in ("cpu", "cuda") or parameter.dtype not in DTYPE_CODES:
         raise ConfigError(
             f"attach: got a {parameter.dtype} model on {parameter.device}, expected float32, bfloat16 or float16 "
-            "on the CPU"
+            "on the CPU or a GPU"
         )

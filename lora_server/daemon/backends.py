@@ -16,6 +16,8 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
+from lora_server.transport.shm import OwnedTwin
+from lora_server.wire.region import RegionLayout
 from lora_server.worker.compute import Compute, DeviceCompute, HostCompute, Launch
 
 GIB = 1 << 30
@@ -80,6 +82,13 @@ def cuda(
     sharing = len(range(local_index % torch.cuda.device_count(), local_shards, torch.cuda.device_count()))
     pool = _pool(device, pool_gib, sharing)
     return paged(placement, shard, dtype, pool, compiled.launch, max_step_rows, on_layer)
+
+
+def exported_twin(layout: RegionLayout) -> OwnedTwin:
+    """Rows of one client in the memory of this process's GPU (see `cuda`)."""
+    from lora_server.transport.cuda_ipc import ExportedTwin
+
+    return ExportedTwin(layout, torch.device("cuda", torch.cuda.current_device()))
 
 
 def _gpu(local_index: int) -> torch.device:

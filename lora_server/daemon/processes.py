@@ -49,7 +49,9 @@ class ShardProcesses:
             where = _name(settings)
             log.error(f"{where} died: {_reason(code)}; restarting it", shard=settings.shard)
             if code == EXIT_REFUSED or (code == EXIT_NO_CONTROLLER and settings.node):
-                why = "was refused" if code == EXIT_REFUSED else "lost, or cannot reach, the controller"
+                why = (
+                    "cannot start, or was refused" if code == EXIT_REFUSED else "lost, or cannot reach, the controller"
+                )
                 self._on_fatal(f"{where} {why} (controller {settings.controller}); see the log above")
                 return
             if crashes >= MAX_CRASHES:

@@ -116,7 +116,8 @@ class ShardProcess:
         directory, name = Path(self.settings.run_dir), f"shard-{self.settings.shard}"
         for killed in directory.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
-        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock")
+        make_twin = backends.exported_twin if self.settings.device == "cuda" else None
+        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", make_twin)
 
     def _coordinator(self, layout: Layout) -> Coordinator:
         if self.settings.coordination == "independent":
@@ -182,7 +183,13 @@ class ShardProcess:
             node=settings.node,
             pid=os.getpid(),
             agreement=settings.agreement,
-            endpoint=pb.Endpoint(shard=settings.shard, host=host_identity(), shm=shm, zmq=self.zmq.address),
+            endpoint=pb.Endpoint(
+                shard=settings.shard,
+                host=host_identity(),
+                shm=shm,
+                zmq=self.zmq.address,
+                device=settings.device if self.shm is not None else "cpu",
+            ),
             order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
         )
 

@@ -17,12 +17,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
 from lora_server.transport.park import LocalParker, Parker
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import Region, RegionLayout
+from lora_server.wire.slot import RequestHeader
+
+if TYPE_CHECKING:
+    import torch
+
+
+POLL_SECONDS = 200e-6
 
 
 class Link(ABC):
@@ -71,6 +79,14 @@ class Link(ABC):
         )
 
 
+class DeviceLink(Link):
+    """A link whose rows stay in device memory; see transport.cuda_ipc."""
+
+    @abstractmethod
+    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        """The next push sends rows `rows_M` of x, which nobody writes to until its answer was waited for."""
+
+
 class Connection(ABC):
     """A shard's end of one client's region."""
 
@@ -78,6 +94,7 @@ class Connection(ABC):
     epoch: int
     region: Region
     served: int = 0  # the newest seq that was answered
+    polled: bool = False  # its signals come from a GPU, which rings no doorbell
 
     @abstractmethod
     def respond(self, seq: int, nbytes: int) -> None:
@@ -163,7 +180,9 @@ class Port:
         self._parker.wake()
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """The loop: wait until ready(), at most one bounded sleep."""
+        """The loop: wait until ready(), at most one bounded sleep; a short one while a client has to be polled."""
+        if any(connection.polled for connection in self.connections):
+            seconds = min(seconds, POLL_SECONDS)
         return self._parker.wait(ready, time.monotonic() + seconds)
 
 

@@ -12,7 +12,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 
-TRANSPORTS = ("auto", "shm", "zmq")
+TRANSPORTS = ("auto", "cuda_ipc", "shm", "zmq")
 
 
 def check_transport(name: str) -> str:
@@ -22,14 +22,34 @@ def check_transport(name: str) -> str:
     return name
 
 
-def connect(endpoint: pb.Endpoint, hello: Hello, transport: str) -> Link:
-    """A link to one shard; `auto` takes shared memory where the shard is on this host.
+def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu") -> Link:
+    """A link to one shard, for activations on `device`.
 
-    Raises ShardUnavailableError, LeaseError, and ConfigError if shared memory is asked for and not offered.
+    `auto` takes shared memory where the shard is on this host, CUDA IPC where both compute on GPUs.
+    Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
     """
+    if transport == "cuda_ipc" and not (endpoint.device == "cuda" and device.startswith("cuda")):
+        raise ConfigError(
+            f"transport cuda_ipc: shard {endpoint.shard} computes on {endpoint.device or 'cpu'}, the engine on "
+            f"{device}; expected both on GPUs of one host; use auto"
+        )
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
     near = endpoint.shm != "" and endpoint.host == host_identity() and Path(endpoint.shm).exists()
+    if transport == "cuda_ipc" or (transport == "auto" and near and {endpoint.device, device[:4]} == {"cuda"}):
+        return _cuda_ipc(endpoint, hello, device)
     if transport == "shm" or (transport == "auto" and near):
         return ShmLink(endpoint.shm, hello, endpoint.shard)
     return ZmqLink(endpoint.zmq, hello, endpoint.shard)
+
+
+def _cuda_ipc(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
+    """Imported only where it is used: it needs CuPy."""
+    import torch
+
+    from lora_server.transport.cuda_ipc import CudaIpcLink
+
+    try:
+        return CudaIpcLink(endpoint.shm, hello, endpoint.shard, torch.device(device))
+    except ImportError as error:
+        raise ConfigError(f"transport cuda_ipc: {error}; install lora-server[cuda], or use shm") from error

@@ -17,17 +17,33 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
 from lora_server.transport.base import Connection, Grant, Link, Listener, Port
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
-from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout, Twin
 
 HANDSHAKE_SECONDS = 5.0
+QUARANTINE_SECONDS = 60.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class OwnedTwin(Twin, Protocol):
+    """Device memory of one client that this process allocated."""
+
+    handle: bytes
+
+    def free(self) -> None:
+        """Give it back; idempotent."""
+        ...
+
+
+MakeTwin = Callable[[RegionLayout], OwnedTwin]
 
 
 def create_memory(label: str, nbytes: int) -> tuple[int, memoryview]:
@@ -66,7 +82,7 @@ class ShmLink(Link):
         try:
             if not data:
                 raise ShardUnavailableError(f"shard {self.shard}: it closed the connection during the handshake")
-            answer = messages.decode_welcome(data)
+            self.welcome = answer = messages.decode_welcome(data)
             if len(fds) != 2:
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors, expected 2")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
@@ -112,6 +128,7 @@ class _ShmConnection(Connection):
 
     def __init__(self, grant: Grant, region: Region, sock: socket.socket) -> None:
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
+        self.polled = region.twin is not None
         self._socket = sock
         self._parker = park.Parker(region.parked)
 
@@ -129,9 +146,12 @@ class _ShmConnection(Connection):
 class ShmListener(Listener):
     """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
 
-    def __init__(self, port: Port, path: Path) -> None:
+    def __init__(self, port: Port, path: Path, make_twin: MakeTwin | None = None) -> None:
+        """`make_twin`: device memory for the rows of a client that asks for it; see transport.cuda_ipc."""
         park.require_total_store_order()
-        self._port, self._path = port, path
+        self._port, self._path, self._make_twin = port, path, make_twin
+        self._twins: dict[socket.socket, OwnedTwin] = {}
+        self._retired: list[tuple[float, OwnedTwin]] = []
         self._doorbell_fd, doorbell = create_memory("lora-doorbell", PAGE_BYTES)
         port.share_doorbell(doorbell)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -187,24 +207,39 @@ class ShmListener(Listener):
         if isinstance(state, Connection):
             self._port.disconnect(state)
         self._selector.unregister(sock)
+        self._retire(sock)
         sock.close()
+
+    def _retire(self, sock: socket.socket) -> None:
+        """A client that was cut off may still have a put under way: its memory is freed later."""
+        now = time.monotonic()
+        if sock in self._twins:
+            self._retired.append((now + QUARANTINE_SECONDS, self._twins.pop(sock)))
+        for due, twin in self._retired:
+            if due <= now:
+                twin.free()
+        self._retired = [(due, twin) for due, twin in self._retired if due > now]
 
     def _welcome(self, sock: socket.socket, data: bytes) -> None:
         try:
-            grant = self._port.admit(messages.decode(data, Hello))
+            hello = messages.decode(data, Hello)
+            grant = self._port.admit(hello)
             layout = self._port.layout
             fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
             try:
                 region = Region(memory, layout)
                 region.write_geometry()
+                if hello.twin and self._make_twin is not None:
+                    region.twin = self._twins[sock] = self._make_twin(layout)
                 connection = _ShmConnection(grant, region, sock)
                 self._port.connect(connection)
                 self._selector.modify(sock, selectors.EVENT_READ, connection)
-                welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes)
+                handle = self._twins[sock].handle if sock in self._twins else b""
+                welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, handle)
                 _send_fds(sock, messages.encode(welcome), [fd, self._doorbell_fd])
             finally:
                 os.close(fd)
-        except (LeaseError, ProtocolError) as error:
+        except (LeaseError, ProtocolError, ShardUnavailableError) as error:
             self._refuse(sock, error)
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
@@ -215,6 +250,7 @@ class ShmListener(Listener):
         with contextlib.suppress(OSError):
             sock.send(messages.encode(Refused(error.code, str(error))))
         self._selector.unregister(sock)
+        self._retire(sock)
         sock.close()
 
     def close(self) -> None:

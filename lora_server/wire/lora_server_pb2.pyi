@@ -115,16 +115,18 @@ class Lease(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ...) -> None: ...
 
 class Endpoint(_message.Message):
-    __slots__ = ("shard", "host", "shm", "zmq")
+    __slots__ = ("shard", "host", "shm", "zmq", "device")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     ZMQ_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     host: str
     shm: str
     zmq: str
-    def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., zmq: _Optional[str] = ...) -> None: ...
+    device: str
+    def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., zmq: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("client", "epoch")

@@ -17,6 +17,7 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     client: int
     epoch: int
     key: bytes
+    twin: bool = False  # it wants its rows in the shard's GPU memory
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
@@ -25,6 +26,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     depth: int
     request_bytes: int
     response_bytes: int
+    twin: bytes = b""  # the IPC handle of that memory
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
