@@ -44,27 +44,57 @@ class DeviceStep:
         return sum(end - begin for begin, end in self.windows)
 
 
+@dataclass(frozen=True)
 class Workspace:
     """Memory that a launch needs besides its inputs and its result; one launch at a time may use it.
 
-    max_rank: the largest sum of a block's ranks, each padded to 16. max_out_width: of steps with an
-    out_map; 0 if there are none. Entries of a step with an out_map are limited by the ring of a warp.
+    partial  float32 [ceil(max_in_width / 512), max_entries, max_rank];   v  float32 [max_entries, max_rank]
+    delta    float32 [max_entries, max_out_width];   groups  int32 [max_entries];   arrivals  int64 [1], from 0
     """
 
-    def __init__(
-        self, *, max_entries: int, max_rank: int, max_in_width: int, max_out_width: int, device: torch.device | str
-    ) -> None:
+    partial: torch.Tensor
+    v: torch.Tensor
+    delta: torch.Tensor
+    groups: torch.Tensor
+    arrivals: torch.Tensor
+
+    @classmethod
+    def new(
+        cls, *, max_entries: int, max_rank: int, max_in_width: int, max_out_width: int, device: torch.device | str
+    ) -> Workspace:
+        """max_rank: see `max_rank_of`. max_out_width: of the steps with an out_map; 0 if there are none."""
+
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        self.max_entries, self.max_rank = max_entries, -(-max_rank // GROUP) * GROUP
-        self.max_in_width, self.max_out_width = max_in_width, max_out_width
-        partials = -(-max_in_width // (CHUNK * CHUNKS))
-        self.partial = floats(partials, max_entries, self.max_rank)
-        self.v = floats(max_entries, self.max_rank)
-        self.delta = floats(max_entries, max_out_width)
-        self.groups = torch.zeros(max_entries, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros(1, dtype=torch.int64, device=device)
+        rank = -(-max_rank // GROUP) * GROUP
+        return cls(
+            partial=floats(-(-max_in_width // (CHUNK * CHUNKS)), max_entries, rank),
+            v=floats(max_entries, rank),
+            delta=floats(max_entries, max_out_width),
+            groups=torch.zeros(max_entries, dtype=torch.int32, device=device),
+            arrivals=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def max_entries(self) -> int:
+        """Entries of a step."""
+        return self.v.shape[0]
+
+    @property
+    def max_rank(self) -> int:
+        """Ranks of a block, padded, all pairs together."""
+        return self.v.shape[1]
+
+    @property
+    def max_in_width(self) -> int:
+        """Columns of A."""
+        return self.partial.shape[0] * CHUNK * CHUNKS
+
+    @property
+    def max_out_width(self) -> int:
+        """Columns of a result that is summed per token."""
+        return self.delta.shape[1]
 
     @property
     def nbytes(self) -> int:

@@ -58,7 +58,7 @@ class PackedStep:
         return torch.full(shape, float("nan"), dtype=self.step.rows_TK.dtype, device=self.step.rows_TK.device)
 
     def poisoned_workspace(self, max_entries: int, spare_rank: int = 0) -> Workspace:
-        workspace = Workspace(
+        workspace = Workspace.new(
             max_entries=max_entries,
             max_rank=max(16, self.max_rank + spare_rank),
             max_in_width=self.step.in_width,

@@ -247,11 +247,11 @@ def test_a_step_that_does_not_fit_is_refused():
     refused("within the workspace", step=replace(step, in_begin=1))
     refused("67 entries, expected at most 66", workspace=packed.poisoned_workspace(66))
     refused("int64, expected torch.int32", step=replace(step, out_map_N=step.out_map_N.long()))
-    narrow = Workspace(max_entries=100, max_rank=256, max_in_width=700, max_out_width=199, device="cpu")
+    narrow = Workspace.new(max_entries=100, max_rank=256, max_in_width=700, max_out_width=199, device="cpu")
     refused("200 columns to combine, expected at most 199", workspace=narrow)
     most = most_combined_entries(2)
     many = torch.zeros(most + 1, dtype=torch.int32)
-    large = Workspace(max_entries=most + 1, max_rank=16, max_in_width=700, max_out_width=200, device="cpu")
+    large = Workspace.new(max_entries=most + 1, max_rank=16, max_in_width=700, max_out_width=200, device="cpu")
     refused(f"{most + 1} entries", step=replace(step, in_map_N=many, out_map_N=many, weights_N=None), workspace=large)
 
 
@@ -271,3 +271,55 @@ def test_real_widths(in_width, dtype, popularity):
         packed = make.packed(step, "cuda")
         entries = sum(sizes)
         check(launch(packed, workspace=packed.poisoned_workspace(entries)), step)
+
+
+def on_fake_gpu(packed: PackedStep):
+    """The step's tensors as shapes on a GPU that need not exist."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    workspace, out = packed.poisoned_workspace(600), packed.poisoned_out()
+
+    def fake(thing):
+        tensors = {name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)}
+        with mode:
+            return replace(
+                thing, **{name: torch.empty(t.shape, dtype=t.dtype, device="cuda") for name, t in tensors.items()}
+            )
+
+    with mode:
+        return mode, fake(packed.step), torch.empty(out.shape, dtype=out.dtype, device="cuda"), fake(workspace)
+
+
+def test_the_torch_operator_is_one_opaque_node():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from kernels_cuda.torch_ops import lora_step
+
+    mode, step, out, workspace = on_fake_gpu(example("cpu", combine=True)[1])
+
+    def engine(x, out):
+        lora_step(replace(step, rows_TK=x * 2), out, workspace)
+        return out + 1
+
+    with mode:
+        graph = make_fx(engine)(step.rows_TK, out).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert called == ["aten.mul.Tensor", "lora_server.lora_step.default", "aten.add.Tensor"]
+
+
+@needs_gpu
+@pytest.mark.cuda
+def test_the_torch_operator_compiles():
+    from kernels_cuda.torch_ops import lora_step
+
+    _, packed = example("cuda", combine=True)
+    expected = launch(packed)
+    workspace = packed.poisoned_workspace(600)
+
+    @torch.compile(fullgraph=True)
+    def engine(x, out):
+        lora_step(replace(packed.step, rows_TK=x + 0), out, workspace)
+        return out * 1
+
+    assert torch.equal(engine(packed.step.rows_TK, packed.poisoned_out()), expected)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lora_server import errors, spec
@@ -234,6 +234,7 @@ def test_messages_round_trip_and_refuse_others(message):
                 messages.decode(data, type(other))
 
 
+@example(data=b"\x81\xa3\x00\x00\x80")  # a key that is not UTF-8
 @given(data=st.binary(max_size=64))
 def test_garbage_is_a_protocol_error(data):
     for expected in map(type, MESSAGES):

@@ -77,5 +77,5 @@ def _decode(data: bytes, expected: object) -> object:
         raise ProtocolError(f"control message: got {len(data)} bytes, expected at most {MAX_MESSAGE_BYTES}")
     try:
         return msgspec.msgpack.decode(data, type=cast(type[object], expected))
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"control message: {error}; expected {expected}") from error

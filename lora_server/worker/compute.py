@@ -70,7 +70,7 @@ class DeviceCompute(Compute):
         self._workspace = self._new_workspace(16)
 
     def _new_workspace(self, max_rank: int) -> Workspace:
-        return Workspace(
+        return Workspace.new(
             max_entries=self._max_step_rows,
             max_rank=max_rank,
             max_in_width=self._widest_in,
