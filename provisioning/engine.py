@@ -11,6 +11,8 @@ from typing import Literal
 
 from provisioning.requests import Ints, Requests
 
+_ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: without it a long run stops moving
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -118,7 +120,7 @@ class Engine:
         batch = self.batch[instance]
         clock = self.clock[instance] + (now - self.seen[instance]) / self.pace[instance]
         self.clock[instance], self.seen[instance] = clock, now
-        due, cache = clock + 1e-6, 0
+        due, cache = clock + 1e-6 + _ROUNDING * now / self.pace[instance], 0
         while batch and batch[0][0] <= due:
             request = heappop(batch)[1]
             self.finish[request] = now

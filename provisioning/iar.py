@@ -13,13 +13,14 @@ K_i is the Poisson-binomial count of the others. `docs/provisioning.md` shows wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
 from scipy.special import ndtri
 
-from provisioning import iar_literal, iar_models, iar_queued
+from provisioning import first_come, iar_literal, iar_models, iar_queued
 from provisioning.iar_search import literal_min
 from provisioning.inputs import InputError, count, normalised, positive, share
 from provisioning.poisson_binomial import Floats
@@ -75,7 +76,7 @@ def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
     if wanted == 1:
         return high
     above, below = _FAR, -_FAR  # how far the quantiles at low and high are from the aim
-    middle, last = start, 0
+    middle, last = min(start, math.ceil(first_come.slots(queue.p_N, 1 - wanted))), 0
     while high - low > 1:
         middle = min(max(middle, low + 1), high - 1)
         iar = queue.iar(middle)

@@ -38,6 +38,7 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
+from provisioning import first_come
 from provisioning.iar_models import admitted
 from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
 
@@ -65,16 +66,16 @@ class Queue:
         self._log_absent_rate = float(logsumexp(np.log(self.rates_N) - self.rates_N))
         self.offered = poisson_binomial(self.q_N)
         self.spread = float(np.sqrt(self.q_N @ (1 - self.q_N)))
-        self._mean_field_wait = self._birth_death_wait = -math.inf
+        self._waits: dict[int, float] = {}  # ln W of the mean field at the cache sizes asked for
 
     def iar(self, cache_slots: int) -> float:
         """Non-decreasing in M, as all waits fall."""
         if cache_slots == 0 or cache_slots >= self.called:
             return admitted(0.0, cache_slots, self.called)
         missed = max(self._birth_death(cache_slots), self._mean_field(cache_slots))
-        waits = math.exp(min(self._mean_field_wait, _FOREVER)) / _HORIZON
+        waits = math.exp(min(self._waits[cache_slots], _FOREVER)) / _HORIZON
         lasting = -waits * math.expm1(-1 / waits) if waits > 0 else 0.0
-        missed += lasting * max(first_come_misses(self.p_N, cache_slots) - missed, 0.0)
+        missed += lasting * max(first_come.misses(self.p_N, cache_slots) - missed, 0.0)
         return admitted(missed, cache_slots, self.called)
 
     def _mean_field(self, cache_slots: int) -> float:
@@ -83,9 +84,8 @@ class Queue:
             return poisson_binomial(active_N + waiting_N).excess(cache_slots) - float(waiting_N.sum())
 
         excess = self.offered.excess(cache_slots)
-        guess = max(self._mean_field_wait, self._birth_death_wait)
-        self._mean_field_wait = self._log_wait(surplus, excess, guess)
-        active_N, waiting_N, absent_N = cycle_shares(self.rates_N, self._mean_field_wait)
+        log_wait = self._waits[cache_slots] = self._log_wait(surplus, excess, *self._guess(cache_slots))
+        active_N, waiting_N, absent_N = cycle_shares(self.rates_N, log_wait)
         present_N = active_N + waiting_N
         first, others_RK = leave_one_out(poisson_binomial(present_N), present_N, (self.p_N * absent_N)[None])
         return float(self.p_N @ waiting_N + others_RK[0, max(cache_slots - first, 0) :].sum())
@@ -101,14 +101,26 @@ class Queue:
         def surplus(log_wait: float) -> float:
             return excess - float(cycle_shares(self.rates_N, log_wait)[1].sum())
 
-        self._birth_death_wait = self._log_wait(surplus, excess, self._birth_death_wait)
-        _, waiting_N, absent_N = cycle_shares(self.rates_N, self._birth_death_wait)
+        log_wait = self._log_wait(surplus, excess)
+        _, waiting_N, absent_N = cycle_shares(self.rates_N, log_wait)
         first, others_RK = leave_one_out(whole, self.q_N, (self.p_N * absent_N)[None])
         others_K = np.exp(np.minimum(_slowed(first, others_RK[0], cache_slots) - anchor, 0.0))
         taken = min(float(others_K[max(cache_slots - first, 0) :].sum()) / mass, float(self.p_N @ absent_N))
         return float(self.p_N @ waiting_N) + taken
 
-    def _log_wait(self, surplus: Callable[[float], float], excess: float, guess: float) -> float:
+    def _guess(self, cache_slots: int) -> tuple[float, float]:
+        """(ln W, how far off it may be) between the waits at the nearest cache sizes: W falls as M rises."""
+        fewer = max((m for m in self._waits if m < cache_slots), default=None)
+        more = min((m for m in self._waits if m > cache_slots), default=None)
+        if fewer is None or more is None or math.isinf(self._waits[more]):
+            return max(self._waits.values(), default=-math.inf), 0.7
+        high, low = self._waits[fewer], self._waits[more]
+        share = (math.log(cache_slots) - math.log(fewer)) / (math.log(more) - math.log(fewer))
+        return high + share * (low - high), max(0.1 * (high - low), 1e-3)
+
+    def _log_wait(
+        self, surplus: Callable[[float], float], excess: float, guess: float = -math.inf, stride: float = 0.7
+    ) -> float:
         """ln W at which a falling surplus is zero, -inf for none; sought from `guess` on, if that is not too short.
 
         Waits only lower the rate sum l a that Little's law divides by: W is `excess` over its offered value, or more.
@@ -116,21 +128,7 @@ class Queue:
         least = math.log(max(excess, _TINY)) - self._log_absent_rate
         if least <= _NO_WAIT:
             return -math.inf
-        return _falling_root(cache(surplus), least, max(guess, least), 0.1 if guess > least else 0.7)
-
-
-def first_come_misses(p_N: Floats, cache_slots: int) -> float:
-    """sum_i p_i P(i is not among the first M adapters called): calls up to the time when M are expected."""
-
-    def filled(log_calls: float) -> float:
-        return float(-np.expm1(-math.exp(log_calls) * p_N).sum()) - cache_slots
-
-    high = 1.0
-    while filled(high) < 0:
-        high += 1.0
-    low = math.log(cache_slots)  # k calls name k adapters at most
-    calls = math.exp(brentq(filled, low, high, xtol=1e-12)) if high > low else cache_slots
-    return float(p_N @ np.exp(-calls * p_N))
+        return _falling_root(cache(surplus), least, max(guess, least), stride)
 
 
 def _falling_root(surplus: Callable[[float], float], least: float, guess: float, stride: float) -> float:

@@ -65,6 +65,20 @@ def test_a_step_takes_the_time_of_its_batch():
     assert outcome.finish_s.tolist() == [6, 8]  # 2 tokens at 1 s, 2 at 2 s; then 2 more at 1 s
 
 
+@pytest.mark.parametrize("mean_tokens", [1e9, 1e12])
+def test_a_run_of_years_still_moves(mean_tokens):
+    """A step is then less than the clock's last digit."""
+    workload = Workload(popularity=zipf(1.2, 50), lengths=Lengths(mean_tokens=mean_tokens))
+    requests = workload.sample(rate=3 / (mean_tokens * 0.025), num_requests=3000, seed=0)
+    outcome = run(requests, System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2))
+    assert np.isfinite(outcome.finish_s).all()
+    short = run(
+        Workload(popularity=zipf(1.2, 50)).sample(rate=3 / (256 * 0.025), num_requests=3000, seed=0),
+        System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2),
+    )
+    assert outcome.immediate.mean() == pytest.approx(short.immediate.mean(), abs=0.02)
+
+
 def test_system_must_know_all_adapters():
     with pytest.raises(InputError, match="instance_of"):
         run(calls((0, 0, 1), num_adapters=2), System(instance_of=[0], step_s=[1.0], cache_slots=1))
