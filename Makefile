@@ -41,6 +41,9 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.coupled
 	$(BIN)/python -m bench.provision_speed
 
+bench-vllm: $(VENV_VLLM)/ready
+	$(BIN_VLLM)/python -m bench.alora $(ARGS)
+
 # the oldest supported grpcio generates, in an environment of its own, so that the code runs with it and all newer ones
 proto:
 	$(PYTHON) -m venv .venv-proto

@@ -25,6 +25,7 @@ from client_connector.routing import Batch
 from client_connector.transformers.batch import expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
+from client_connector.transformers.invocation import Invocations, tokenizer_of
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.spec import Site
 from lora_server.transport.session import Held, Session
@@ -66,10 +67,19 @@ class Attachment:
 
     server: HOST:PORT, or anything with `join()` (transport.session.Server).
     Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat
-    their sequence's adapter. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
+    their sequence's adapter. An activated LoRA acts from its invocation in the prompt on; one with a
+    legacy invocation string needs `tokenizer`. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
     """
 
-    def __init__(self, model: Any, server: Any, *, transport: str = "auto", timeout_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        server: Any,
+        *,
+        transport: str = "auto",
+        timeout_seconds: float = 30.0,
+        tokenizer: Any = None,
+    ) -> None:
         if "generate" in vars(model) or getattr(model.config, "_experts_implementation", None) == IMPLEMENTATION:
             raise ConfigError("attach: this model is attached already; detach it first")
         _check_tensors(model)
@@ -79,6 +89,7 @@ class Attachment:
         self._held: dict[str, Held] = {}
         self._held_by: Session | None = None  # handles mean nothing to another session
         self._copies = 1
+        self._invocations = Invocations(tokenizer_of(tokenizer))
         self._model = model
         device = str(next(model.parameters()).device)
         joinable = RemoteServer(server, transport, device=device) if isinstance(server, str) else server
@@ -216,12 +227,22 @@ class Attachment:
         self._hold(self._names)
         if not self._held:
             return
-        held = [self._held[name] if name is not None else None for name in self._names for _ in range(repeats)]
-        self._context.batch = Batch.of(held, _not_padding(kwargs.get("attention_mask"), seq_len), decode=seq_len == 1)
+        per_name = repeats // seq_len
+        held_B = [self._held[name] if name is not None else None for name in self._names for _ in range(per_name)]
+        held_T = [held for held in held_B for _ in range(seq_len)]
+        keep = _both(
+            _not_padding(kwargs.get("attention_mask"), seq_len),
+            self._invocations.keep(held_B, kwargs, ids, seq_len),
+        )
+        self._context.batch = Batch.of(held_T, keep, decode=seq_len == 1)
 
     def _after_forward(self, module: nn.Module, *ignored: Any) -> None:
         if module is self._model.base_model:
             self._context.batch = None
+
+
+def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one & other
 
 
 def _not_padding(mask: Any, seq_len: int) -> torch.Tensor | None:

@@ -68,6 +68,7 @@ class Holder:
             use.held, use.version = held, held.version
             self._activate(use, held, prompt)
         except LoraServerError as error:
+            self._let_go(use)
             self._fail(use, error)
         with self._lock:
             self._uses[request_id] = use

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,12 +41,14 @@ def make_adapter(
     alpha_pattern: Mapping[str, float] | None = None,
     style: Style = "fused",
     dtype: torch.dtype | None = None,
+    invocation: Sequence[int] | None = None,
 ) -> None:
     """Writes a PEFT adapter for `model`, with neither A nor B zero, so large that tokens change.
 
     `targets`: one of TARGETS; on a dense model `experts` means its MLP. `alpha` is 2 * lora_rank unless
     given. Style `per_expert` names each expert's matrices as Mixtral and Qwen3-MoE did before
-    transformers 5, with an own A for gate and up. Raises ValueError for what the model does not have.
+    transformers 5, with an own A for gate and up. With `invocation` (token ids) it is an activated LoRA;
+    PEFT has those for attention and dense MLPs. Raises ValueError for what the model does not have.
     """
     if targets not in TARGETS or targets in (("dense",) if _experts(model) else ("gate_up", "down")):
         raise ValueError(f"targets: got {targets!r}, expected one of {TARGETS} that a {model.config.model_type} has")
@@ -56,6 +58,7 @@ def make_adapter(
         "use_rslora": rslora,
         "rank_pattern": dict(rank_pattern or {}),
         "alpha_pattern": dict(alpha_pattern or {}),
+        **({} if invocation is None else {"alora_invocation_tokens": list(invocation)}),
     }
     write = _write_per_expert if style == "per_expert" else _write_with_peft
     write(model, Path(path), settings, targets, seed, dtype)

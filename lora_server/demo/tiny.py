@@ -81,13 +81,14 @@ def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 
 
 def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
-    """Writes a tokenizer whose token i is the word `w<i>`, so that prompts can be read and typed."""
+    """Writes a tokenizer whose token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    vocabulary = {"<pad>": 0, "<s>": 1, **{f"w{i}": i for i in range(2, vocab_size)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0", bos_token="w1")
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<pad>", pad_token="<pad>", bos_token="<s>")
     fast.save_pretrained(path)
 
 

@@ -21,12 +21,12 @@ def params(request: dict[str, Any]) -> Any:
     )
 
 
-def lora(name: str | None, numbers: dict[str, int]) -> Any:
+def lora(name: str | None, numbers: dict[str, int], path: str = "by-name") -> Any:
     from vllm.lora.request import LoRARequest
 
     if name is None:
         return None
-    return LoRARequest(name, numbers.setdefault(name, len(numbers) + 1), "by-name")
+    return LoRARequest(name, numbers.setdefault(name, len(numbers) + 1), path)
 
 
 def answer(output: Any) -> dict[str, Any]:
@@ -51,11 +51,11 @@ class Engine:
         self.numbers: dict[str, int] = {}
         self.added = 0
 
-    def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def generate(self, requests: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
         outputs = self.llm.generate(
             [{"prompt_token_ids": request["prompt"]} for request in requests],
             [params(request) for request in requests],
-            lora_request=[lora(request["adapter"], self.numbers) for request in requests],
+            lora_request=[lora(request["adapter"], self.numbers, path) for request in requests],
             use_tqdm=False,
         )
         return [answer(output) for output in outputs]

@@ -83,9 +83,9 @@ class Engine:
             raise RuntimeError(reply["error"])
         return reply["result"]
 
-    def generate(self, batch: list[Sequence], new_tokens: int) -> list[dict[str, Any]]:
+    def generate(self, batch: list[Sequence], new_tokens: int, path: str = "by-name") -> list[dict[str, Any]]:
         requests = [{"prompt": s.prompt, "adapter": s.adapter, "new_tokens": new_tokens} for s in batch]
-        return self.call("generate", requests=requests)
+        return self.call("generate", requests=requests, path=path)
 
     def answers(self, batch: list[Sequence], new_tokens: int) -> list[Answer]:
         """As `workload.check` wants them; none may have been flagged."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 from vllm.lora.request import LoRARequest
+from vllm.tokenizers import get_tokenizer
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -17,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from client_connector.vllm import settings
 from client_connector.vllm.holder import Holder, Use
 from client_connector.vllm.plan import FAILURES, PLAN, Failure
+from lora_server.errors import ConfigError
 
 HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
 log = structlog.get_logger()
@@ -36,14 +39,24 @@ def install(wrap: Wrap) -> None:
 
 
 def tokenizer_of(vllm_config: Any) -> Callable[[str], Sequence[int]]:
-    """The engine's tokenizer, loaded when the first legacy invocation string needs it."""
+    """The engine's tokenizer, loaded when the first legacy invocation string needs it; raises ConfigError."""
 
+    @functools.cache
     def tokenize(text: str) -> Sequence[int]:
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        tokens: list[int] = cached_tokenizer_from_config(vllm_config.model_config).encode(
-            text, add_special_tokens=False
-        )
+        config = vllm_config.model_config
+        try:
+            tokenizer = get_tokenizer(
+                config.tokenizer,
+                tokenizer_mode=config.tokenizer_mode,
+                revision=config.tokenizer_revision,
+                trust_remote_code=config.trust_remote_code,
+            )
+            tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:
+            raise ConfigError(
+                f"invocation string {text!r}: no tokenizer at {config.tokenizer} ({error}); "
+                "give the adapter alora_invocation_tokens"
+            ) from error
         return tokens
 
     return tokenize

@@ -1,0 +1,112 @@
+"""aLoRA against LoRA in vLLM: base -> adapter -> base over one growing context, in one run.
+
+    make bench-vllm
+
+x is the prompt, y what the base model answers, r what the adapter says to x + y + invocation; then
+the base model goes on from all of it. Both adapters are alike but for the invocation. Reported per
+stage: prompt tokens that had to be computed (the rest came from the prefix cache), and seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lora_server.demo import tiny
+from lora_server.demo.launch import running_server
+
+INVOCATION = [17, 18, 19, 20]
+Y_TOKENS, R_TOKENS = 64, 16
+# large enough that prefill takes visible time on a CPU, small enough to make here
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 8192,
+}
+
+
+def prepare(root: Path) -> None:
+    model = tiny.make_model("mixtral", **MODEL)
+    tiny.save_model(model, root / "base")
+    for name, invocation in (("alora", INVOCATION), ("lora", None)):
+        path = root / "adapters" / name
+        tiny.make_adapter(model, path, seed=5, lora_rank=16, targets="attention", invocation=invocation)
+
+
+class Pipeline:
+    def __init__(self, base: Path, longest: int) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            str(base),
+            dtype="float32",
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            skip_tokenizer_init=True,
+            max_model_len=longest + 512,
+        )
+
+    def ask(self, prompt: list[int], name: str | None, tokens: int) -> tuple[list[int], int, float]:
+        """What it says, prompt tokens computed, seconds."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        lora = None if name is None else LoRARequest(name, 1 + ("alora", "lora").index(name), "by-name")
+        params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, detokenize=False)
+        began = time.perf_counter()
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, lora_request=lora, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        assert output.outputs[0].stop_reason is None, output.outputs[0].stop_reason
+        return list(output.outputs[0].token_ids), len(prompt) - (output.num_cached_tokens or 0), seconds
+
+    def run(self, x: list[int], name: str) -> list[tuple[int, float]]:
+        """(tokens computed, seconds) of base, adapter, base."""
+        y, *first = self.ask(x, None, Y_TOKENS)
+        r, *second = self.ask([*x, *y, *INVOCATION], name, R_TOKENS)
+        _, *third = self.ask([*x, *y, *INVOCATION, *r], None, R_TOKENS)
+        return [(int(tokens), seconds) for tokens, seconds in (first, second, third)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        prepare(root)
+        flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--max-step-rows", "1024"]
+        with running_server(root / "log", flags) as server:
+            os.environ["LORA_SERVER_ADDRESS"] = server.address
+            report(Pipeline(root / "base", max(options.lengths)), options.lengths, options.repeats)
+
+
+def report(pipeline: Pipeline, lengths: list[int], repeats: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pipeline.run(torch.randint(30, 250, (64,), generator=generator).tolist(), "alora")  # the first step is slow
+    print("| x | | base: computed, s | adapter: computed, s | base again: computed, s | adapter stage, LoRA / aLoRA |")
+    print("|---|---|---|---|---|---|")
+    for length in lengths:
+        best: dict[str, list[tuple[int, float]]] = {}
+        for _ in range(repeats):
+            for name in ("lora", "alora"):  # every run has a text of its own, so that nothing is cached before it
+                stages = pipeline.run(torch.randint(30, 250, (length,), generator=generator).tolist(), name)
+                old = best.get(name, stages)
+                best[name] = [min(pair, key=lambda stage: stage[1]) for pair in zip(old, stages, strict=True)]
+        ratio = best["lora"][1][1] / best["alora"][1][1]
+        for name in ("lora", "alora"):
+            cells = " | ".join(f"{tokens}, {seconds:.3f}" for tokens, seconds in best[name])
+            print(f"| {length} | {name} | {cells} | {f'{ratio:.1f}x' if name == 'alora' else ''} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""The parts of the vLLM plugin that need no vLLM: settings, windows' arithmetic, opaque ops, experts, versions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from client_connector.client import Client
+from client_connector.exchange import Window
+from client_connector.vllm import ops, settings
+from client_connector.vllm.experts import RemoteExperts
+from client_connector.vllm.plan import Assigned, Failure, StepPlan, parse_flag
+from client_connector.vllm.rejoin import Rejoin
+from client_connector.vllm.step import Step
+from client_connector.vllm.version import check_version
+from lora_server.daemon.inproc import InprocServer
+from lora_server.errors import ConfigError, GeometryMismatchError, ServerUnavailableError, StepError
+from lora_server.spec import Site
+from tests.workload import workload
+
+TOKENS = 7
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "address"),
+    [
+        (None, {}, None),
+        ({}, {"LORA_SERVER_ADDRESS": ""}, None),
+        ({"other": 1}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:1"),
+        ({"lora_server": "h:2"}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:2"),
+        ({"lora_server": {"address": "h:3", "on_failure": "base_model"}}, {}, "h:3"),
+    ],
+)
+def test_where_the_address_comes_from(config, environment, address):
+    found = settings.find(config, environment)
+    assert (found.address if found else None) == address
+
+
+def test_settings_travel_in_the_engines_config():
+    found = settings.find(
+        {"lora_server": {"address": "h:3", "timeout_seconds": 2}}, {"LORA_SERVER_ON_FAILURE": "base_model"}
+    )
+    assert (found.timeout_seconds, found.on_failure) == (2.0, "base_model")
+
+    config = SimpleNamespace(additional_config={settings.KEY: found.as_config()})
+    assert settings.of_engine(config) == found
+    assert settings.of_engine(object()) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"address": "nowhere"}, "HOST:PORT"),
+        ({"address": "h:1", "on_failure": "shrug"}, "shrug"),
+        ({"address": "h:1", "timeout_seconds": "soon"}, "soon"),
+        ({"address": "h:1", "timeout_seconds": 0}, "more than 0"),
+        ({"address": "h:1", "color": "red"}, "color"),
+        (7, "expected HOST:PORT"),
+    ],
+)
+def test_bad_settings_are_refused(own, words):
+    with pytest.raises(ConfigError, match=words):
+        settings.find({"lora_server": own}, {})
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [("0.32.0", True), ("0.33.1+cpu", True), ("0.31.9", False), ("0.34.0rc1", False), ("1.0", False), ("dev", False)],
+)
+def test_supported_versions(version, good):
+    if good:
+        check_version(version)
+        return
+    with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
+        check_version(version)
+
+
+def test_flags_are_read_back():
+    failure = Failure("step", "shard 1: a: b")
+    assert parse_flag(failure.flag("error")) == ("error", "step", "shard 1: a: b")
+    assert parse_flag("a stop word") is None
+    assert parse_flag(7) is None
+
+
+@pytest.fixture(scope="module")
+def served():
+    load = workload("mixtral")
+    server = InprocServer(load.spec, load.paths, layout="ep2-pp2", max_step_rows=24)
+    yield load, server
+    server.close()
+
+
+@pytest.fixture
+def step(served):
+    """Rows: 2 of the base model, 3 of `fused`, 2 of an adapter that begins at position 11."""
+    _, server = served
+    step = Step(Client(server))
+    rows = {"b": Assigned(server.held["fused"].handle, 0), "c": Assigned(server.held["experts"].handle, 11)}
+    step.receive(StepPlan("", rows, tuple(server.held.values())))
+    step.begin(["a", "b", "c"], [2, 3, 2], [0, 5, 10])
+    yield step
+    step.close()
+
+
+def expert_weights(load, name: str, layer: int, projection: str):
+    """Deltas [E, out, in] by definition, from the adapter's own tensors."""
+    from lora_server.adapters import open_adapter
+
+    site = Site(layer, projection)
+    out = torch.zeros(load.spec.experts, load.spec.out_width(site), load.spec.in_width(site))
+    with open_adapter(load.paths[name], load.spec) as adapter:
+        for expert in adapter.experts(site):
+            for pair, a, b in adapter.read(site, expert):
+                out[expert, pair.out_begin : pair.out_end] += pair.scale * (b.float() @ a.float())
+    return out
+
+
+def test_only_rows_from_the_start_on_take_part(step):
+    assert sorted(step.context.batch.rows_R.tolist()) == [2, 3, 4, 6]
+    assert step.active and not step.context.batch.decode
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("expert_map", [None, [0, 1, 2, 3, -1, -1, -1, -1]])
+def test_experts_equal_the_definition(served, step, rank, expert_map):
+    """As vLLM's own kernels call it, of a whole layer, of half its columns, of half its experts."""
+    load, _ = served
+    layer, ffn, hidden = 1, load.spec.ffn, load.spec.hidden
+    begin, end = (0, ffn) if rank is None else (rank * ffn // 2, (rank + 1) * ffn // 2)
+    remote = RemoteExperts(
+        step, layer, Window(0, ((begin, end), (ffn + begin, ffn + end))), Window(begin, ((0, hidden),)), end - begin
+    )
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, hidden, generator=generator)
+    act = torch.randn(TOKENS * 2, end - begin, generator=generator)
+    ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, 2, generator=generator)
+    here = None if expert_map is None else torch.tensor(expert_map)
+
+    y13 = torch.zeros(TOKENS, 2, 2 * (end - begin))
+    carried = remote.add_lora_w13(y13, x, (), (), ids, weights, here, None, None, TOKENS, 2)
+    y2 = torch.zeros(TOKENS, 2, hidden)
+    remote.add_lora_w2(y2, act, (), (), weights, *carried)
+
+    expected13, expected2 = torch.zeros_like(y13), torch.zeros(TOKENS, hidden)
+    for row, name in {2: "fused", 3: "fused", 4: "fused", 6: "experts"}.items():
+        up, down = (expert_weights(load, name, layer, projection) for projection in ("gate_up", "down"))
+        columns = [*range(begin, end), *range(ffn + begin, ffn + end)]
+        for place, expert in enumerate(ids[row].tolist()):
+            if here is not None and here[expert] < 0:
+                continue
+            expected13[row, place] = up[expert][columns] @ x[row]
+            expected2[row] += weights[row, place] * (down[expert][:, begin:end] @ act[2 * row + place])
+    assert torch.allclose(y13, expected13, atol=1e-4)
+    assert torch.allclose(y2.sum(1), expected2, atol=1e-4)
+    assert step.end() == {}
+
+
+def test_interleaved_columns(served, step):
+    load, _ = served
+    ffn, hidden = load.spec.ffn, load.spec.hidden
+    remote = RemoteExperts(step, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
+    x, ids = torch.randn(TOKENS, hidden), torch.randint(0, 8, (TOKENS, 2))
+    halves, alternating = torch.zeros(TOKENS * 2, 2 * ffn), torch.zeros(TOKENS * 2, 2 * ffn)
+    remote.finish_gate_up(remote.start_gate_up(x, ids, None), halves)
+    remote.finish_gate_up(remote.start_gate_up(x, ids, None), alternating, interleaved=True)
+    assert halves.abs().sum() > 0
+    assert torch.equal(alternating[:, 0::2], halves[:, :ffn]) and torch.equal(alternating[:, 1::2], halves[:, ffn:])
+
+
+def linear(served, step, projection: str = "qkv"):
+    load, _ = served
+    site = Site(2, projection)
+    layer = nn.Linear(load.spec.in_width(site), load.spec.out_width(site))
+    dense = ops.DenseSite(step, site, Window(0, ((0, load.spec.out_width(site)),)))
+    return layer, ops.around(dense, lambda layer, x, bias: nn.functional.linear(x, layer.weight, bias))
+
+
+def test_opaque_ops_survive_a_full_graph(served, step):
+    """Eager and compiled give the same; without adapter rows it is the plain GEMM, bit for bit."""
+    torch.manual_seed(3)
+    layer, apply = linear(served, step)
+    x = torch.randn(TOKENS, layer.in_features)
+    plain = layer(x)
+    eager = apply(layer, x, layer.bias)
+    changed = (eager - plain).abs().sum(1) > 1e-3
+    assert changed.tolist() == [False, False, True, True, True, False, False], "`experts` has nothing at qkv"
+    compiled = torch.compile(lambda x: apply(layer, x, layer.bias), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x), eager, atol=1e-5)
+    step.end()
+    assert torch.equal(apply(layer, x, layer.bias), plain)
+    assert torch.equal(compiled(x), plain)
+
+
+def test_a_failed_step_leaves_the_pass_running(served, step):
+    """No exception reaches the engine; the requests with rows are named, and the next step works again."""
+    layer, apply = linear(served, step)
+    x = torch.randn(TOKENS, layer.in_features)
+    step.client.broken = StepError("it broke")
+    assert torch.equal(apply(layer, x, layer.bias), layer(x))
+    failures = step.end()
+    assert {name: failure.code for name, failure in failures.items()} == {"b": "step", "c": "step"}
+    _, server = served
+    step.receive(StepPlan("", {"b": Assigned(server.held["fused"].handle, 0)}))
+    step.begin(["b"], [TOKENS], [0])
+    assert not torch.equal(apply(layer, x, layer.bias), layer(x))
+    assert step.end() == {}
+
+
+def test_handles_of_another_run_are_never_used(served, step):
+    _, server = served
+    rows = {"b": Assigned(server.held["fused"].handle, 0)}
+    step.receive(StepPlan("another run", rows, tuple(server.held.values())))
+    step.begin(["b"], [3], [0])
+    assert not step.active
+    assert step.end()["b"].code == "shard_unavailable"
+
+
+def test_an_adapter_that_was_not_announced_is_an_error(served, step):
+    step.receive(StepPlan("", {"b": Assigned(999, 0)}))
+    step.begin(["b"], [3], [0])
+    assert step.end()["b"].code == "unknown_adapter"
+
+
+def test_rejoining_happens_in_the_background():
+    attempts = []
+
+    def join():
+        attempts.append(None)
+        if len(attempts) < 3:
+            raise ServerUnavailableError("away")
+
+    rejoin = Rejoin(join)
+    assert rejoin.wait(10)
+    assert len(attempts) == 3
+    hopeless = Rejoin(lambda: (_ for _ in ()).throw(GeometryMismatchError("another model")))
+    with pytest.raises(GeometryMismatchError):
+        hopeless.wait(10)

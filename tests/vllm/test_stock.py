@@ -1,0 +1,63 @@
+"""The plugin installed, but no address set: stock vLLM. And a vLLM that is not supported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from engines import ENVIRONMENT, Engine
+
+from lora_server.demo.engine import Sequence
+from tests.workload import NEW_TOKENS, workload
+
+ROUND = [Sequence([3 + i * 11 % 200 for i in range(12)], None)]
+
+
+@pytest.mark.parametrize("kind", ["mixtral"], indirect=True)
+def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
+    """The same numbers as with the plugin switched off, and none of its classes."""
+    replies, classes = [], []
+    experts = "type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0]"
+    experts += ".block_sparse_moe.experts.routed_experts.quant_method.moe_kernel.fused_experts).__name__"
+    for name, environment in (("with", {}), ("without", {"VLLM_PLUGINS": ""})):
+        engine = Engine(load.base, None, scratch / f"stock-{name}.log", environment)
+        try:
+            replies.append(engine.generate(ROUND, NEW_TOKENS))
+            classes.append(engine.call("evaluate", expression=experts))
+            wrapped = (
+                "getattr(sys.modules['vllm.v1.core.sched.scheduler'].Scheduler.schedule, '_lora_server_wrapped', 0)"
+            )
+            assert not engine.call("evaluate", expression=wrapped)
+            assert engine.call("evaluate", expression="llm.llm_engine.vllm_config.lora_config is None")
+            ours = "[m for m in ('client_connector.remote', 'client_connector.client') if m in sys.modules]"
+            assert engine.call("evaluate", expression=ours) == []
+        finally:
+            engine.close()
+    assert replies[0] == replies[1], "bit for bit"
+    assert classes[0] == classes[1] != "RemoteCPUExperts"
+
+
+def test_own_loras_of_vllm_work_as_before(scratch):
+    """A dense model with vLLM's LoRA, the plugin installed and no address."""
+    load = workload("llama", "vllm")
+    engine = Engine(load.base, None, scratch / "stock-lora.log", enable_lora=True, max_lora_rank=8)
+    try:
+        index = load.names.index("attention")
+        (reply,) = engine.generate([load.batch[index]], NEW_TOKENS, path=str(load.paths["attention"]))
+        assert reply["tokens"] == load.expected[index].tokens
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0"])
+def test_an_unsupported_vllm_is_refused_at_start(version):
+    code = f"import vllm; vllm.__version__ = {version!r}\nfrom client_connector.vllm import register; register()"
+    environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "LORA_SERVER_ADDRESS": "127.0.0.1:7400"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert f"got version {version}, expected >=0.32,<0.34" in done.stderr
+    environment.pop("LORA_SERVER_ADDRESS")
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=True, capture_output=True)
