@@ -102,12 +102,12 @@ def sizing(result: Result) -> Iterator[str]:
         whose = "The model's plan of" if item.candidate.gpus == verified.model_gpus else "A plan of"
         yield f"{whose} {_tried(item)} was refuted."
     if verified.choice.binding == "simulation":
-        yield f"GPUs or slots were added: {result.candidate.gpus} GPUs with {result.candidate.slots} slots hold."
+        yield f"GPUs or slots were added: {result.candidate.gpus} GPU(s) with {result.candidate.slots} slots hold."
     if verified.below_model:
-        model = f"asks for {verified.model_gpus} GPUs" if verified.model_gpus else "has no plan"
+        model = f"asks for {verified.model_gpus} GPU(s)" if verified.model_gpus else "has no plan"
         yield (
             f"The model {model} (M* = {result.scenario.min_cache_slots}), but the simulation went below it: "
-            f"{result.candidate.gpus} GPUs hold the target. What follows by the model is too pessimistic."
+            f"{result.candidate.gpus} GPU(s) hold the target. What follows by the model is too pessimistic."
         )
     for item in verified.refuted_below:
         yield f"Fewer slots do not: {_tried(item)} was refuted."
@@ -116,7 +116,7 @@ def sizing(result: Result) -> Iterator[str]:
 def _tried(item: Trial) -> str:
     layout, immediate, late = item.candidate.layout, item.verdict.immediate, item.verdict.within_ttft
     return (
-        f"{item.candidate.gpus} GPUs ({layout}, {item.candidate.slots} slots; simulated immediate rate "
+        f"{item.candidate.gpus} GPU(s) ({layout}, {item.candidate.slots} slots; simulated immediate rate "
         f"{immediate.mean:.4f} [{immediate.low:.4f}, {immediate.high:.4f}], within the TTFT SLO {late.mean:.4f})"
     )
 

@@ -146,19 +146,19 @@ def test_a_refuted_plan_gets_more_gpus_and_says_so():
         assert verified.choice.binding == "simulation"
 
 
-HOT = ["--slo", SLO, "--model", "qwen3-30b-a3b", "--adapters", "200", "--zipf", "1.6", "--instances", "6"]
+HOT = ["--slo", SLO, "--model", "mixtral-8x7b", "--adapters", "100", "--zipf", "1.6", "--instances", "4"]
+HOT += ["--batch-size", "250", "--gpu-memory-gib", "106"]
 
 
 def test_the_simulation_goes_below_a_model_that_is_too_pessimistic():
-    """`offered` asks for five GPUs here; four hold."""
-    outcome = provision(*HOT, "--batch-size", "250", "--json")
+    """`offered` asks for two GPUs here, 62 slots; the 57 of one hold."""
+    outcome = provision(*HOT, "--json")
     assert outcome.exit_code == 0, outcome.output
     plan = json.loads(outcome.stdout)
     simulation = plan["simulation"]
-    assert plan["gpus"] == 4 and plan["cache_slots"] < plan["min_cache_slots"] and plan["iar"] < 0.95
+    assert plan["gpus"] == 1 and plan["cache_slots"] < plan["min_cache_slots"] and plan["iar"] < 0.95
     assert simulation["interval"][0] >= 0.95 and simulation["below_model"] and simulation["refuted"] == []
-    assert 3 in {item["gpus"] for item in simulation["refuted_below"]}
-    assert simulation["model_gpus"] == 5 and simulation["gpus_saved"] == 1
+    assert simulation["model_gpus"] == 2 and simulation["gpus_saved"] == 1 and simulation["gpus_added"] == 0
     assert plan["binding_constraint"] == "cache" and plan["load_headroom"] is None
 
 
@@ -174,12 +174,17 @@ def test_no_run_proves_that_nobody_ever_waits(changes):
 
 
 def test_a_plan_that_only_the_simulation_knows_of_says_so():
-    """With four GPUs at most the model has no plan for the same question."""
-    outcome = provision(*HOT, "--batch-size", "250", "--max-gpus", "4")
+    """With one GPU at most the model has no plan for the same question."""
+    outcome = provision(*HOT, "--max-gpus", "1")
     assert outcome.exit_code == 0, outcome.output
     text = " ".join(outcome.stdout.split())
-    assert "The model has no plan" in text and "simulation went below it: 4 GPUs hold the target" in text
-    assert "Fewer slots do not: 3 GPUs" in text
+    assert "The model has no plan" in text and "simulation went below it: 1 GPU(s) hold the target" in text
+
+
+def test_fewer_gpus_that_were_refuted_are_named():
+    outcome = provision(*BASE, *LOAD)
+    text = " ".join(outcome.stdout.split())
+    assert "Fewer slots do not: 1 GPU(s) (ep1-pp1, 76 slots" in text
 
 
 def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
