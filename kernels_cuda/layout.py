@@ -85,6 +85,16 @@ class BlockShape:
         """Slots of the block."""
         return self.num_chunks * self.groups + sum(pair.num_tiles for pair in self.pairs)
 
+    @property
+    def out_width(self) -> int:
+        """Output rows of all pairs."""
+        return sum(pair.out_rows for pair in self.pairs)
+
+    @property
+    def num_expand_jobs(self) -> int:
+        """Tiles of output rows, those of gaps included."""
+        return sum(-(-pair.out_rows // (GROUP * pair.tile_blocks)) for pair in self.pairs)
+
     @cached_property
     def read_bytes(self) -> int:
         """Bytes that a step reads of it: the tiles without the unused ends of their slots."""

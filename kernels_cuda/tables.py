@@ -12,7 +12,17 @@ from kernels_cuda.layout import MAX_PAIRS, BlockShape
 from kernels_cuda.ops import Segment
 
 PAIR = np.dtype([("groups", "<i4"), ("out_begin", "<i4"), ("out_rows", "<i4"), ("scale", "<f4")])
-BLOCK = np.dtype([("pages", "<u8"), ("groups", "<i4"), ("num_pairs", "<i4"), ("pairs", PAIR, MAX_PAIRS)])
+BLOCK = np.dtype(
+    [
+        ("pages", "<u8"),
+        ("groups", "<i4"),
+        ("tiles", "<i4"),
+        ("out_rows", "<i4"),
+        ("num_pairs", "<i4"),
+        ("unused", "<i4", 2),
+        ("pairs", PAIR, MAX_PAIRS),
+    ]
+)
 SEGMENT_INTS = 4  # block, slot, first, rows
 
 
@@ -42,7 +52,8 @@ class BlockTable:
             raise ValueError(f"all {len(self._rows)} rows of the block table are taken")
         index = self._free.pop()
         row = self._rows[index]
-        row["pages"], row["groups"], row["num_pairs"] = pages, shape.groups, len(shape.pairs)
+        row["pages"], row["groups"], row["tiles"] = pages, shape.groups, shape.num_expand_jobs
+        row["out_rows"], row["num_pairs"] = shape.out_width, len(shape.pairs)
         for i, pair in enumerate(shape.pairs):
             row["pairs"][i] = (pair.groups, pair.out_begin, pair.out_rows, pair.scale)
         self.tensor[index].copy_(torch.from_numpy(self._rows[index : index + 1].view(np.uint8)))

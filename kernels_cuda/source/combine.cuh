@@ -3,6 +3,7 @@
 #include "ring.cuh"
 
 constexpr int SLAB = 128;  // columns that a warp sums at a time
+constexpr int EACH = 16;   // entries that a lane looks at at a time
 
 // A warp's shares of (output row, slab of columns). The list of a row's entries lies where its tiles were.
 struct Combine {
@@ -33,20 +34,20 @@ struct Combine {
     DEVICE void find_entries(int wanted) {
         row = wanted, length = 0;
         sync_warp();
-        for (int base = 0; base < a.counts[1]; base += 4 * LANES) {
-            int to[4];
+        for (int base = 0; base < a.counts[1]; base += EACH * LANES) {
+            const int first = base + lane * EACH;  // this lane's run of entries
+            int to[EACH], mine = 0;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int entry = base + i * LANES + lane;
-                to[i] = entry < a.counts[1] ? a.out_map[entry] : -1;
-            }
+            for (int i = 0; i < EACH; i++) to[i] = first + i < a.counts[1] ? a.out_map[first + i] : -1;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const unsigned found = votes(to[i] == row);
-                if (to[i] == row)
-                    list[length + __popc(found & ((1u << lane) - 1))] = static_cast<unsigned short>(base + i * LANES + lane);
-                length += __popc(found);
-            }
+            for (int i = 0; i < EACH; i++) mine += to[i] == row;
+            if (!votes(mine > 0)) continue;
+            const int inclusive = sum_before(mine, lane);
+            int at = length + inclusive - mine;
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (to[i] == row) list[at++] = static_cast<unsigned short>(first + i);
+            length += shuffle(inclusive, LANES - 1);
         }
         sync_warp();
     }

@@ -16,7 +16,7 @@ struct ExpandWalk {
         int local;
         find_job(a, false, before, begin, lane, segment, local);
         s = a.segments[segment];
-        const int per_rows = expand_jobs(a, s) / row_blocks(s);
+        const int per_rows = expand_tiles(a, a.blocks[s.block]);
         row = local / per_rows * JOB_ROWS;
         enter();
         for (local %= per_rows; local >= end - tile; next_range()) local -= end - tile;

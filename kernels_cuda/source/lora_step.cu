@@ -47,15 +47,14 @@ template <class T, int PHASES> DEVICE void lora_step(const Args& a, BlockMemory&
     const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
     Ring ring(memory.warps[warp], lane);
     Producer refill(a, ring);
+    count_jobs(a, memory.shrink_before, memory.expand_before);
     if (PHASES & SHRINK_ONLY) {
-        count_jobs(a, true, memory.shrink_before);
         const int64 jobs = memory.shrink_before[THREADS];
         refill.shrink.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
                             memory.shrink_before, lane);
         refill();
     }
     if (PHASES & EXPAND_ONLY) {
-        count_jobs(a, false, memory.expand_before);
         const int64 jobs = memory.expand_before[THREADS];
         refill.expand.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
                             memory.expand_before, lane);

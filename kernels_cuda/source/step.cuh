@@ -14,7 +14,13 @@ constexpr int MAX_GROUPS = 16;         // of 16 ranks, in one pair
 constexpr int MAX_PAIRS = 7;
 
 struct alignas(16) Pair { int groups, out_begin, out_rows; float scale; };  // groups: 16 ranks each; 0: zeros
-struct alignas(16) Block { const uint64* pages; int groups, num_pairs; Pair pairs[MAX_PAIRS]; };
+struct alignas(16) Block {
+    const uint64* pages;
+    int groups, tiles;        // of all pairs: groups of ranks; jobs of B for up to JOB_ROWS entries, all output rows
+    int out_rows, num_pairs;  // the pairs cover [0, out_rows) without gaps
+    int unused[2];
+    Pair pairs[MAX_PAIRS];
+};
 struct alignas(16) Segment { int block, slot, first, rows; };  // slot: the block's first tile in its pages
 
 struct Args {
@@ -66,12 +72,9 @@ DEVICE bool tiles_of(const Args& a, const Pair& pair, int window, int& next, int
 
 DEVICE int row_blocks(const Segment& s) { return div_up(s.rows, JOB_ROWS); }
 
-DEVICE int shrink_jobs(const Args& a, const Segment& s) {
-    return row_blocks(s) * a.blocks[s.block].groups * Depth(a).partials;
-}
-
-DEVICE int expand_jobs(const Args& a, const Segment& s) {
-    const Block& block = a.blocks[s.block];
+// The tiles of a block's B that the windows meet, each counted once.
+DEVICE int expand_tiles(const Args& a, const Block& block) {
+    if (a.num_windows == 1 && a.begin0 == 0 && a.end0 == block.out_rows) return block.tiles;
     int tiles = 0;
     for (int p = 0; p < block.num_pairs; p++) {
         const Pair pair = block.pairs[p];
@@ -81,31 +84,44 @@ DEVICE int expand_jobs(const Args& a, const Segment& s) {
                 next = end;
             }
     }
-    return row_blocks(s) * tiles;
+    return tiles;
 }
 
-DEVICE int jobs_of(const Args& a, int segment, bool shrink) {
-    return shrink ? shrink_jobs(a, a.segments[segment]) : expand_jobs(a, a.segments[segment]);
+struct Jobs { int shrink, expand; };
+
+DEVICE Jobs jobs_of(const Args& a, int segment) {
+    const Segment s = a.segments[segment];
+    const Block& block = a.blocks[s.block];
+    return {row_blocks(s) * block.groups * Depth(a).partials, row_blocks(s) * expand_tiles(a, block)};
 }
 
-// Jobs before each thread's share of the segments; the last entry is the total. All threads call it.
-DEVICE void count_jobs(const Args& a, bool shrink, int* before) {
+DEVICE int sum_before(int value, int lane) {  // of the lanes up to this one
+    for (int by = 1; by < LANES; by *= 2) {
+        const int other = shuffle_up(value, by);
+        if (lane >= by) value += other;
+    }
+    return value;
+}
+
+// Jobs before each thread's share of the segments; the last entry is the total. All threads of a block call it.
+DEVICE void count_jobs(const Args& a, int* shrink_before, int* expand_before) {
     const int thread = threadIdx.x, lane = thread % LANES, warp = thread / LANES;
     const int num = a.counts[0], share = div_up(num, THREADS);
-    int sum = 0;
-    for (int s = thread * share; s < lesser(num, (thread + 1) * share); s++) sum += jobs_of(a, s, shrink);
-    int inclusive = sum;
-    for (int by = 1; by < LANES; by *= 2) {
-        const int other = shuffle_up(inclusive, by);
-        if (lane >= by) inclusive += other;
+    int shrink = 0, expand = 0;
+#pragma unroll 4
+    for (int i = 0; i < share; i++) {
+        if (thread * share + i >= num) break;
+        const Jobs jobs = jobs_of(a, thread * share + i);
+        shrink += jobs.shrink, expand += jobs.expand;
     }
-    before[thread + 1] = inclusive;
+    shrink = sum_before(shrink, lane), expand = sum_before(expand, lane);
+    shrink_before[thread + 1] = shrink, expand_before[thread + 1] = expand;
     sync_block();
-    int earlier = 0;
-    for (int w = 0; w < warp; w++) earlier += before[(w + 1) * LANES];
+    for (int w = 0; w < warp; w++)
+        shrink += shrink_before[(w + 1) * LANES], expand += expand_before[(w + 1) * LANES];
     sync_block();
-    before[thread + 1] = inclusive + earlier;
-    if (thread == 0) before[0] = 0;
+    shrink_before[thread + 1] = shrink, expand_before[thread + 1] = expand;
+    if (thread == 0) shrink_before[0] = expand_before[0] = 0;
     sync_block();
 }
 
@@ -116,12 +132,8 @@ DEVICE void find_job(const Args& a, bool shrink, const int* before, int job, int
     for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(before[base + lane + 1] <= job));
     local = job - before[thread];
     for (segment = thread * share;; segment += LANES) {
-        const int mine = segment + lane < num ? jobs_of(a, segment + lane, shrink) : 0;
-        int inclusive = mine;
-        for (int by = 1; by < LANES; by *= 2) {
-            const int other = shuffle_up(inclusive, by);
-            if (lane >= by) inclusive += other;
-        }
+        const Jobs jobs = segment + lane < num ? jobs_of(a, segment + lane) : Jobs{0, 0};
+        const int mine = shrink ? jobs.shrink : jobs.expand, inclusive = sum_before(mine, lane);
         const unsigned beyond = votes(inclusive > local);
         if (beyond) {
             const int found = first_bit(beyond);
