@@ -25,9 +25,9 @@ MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x
 
 
 @cache
-def _library(variant: Variant) -> ctypes.CDLL:
+def _library(variant: Variant, source: str = "lora_step.cu") -> ctypes.CDLL:
     """Compiled once per content, shared by processes."""
-    source = read_source(instead={"ptx.cuh": (EMULATOR / "ptx.cuh").read_text()}) + (EMULATOR / "run.cpp").read_text()
+    source = read_source(source, {"ptx.cuh": (EMULATOR / "ptx.cuh").read_text()}) + (EMULATOR / "run.cpp").read_text()
     command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines, "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
@@ -49,9 +49,17 @@ def launch(
 ) -> None:
     """`kernel` over the whole step; `late`: copies happen when they are waited for."""
     values = arguments(step, out, workspace, variant.stages)
-    name = f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}"
-    code = _library(variant).run(name.encode(), GRID, int(late), (ctypes.c_int64 * len(values))(*values))
-    assert code == 0, f"{name}: {code}"
+    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late)
+
+
+def run(
+    kernel: str, values: list[int], variant: Variant, *, source: str = "lora_step.cu", grid: int = 1, late: bool = True
+) -> None:
+    """A kernel of a source with its arguments, all 64 bits wide."""
+    library = _library(variant, source)
+    address = ctypes.cast(library[kernel], ctypes.c_void_p)
+    code = library.run(address, grid, int(late), (ctypes.c_int64 * len(values))(*values), len(values))
+    assert code == 0, f"{kernel}: {code}"
 
 
 def shared_bytes(variant: Variant) -> int:

@@ -1,13 +1,19 @@
-// Runs a kernel's whole grid on this CPU; see ptx.cuh. Built with the kernel's source on the command line (-include).
-#include <tuple>
+// Runs a kernel's whole grid on this CPU; see ptx.cuh. Compiled behind the kernel's source.
+#include <utility>
 
 namespace {
 
 constexpr size_t STACK_BYTES = 256 * 1024;
-void (*body)();
+constexpr size_t MAX_ARGUMENTS = 40;
+const void* body;
+int64 arguments[MAX_ARGUMENTS];  // all are 64 bits wide: a kernel that takes fewer leaves the rest alone
+
+template <size_t... I> void call(std::index_sequence<I...>) {
+    reinterpret_cast<void (*)(decltype(I, int64())...)>(const_cast<void*>(body))(arguments[I]...);
+}
 
 void thread_main() {
-    body();
+    call(std::make_index_sequence<MAX_ARGUMENTS>());
     current->ended = true;
     yield();
     std::abort();
@@ -23,27 +29,12 @@ void prepare(Thread& thread) {
     thread.stack = stack;
 }
 
-template <class... A, size_t... I> void call(void (*kernel)(A...), const int64* arguments, std::index_sequence<I...>) {
-    kernel(((A)(arguments[I]))...);
-}
-
-template <class... A> void call(void (*kernel)(A...), const int64* arguments) {
-    call(kernel, arguments, std::index_sequence_for<A...>{});
-}
-
-const int64* arguments;
-
 }  // namespace
 
-#define ENTRY(NAME) \
-    if (!std::strcmp(name, #NAME)) body = [] { call(NAME, arguments); };
-
-extern "C" int run(const char* name, int grid, int late, const int64* kernel_arguments) {
-    body = nullptr;
-    ENTRY(lora_step_bfloat16) ENTRY(lora_step_float16) ENTRY(shrink_bfloat16) ENTRY(shrink_float16)
-    ENTRY(expand_bfloat16) ENTRY(expand_float16)
-    if (body == nullptr) return -1;
-    arguments = kernel_arguments;
+extern "C" int run(const void* kernel, int grid, int late, const int64* kernel_arguments, int count) {
+    if (count > static_cast<int>(MAX_ARGUMENTS)) return -1;
+    body = kernel;
+    std::memcpy(arguments, kernel_arguments, count * sizeof(int64));
     copy_late = late;
     gridDim.x = grid;
     block_threads = THREADS;

@@ -1,0 +1,79 @@
+"""The peers' kernel files out of their published wheels, for a GPU host without a network.
+
+    python -m bench.fetch_peers [--out bench/out/peers]
+
+Needs pip and a network. A wheel is downloaded without its dependencies to a temporary folder; the Triton files
+that `bench.kernels` loads are kept, with a manifest of versions and digests. Nothing of them is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+OUT = Path("bench/out/peers")
+TIMEOUT_SECONDS = 1800
+# what is downloaded, and the folders of it that are kept
+WHEELS = {
+    "vllm": ("vllm==0.33.0", ("vllm/lora/ops/triton_ops/",)),
+    "sglang": ("sglang==0.5.23", ("sglang/kernels/ops/lora/common/",)),
+}
+PUNICA = "punica publishes no wheel (that name on PyPI is another project); its SGMV comes with vllm's files"
+
+
+def extract(wheel: Path, folders: tuple[str, ...], out: Path) -> dict[str, str]:
+    """The Python files of these folders of a wheel, and their sha256; raises ValueError if there is none."""
+    found = {}
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if not (name.endswith(".py") and name.startswith(folders)) or ".." in Path(name).parts:
+                continue
+            content = archive.read(name)
+            target = out / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            found[name] = hashlib.sha256(content).hexdigest()
+    if not found:
+        raise ValueError(f"{wheel.name} has no Python file in {', '.join(folders)}; its layout has changed")
+    return found
+
+
+def fetch(peer: str, out: Path) -> dict[str, Any]:
+    """One peer's files and where they come from; the reason where they could not be had."""
+    requirement, folders = WHEELS[peer]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, requirement]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            (wheel,) = Path(folder).glob("*.whl")
+            return {"requirement": requirement, "wheel": wheel.name, "files": extract(wheel, folders, out / peer)}
+        except subprocess.CalledProcessError as error:
+            return {"requirement": requirement, "error": error.stderr.strip()[-500:]}
+        except (ValueError, subprocess.TimeoutExpired) as error:
+            return {"requirement": requirement, "error": str(error)}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    manifest: dict[str, Any] = {peer: fetch(peer, out) for peer in WHEELS}
+    manifest["punica"] = {"note": PUNICA}
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    for peer, entry in manifest.items():
+        print(peer, entry.get("error") or entry.get("note") or f"{entry['wheel']}: {len(entry['files'])} files")
+    if any("error" in entry for entry in manifest.values()):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Our kernels at one site of one model: right first, then how fast, routing left out and routing included."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from bench.kernels import ours
+from bench.kernels.draws import distinct_pairs, draws
+from bench.kernels.floor import distinct_bytes
+from bench.kernels.models import Model, Site
+from bench.kernels.timing import Flush, capture, replay_us
+from kernels_cuda.cuda import CudaKernels
+from kernels_cuda.launch import DeviceStep, Workspace
+from kernels_cuda.layout import PAGE_BYTES, BlockShape, PairShape
+from kernels_cuda.routing import Router
+from kernels_cuda.tables import BlockTable
+
+SAMPLES = 12  # rows of each draw's result that are checked
+SEED = 11
+
+
+def rows_of(model: Model, site: Site, tokens: int, generator: torch.Generator) -> torch.Tensor:
+    """gate_up gets one row per token, down one per (token, expert)."""
+    count = tokens * model.top_k if site.combine else tokens
+    return torch.randn(count, site.in_width, generator=generator, device=generator.device).to(ours.DTYPE)
+
+
+def floor_bytes(model: Model, site: Site, tokens: int) -> list[float]:
+    """What each draw must move at least."""
+    return [
+        distinct_bytes(model, site, tokens, distinct_pairs(draw, model.num_experts)).total
+        for draw in draws(model, tokens)
+    ]
+
+
+def site_result(model: Model, site: Site, tokens: int, adapters: ours.Adapters, gpu: Gpu) -> dict[str, Any]:
+    """One model, number of tokens and site; times are medians per draw, averaged over the draws."""
+    generator = torch.Generator(gpu.device).manual_seed(SEED)
+    workspace = ours.workspace_for(model, site, tokens, gpu.device)
+    steps = [
+        ours.make_step(model, adapters, draw, rows_of(model, site, tokens, generator)) for draw in draws(model, tokens)
+    ]
+    errors = []
+    for seed, step in enumerate(steps):
+        step.out.fill_(float("nan"))
+        for tensor in (workspace.partial, workspace.v, workspace.delta):
+            tensor.fill_(float("nan"))
+        ours.route(step, gpu.router)
+        ours.launch(step, gpu.kernels, workspace)
+        errors.append(ours.sampled_error(step, adapters, SAMPLES, seed))
+
+    def routed(step: ours.Step) -> None:
+        ours.route(step, gpu.router)
+        ours.launch(step, gpu.kernels, workspace)
+
+    bare = [capture(lambda step=step: ours.launch(step, gpu.kernels, workspace), gpu.device) for step in steps]
+    whole = [capture(lambda step=step: routed(step), gpu.device) for step in steps]
+    bare_us, whole_us = replay_us(bare, gpu.flush, gpu.device), replay_us(whole, gpu.flush, gpu.device)
+    nbytes = statistics.mean(floor_bytes(model, site, tokens))
+    us, floor_us = statistics.mean(bare_us), nbytes / gpu.read_gbps / 1e3
+    return {
+        "model": model.name,
+        "tokens": tokens,
+        "site": site.name,
+        "us": us,
+        "with_routing_us": statistics.mean(whole_us),
+        "draws_us": bare_us,
+        "floor_us": floor_us,
+        "floor_ratio": floor_us / us,
+        "distinct_mb": nbytes / 1e6,
+        "distinct_gbps": nbytes / us / 1e3,
+        "max_rel_err": max(errors),
+    }
+
+
+class Gpu:
+    """What every measurement shares."""
+
+    def __init__(self, device: torch.device) -> None:
+        from bench.kernels.bandwidth import read_gbps
+        from kernels_cuda.cuda import kernels
+        from kernels_cuda.routing import router
+
+        self.device = device
+        self.kernels: CudaKernels = kernels(device)
+        self.router: Router = router(device)
+        self.flush = Flush(device)
+        self.read_gbps = read_gbps(device)
+
+
+def overhead_us(gpu: Gpu, launches: int = 32) -> dict[str, float]:
+    """A graph-replayed step with one rank-16 segment of one row, 2048 -> 2048: alone, and one of many in a graph.
+
+    `empty_us` is a replayed graph of one tiny kernel of torch's: what events and a replay cost by themselves.
+    """
+    device, width = gpu.device, 2048
+    shape = BlockShape(width, (PairShape(16, 0, width, 1.0),))
+    page = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device=device)
+    ours.fill(page.view(ours.DTYPE), torch.Generator(device).manual_seed(SEED))
+    addresses = torch.tensor([page.data_ptr()], device=device)
+    table = BlockTable(1, device)
+    segments = torch.tensor([[table.add(addresses.data_ptr(), shape), 0, 0, 1]], dtype=torch.int32, device=device)
+    counts = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
+    rows = torch.randn(1, width, device=device).to(ours.DTYPE)
+    out = torch.empty(1, width, dtype=ours.DTYPE, device=device)
+    workspace = Workspace(max_entries=1, max_rank=16, max_in_width=width, max_out_width=0, device=device)
+    step = DeviceStep(
+        rows_TK=rows, segments=segments, blocks=table.tensor, counts=counts, in_width=width, windows=((0, width),)
+    )
+
+    def many(count: int) -> None:
+        for _ in range(count):
+            gpu.kernels.launch(step, out, workspace)
+
+    graphs = [capture(lambda: many(1), device), capture(lambda: many(launches), device), capture(out.zero_, device)]
+    alone, together, empty = (replay_us([graph] * 2, gpu.flush, device)[0] for graph in graphs)
+    return {"overhead_us": alone, "overhead_in_sequence_us": together / launches, "empty_us": empty}

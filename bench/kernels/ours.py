@@ -1,0 +1,155 @@
+"""512 adapters of one site in device memory, packed as the server packs them, and steps over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bench.kernels.draws import Draw
+from bench.kernels.models import NUM_ADAPTERS, Model, Site
+from kernels_cuda.cuda import CudaKernels
+from kernels_cuda.launch import DeviceStep, Workspace
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
+from kernels_cuda.ops import Block
+from kernels_cuda.routing import Route, Router
+from kernels_cuda.tables import BlockTable
+
+DTYPE = torch.bfloat16
+WEIGHT_SCALE = 0.02
+FILL_ELEMENTS = 1 << 29
+
+
+def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Normal weights of a trained LoRA's magnitude, without a second tensor of that size."""
+    for part in tensor.view(-1).split(FILL_ELEMENTS):
+        part.normal_(0.0, WEIGHT_SCALE, generator=generator)
+
+
+def aligned_pages(count: int, device: torch.device) -> torch.Tensor:
+    """uint8 [count, 2 MiB] at an address that is a multiple of 512: a GPU's memory always is, a CPU's need not be."""
+    memory = torch.empty(count * PAGE_BYTES + 512, dtype=torch.uint8, device=device)
+    begin = -memory.data_ptr() % 512
+    return memory[begin : begin + count * PAGE_BYTES].view(count, PAGE_BYTES)
+
+
+class Adapters:
+    """Every adapter takes whole pages, in shuffled order, as in a pool that has seen evictions.
+
+    Its experts lie one behind the other. Ranks and widths here are multiples of what tiles pad to, so random
+    pages are the tiles of random weights, and `block` unpacks them.
+    """
+
+    def __init__(self, model: Model, site: Site, generator: torch.Generator, num_adapters: int = NUM_ADAPTERS) -> None:
+        device = generator.device
+        self.site, self.shape = site, site.shape
+        pages_each = -(-model.num_experts * self.shape.num_tiles // PAGE_TILES)
+        self.pages = aligned_pages(num_adapters * pages_each, device)
+        fill(self.pages.view(DTYPE), generator)
+        order = torch.randperm(num_adapters * pages_each, generator=torch.Generator().manual_seed(7))
+        self.order = order.view(num_adapters, pages_each)
+        self.addresses = (self.pages.data_ptr() + self.order * PAGE_BYTES).to(device)
+        self.table = BlockTable(num_adapters, device)
+        rows = [self.table.add(addresses.data_ptr(), self.shape) for addresses in self.addresses]
+        self.directory = np.array([(row, 0, self.shape.num_tiles) for row in rows], np.int32)
+
+    def block(self, adapter: int, expert: int) -> Block:
+        """The weights of one expert, as the kernels must understand them."""
+        first = expert * self.shape.num_tiles
+        slots = torch.arange(first, first + self.shape.num_tiles)
+        page = self.order[adapter][slots // PAGE_TILES].to(self.pages.device)
+        tiles = self.pages.view(-1, PAGE_TILES, TILE_BYTES)
+        return unpack(tiles[page, (slots % PAGE_TILES).to(page.device)], self.shape, DTYPE)
+
+
+@dataclass
+class Step:
+    """One draw on the device, with everything that a graph's launch needs."""
+
+    draw: Draw
+    rows: torch.Tensor
+    out: torch.Tensor
+    route: Route
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    device_step: DeviceStep
+    num_experts: int
+
+
+def make_step(model: Model, adapters: Adapters, draw: Draw, rows: torch.Tensor) -> Step:
+    """gate_up: a row per token, a result per entry; down: a row per (token, expert), a result per token."""
+    site, device = adapters.site, rows.device
+    tokens, top_k = draw.experts_Tk.shape
+    route = Route.empty(tokens * top_k, device)
+    arrays = (*draw, adapters.directory)
+    inputs = tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+    maps = (
+        {"in_map_N": route.pair_N, "out_map_N": route.token_N, "weights_N": route.weights_N}
+        if site.combine
+        else {"in_map_N": route.token_N}
+    )
+    step = DeviceStep(
+        rows_TK=rows,
+        segments=route.segments,
+        blocks=adapters.table.tensor,
+        counts=route.counts,
+        in_width=site.in_width,
+        windows=((0, site.out_width),),
+        **maps,
+    )
+    out = torch.empty(tokens if site.combine else tokens * top_k, site.out_width, dtype=rows.dtype, device=device)
+    return Step(draw, rows, out, route, inputs, step, model.num_experts)  # type: ignore[arg-type]
+
+
+def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -> Workspace:
+    """What every step of a cell fits into."""
+    return Workspace(
+        max_entries=tokens * model.top_k,
+        max_rank=site.shape.groups * 16,
+        max_in_width=site.in_width,
+        max_out_width=site.out_width if site.combine else 0,
+        device=device,
+    )
+
+
+def route(step: Step, router: Router) -> None:
+    """Fills the step's segments and maps on the device."""
+    router.launch(*step.inputs, step.num_experts, step.route)
+
+
+def launch(step: Step, kernels: CudaKernels, workspace: Workspace) -> None:
+    """The step itself; its route must have been filled."""
+    kernels.launch(step.device_step, step.out, workspace)
+
+
+def sampled_error(step: Step, adapters: Adapters, count: int, seed: int) -> float:
+    """The largest norm-wise relative error of sampled rows of the result, against float64 of unpacked weights."""
+    site, (experts, weights, slots) = adapters.site, step.draw
+    top_k = experts.shape[1]
+    order = np.arange(experts.size) if site.combine else step.route.pair_N.cpu().numpy()
+    worst = 0.0
+    for result in np.random.default_rng(seed).choice(step.out.shape[0], min(count, step.out.shape[0]), replace=False):
+        pairs = range(result * top_k, (result + 1) * top_k) if site.combine else [int(order[result])]
+        expected = torch.zeros(site.out_width, dtype=torch.float64, device=step.rows.device)
+        for pair in pairs:
+            token = pair // top_k
+            x = step.rows[pair if site.combine else token].double()
+            scale = float(weights.reshape(-1)[pair]) if site.combine else 1.0
+            expected += delta(adapters.block(int(slots[token]), int(experts.reshape(-1)[pair])), x, site) * scale
+        worst = max(worst, relative_error(step.out[result], expected))
+    return worst
+
+
+def delta(block: Block, x: torch.Tensor, site: Site) -> torch.Tensor:
+    """B A x of one row, in float64."""
+    out = torch.zeros(site.out_width, dtype=torch.float64, device=x.device)
+    for pair in block.pairs:
+        rows = slice(pair.out_begin, pair.out_begin + pair.b_OR.shape[0])
+        out[rows] = pair.b_OR.double() @ (pair.a_RK.double() @ x) * pair.scale
+    return out
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """|got - expected| / |expected|, infinite if anything is not finite."""
+    error = float((got.double() - expected).norm() / expected.norm())
+    return error if np.isfinite(error) else float("inf")

@@ -1,0 +1,51 @@
+"""What a byte count predicts, without a GPU: the floor, and what our layout and workspace add to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.kernels.floor import distinct_bytes, expected_pairs
+from bench.kernels.models import Model, Site
+from kernels_cuda.layout import CHUNK, CHUNKS, GROUP, TILE_BYTES
+
+GBPS = 4300.0  # H200: bytes read plus bytes written per second of a device-to-device copy
+FLOAT_BYTES = 4
+
+
+def workspace_bytes(model: Model, site: Site, tokens: int) -> float:
+    """Partials, v and deltas, each written once and read once. Most of it stays in L2."""
+    entries = tokens * model.top_k
+    rank = site.shape.groups * GROUP
+    partials = -(-site.in_width // (CHUNK * CHUNKS))
+    floats = entries * rank * (partials + 1) + (entries * site.out_width if site.combine else 0)
+    return 2.0 * FLOAT_BYTES * floats
+
+
+def row(model: Model, site: Site, tokens: int, gbps: float) -> dict[str, Any]:
+    """One line of the table; us at `gbps`."""
+    pairs = expected_pairs(model, tokens)
+    least = distinct_bytes(model, site, tokens, pairs)
+    reads = pairs * site.shape.read_bytes + least.rows + least.results
+    extra = workspace_bytes(model, site, tokens)
+    return {
+        "model": model.name,
+        "tokens": tokens,
+        "site": site.name,
+        "distinct_pairs": pairs,
+        "rows_per_segment": tokens * model.top_k / pairs,
+        "weights_mb": least.weights / 1e6,
+        "shrink_us": (least.shrink_weights + least.rows) / gbps / 1e3,
+        "expand_us": (least.expand_weights + least.results) / gbps / 1e3,
+        "floor_us": least.total / gbps / 1e3,
+        "ours_mb": reads / 1e6,
+        "workspace_mb": extra / 1e6,
+        "tiles": pairs * site.shape.read_bytes / TILE_BYTES,
+        # bounds on floor / time at the same bandwidth: the workspace all in memory, and all in L2
+        "ratio_workspace_in_memory": least.total / (reads + extra),
+        "ratio_workspace_in_l2": least.total / reads,
+    }
+
+
+def table(models: list[Model], tokens: list[int], gbps: float = GBPS) -> list[dict[str, Any]]:
+    """A row per model, number of tokens and site."""
+    return [row(model, site, count, gbps) for model in models for count in tokens for site in model.sites]
