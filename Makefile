@@ -30,6 +30,11 @@ $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt
 test-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. $(or $(ARGS),tests/vllm)
 
+# MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM"]; without MODEL a tiny one is made
+serve-vllm: $(VENV_VLLM)/ready
+	$(BIN_VLLM)/python -m lora_server.demo.serve_vllm $(if $(MODEL),--model $(MODEL)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) \
+		$(if $(PORT),--port $(PORT)) $(ARGS)
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

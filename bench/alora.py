@@ -80,7 +80,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    for name, value in (("ENABLE_V1_MULTIPROCESSING", "0"), ("CPU_KVCACHE_SPACE", "1"), ("LOGGING_LEVEL", "ERROR")):
+        os.environ.setdefault(f"VLLM_{name}", value)
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         prepare(root)

@@ -78,6 +78,14 @@ def test_supported_versions(version, good):
         check_version(version)
 
 
+def test_graphs_are_captured_between_exchanges():
+    config = SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::attention"])
+    split = ops.split_graphs(config)
+    assert split.splitting_ops[:3] == ["vllm::attention", "lora_server::push", "lora_server::add_"]
+    assert "vllm::moe_forward" in split.splitting_ops
+    assert ops.split_graphs(split).splitting_ops == split.splitting_ops
+
+
 def test_flags_are_read_back():
     failure = Failure("step", "shard 1: a: b")
     assert parse_flag(failure.flag("error")) == ("error", "step", "shard 1: a: b")
@@ -123,9 +131,10 @@ def test_only_rows_from_the_start_on_take_part(step):
     assert step.active and not step.context.batch.decode
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("expert_map", [None, [0, 1, 2, 3, -1, -1, -1, -1]])
-def test_experts_equal_the_definition(served, step, rank, expert_map):
+def test_experts_equal_the_definition(served, step, rank, expert_map, device):
     """As vLLM's own kernels call it, of a whole layer, of half its columns, of half its experts."""
     load, _ = served
     layer, ffn, hidden = 1, load.spec.ffn, load.spec.hidden
@@ -140,10 +149,12 @@ def test_experts_equal_the_definition(served, step, rank, expert_map):
     weights = torch.rand(TOKENS, 2, generator=generator)
     here = None if expert_map is None else torch.tensor(expert_map)
 
-    y13 = torch.zeros(TOKENS, 2, 2 * (end - begin))
-    carried = remote.add_lora_w13(y13, x, (), (), ids, weights, here, None, None, TOKENS, 2)
-    y2 = torch.zeros(TOKENS, 2, hidden)
-    remote.add_lora_w2(y2, act, (), (), weights, *carried)
+    there = [t if t is None else t.to(device) for t in (x, act, ids, weights, here)]
+    y13 = torch.zeros(TOKENS, 2, 2 * (end - begin), device=device)
+    carried = remote.add_lora_w13(y13, there[0], (), (), there[2], there[3], there[4], None, None, TOKENS, 2)
+    y2 = torch.zeros(TOKENS, 2, hidden, device=device)
+    remote.add_lora_w2(y2, there[1], (), (), there[3], *carried)
+    y13, y2 = y13.cpu(), y2.cpu()
 
     expected13, expected2 = torch.zeros_like(y13), torch.zeros(TOKENS, hidden)
     for row, name in {2: "fused", 3: "fused", 4: "fused", 6: "experts"}.items():
@@ -179,11 +190,13 @@ def linear(served, step, projection: str = "qkv"):
     return layer, ops.around(dense, lambda layer, x, bias: nn.functional.linear(x, layer.weight, bias))
 
 
-def test_opaque_ops_survive_a_full_graph(served, step):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_opaque_ops_survive_a_full_graph(served, step, device):
     """Eager and compiled give the same; without adapter rows it is the plain GEMM, bit for bit."""
     torch.manual_seed(3)
     layer, apply = linear(served, step)
-    x = torch.randn(TOKENS, layer.in_features)
+    layer.to(device)
+    x = torch.randn(TOKENS, layer.in_features, device=device)
     plain = layer(x)
     eager = apply(layer, x, layer.bias)
     changed = (eager - plain).abs().sum(1) > 1e-3

@@ -30,23 +30,6 @@ DENSE_ADAPTERS = {
     "attention": {"lora_rank": 6, "targets": "attention"},
     "qv": {"lora_rank": 4, "targets": "qv"},
 }
-# vLLM's attention on CPUs has no heads of 16, and its GPT-OSS always has YaRN; prefixes are cached in blocks of 128
-ENGINE_NEEDS = {
-    "transformers": {},
-    "vllm": {
-        "head_dim": 32,
-        "max_position_embeddings": 2048,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +67,7 @@ class Workload:
 def workload(kind: str, engine: str = "transformers") -> Workload:
     """One per kind, engine and test run; everything is seeded."""
     torch.set_grad_enabled(False)
-    model = tiny.make_model(kind, **ENGINE_NEEDS[engine])
+    model = tiny.make_model(kind, **(tiny.FOR_VLLM if engine == "vllm" else {}))
     root = Path(SCRATCH.name) / engine / kind
     base, adapters = root / "base", root / "adapters"
     tiny.save_model(model, base)

@@ -33,6 +33,9 @@ CONTRACT = (
         ("additional_config", "enable_lora", "max_loras", "enforce_eager", "compilation_config"),
     ),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self",)),
+    Touched("vllm.config", "CompilationConfig._attention_ops"),
+    Touched("vllm.config", "CUDAGraphMode.PIECEWISE"),
+    Touched("vllm.config", "CompilationConfig", ("splitting_ops", "cudagraph_mode")),
     Touched("vllm.v1.engine.async_llm", "AsyncLLM.generate", ("self", "request_id"), ("vllm_config",)),
     Touched(
         "vllm.entrypoints.openai.models.serving",

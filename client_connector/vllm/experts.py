@@ -15,6 +15,7 @@ import torch
 
 from client_connector.exchange import Exchange, Window
 from client_connector.routing import Message
+from client_connector.vllm.staging import add_rows
 from client_connector.vllm.step import Step
 from lora_server.spec import Site
 
@@ -49,8 +50,8 @@ class RemoteExperts:
         gate, up = (y[:, 0 : 2 * width : 2], y[:, 1 : 2 * width : 2]) if interleaved else (y[:, :width], y[:, half:])
 
         def add(message: Message, delta: torch.Tensor) -> None:
-            gate.index_add_(0, message.entries_N, delta[:, :width])
-            up[:, :width].index_add_(0, message.entries_N, delta[:, width:])
+            add_rows(gate, message.entries_N, delta[:, :width])
+            add_rows(up[:, :width], message.entries_N, delta[:, width:])
 
         self.step.finish(exchange, add)
 
@@ -60,7 +61,7 @@ class RemoteExperts:
         """Push activations [T * k, >= I], which come back weighted and summed per token."""
         if not self.step.active:
             return None
-        weights = weights_Tk.reshape(-1).float()
+        weights = weights_Tk.reshape(-1).float().cpu()
         return self.step.start_experts(
             Site(self.layer, "down"),
             self._experts(ids_Tk, expert_map),
@@ -76,7 +77,7 @@ class RemoteExperts:
             return
 
         def add(message: Message, delta: torch.Tensor) -> None:
-            y_TH.index_add_(0, message.rows_M, delta)
+            add_rows(y_TH, message.rows_M, delta)
 
         self.step.finish(exchange, add)
 
@@ -86,7 +87,7 @@ class RemoteExperts:
         absent = ids < 0
         if expert_map is not None:
             absent = absent | (expert_map[ids.clamp(min=0)] < 0)
-        return torch.where(absent, self.step.client.terms.spec.experts, ids)
+        return torch.where(absent, self.step.client.terms.spec.experts, ids).cpu()
 
     # -- as vLLM's LoRAExpertsMixin calls it
 

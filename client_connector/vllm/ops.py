@@ -17,6 +17,7 @@ import torch
 
 from client_connector.exchange import Exchange, Window
 from client_connector.routing import Message
+from client_connector.vllm.staging import add_rows
 from client_connector.vllm.step import Step
 from lora_server.spec import Site
 
@@ -44,9 +45,18 @@ class DenseSite:
             return
 
         def add(message: Message, delta: torch.Tensor) -> None:
-            y_TO.index_add_(0, message.rows_M, delta)
+            add_rows(y_TO, message.rows_M, delta)
 
         self.step.finish(exchange, add)
+
+
+def split_graphs(compilation_config: Any) -> Any:
+    """Changes vLLM's CompilationConfig so that no piece holds an exchange, which happens on the host."""
+    if compilation_config.splitting_ops is None:
+        compilation_config.splitting_ops = list(compilation_config._attention_ops)
+    wanted = [*NAMES, "vllm::moe_forward", "vllm::moe_forward_shared"]
+    compilation_config.splitting_ops += [op for op in wanted if op not in compilation_config.splitting_ops]
+    return compilation_config
 
 
 def _push(x: torch.Tensor, site: int) -> torch.Tensor:

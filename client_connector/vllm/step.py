@@ -25,6 +25,7 @@ from client_connector.exchange import Exchange, Window
 from client_connector.routing import Batch, Message
 from client_connector.vllm.plan import NO_PLAN, Assigned, Failure, StepPlan
 from client_connector.vllm.rejoin import Rejoin
+from client_connector.vllm.staging import Staging
 from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.spec import Site
 from lora_server.transport.session import Held
@@ -45,6 +46,7 @@ class Step:
         self._plan = NO_PLAN
         self._server = client.terms.server
         self._rejoin = Rejoin(client.recover)
+        self._staging = Staging()
 
     # -- once per forward pass
 
@@ -126,7 +128,7 @@ class Step:
 
     def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window) -> Exchange | None:
         """Push the rows of a site with one weight for all rows."""
-        return self._guard(lambda: self.context.start_dense(site, x_TK, window))
+        return self._guard(lambda: self.context.start_dense(site, self._staging.host(x_TK), window))
 
     def start_experts(
         self, site: Site, experts_Tk: torch.Tensor, x: torch.Tensor, window: Window, **how: Any
@@ -138,7 +140,8 @@ class Step:
             batch = self.context.batch
             if not messages or batch is None:
                 return None
-            return self.client.start(site, messages, x, decode=batch.decode, window=window, **how)
+            x_host = self._staging.host(x)
+            return self.client.start(site, messages, x_host, decode=batch.decode, window=window, **how)
 
         return self._guard(start)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "FOR_VLLM",
     "KINDS",
     "TARGETS",
     "apply_literal",
@@ -56,6 +57,21 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
     "llama": {},
+}
+
+# vLLM's attention on CPUs has no heads of 16, and its GPT-OSS always has YaRN; prefixes are cached in blocks of 128
+FOR_VLLM: dict[str, Any] = {
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
 }
 
 

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ModelCard
@@ -58,16 +59,7 @@ def configure(args: Any, found: Settings) -> None:
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
     if current_platform.is_cuda_alike() and not args.enforce_eager:
-        split_graphs(args.compilation_config)
-
-
-def split_graphs(compilation_config: Any) -> None:
-    """Graphs are captured between exchanges, which happen on the host."""
-    if compilation_config.splitting_ops is None:
-        compilation_config.splitting_ops = list(compilation_config._attention_ops)
-    wanted = [*ops.NAMES, "vllm::moe_forward", "vllm::moe_forward_shared"]
-    compilation_config.splitting_ops += [op for op in wanted if op not in compilation_config.splitting_ops]
-    compilation_config.cudagraph_mode = "PIECEWISE"
+        ops.split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def check_parallel(vllm_config: Any) -> None:
