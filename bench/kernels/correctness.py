@@ -140,7 +140,7 @@ def make(case: Case, device: torch.device) -> Made:
         out_map_N=drawn(tokens) if case.combine else None,
         weights_N=torch.rand(max(1, case.entries), generator=generator, device=device) if case.combine else None,
     )
-    workspace = Workspace(
+    workspace = Workspace.new(
         max_entries=max(1, case.entries),
         max_rank=max([16, *(shape.groups * 16 for shape in shapes.values())]),
         max_in_width=case.in_width,

@@ -106,7 +106,7 @@ def overhead_us(gpu: Gpu, launches: int = 32) -> dict[str, float]:
     counts = torch.tensor([1, 1, 1], dtype=torch.int32, device=device)
     rows = torch.randn(1, width, device=device).to(ours.DTYPE)
     out = torch.empty(1, width, dtype=ours.DTYPE, device=device)
-    workspace = Workspace(max_entries=1, max_rank=16, max_in_width=width, max_out_width=0, device=device)
+    workspace = Workspace.new(max_entries=1, max_rank=16, max_in_width=width, max_out_width=0, device=device)
     step = DeviceStep(
         rows_TK=rows, segments=segments, blocks=table.tensor, counts=counts, in_width=width, windows=((0, width),)
     )

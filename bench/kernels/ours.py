@@ -103,7 +103,7 @@ def make_step(model: Model, adapters: Adapters, draw: Draw, rows: torch.Tensor) 
 
 def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -> Workspace:
     """What every step of a cell fits into."""
-    return Workspace(
+    return Workspace.new(
         max_entries=tokens * model.top_k,
         max_rank=site.shape.groups * 16,
         max_in_width=site.in_width,
