@@ -33,7 +33,7 @@ class Variant:
     def shared_bytes(self) -> int:
         """Shared memory of one block: sizeof(BlockMemory) in source/lora_step.cu."""
         warp = self.stages * (TILE_BYTES + _RECORD_BYTES + _BARRIER_BYTES) + MAX_RANK // GROUP * FRAGMENT_BYTES
-        return _aligned(self.warps * _aligned(warp) + 2 * 4 * (self.warps * 32 + 1))
+        return _aligned(self.warps * _aligned(warp) + 2 * 4 * self.warps * 32)
 
     @property
     def defines(self) -> tuple[str, ...]:

@@ -10,11 +10,11 @@ struct ExpandWalk {
 
     DEVICE explicit ExpandWalk(const Args& args) : a(args) {}
 
-    DEVICE void start(int begin, int stop, const int* before, int lane) {
+    DEVICE void start(int begin, int stop, const int* through, int lane) {
         left = stop - begin;
         if (left == 0) return;
         int local;
-        find_job(a, false, before, begin, lane, segment, local);
+        find_job(a, false, through, begin, lane, segment, local);
         s = a.segments[segment];
         const int per_rows = expand_tiles(a, a.blocks[s.block]);
         row = local / per_rows * JOB_ROWS;
@@ -85,10 +85,9 @@ struct ExpandWalk {
 };
 
 // v of entries 8 b + token as B operands, each float as the sum of two 16-bit ones: (high, low) of group g in v[g][lane].
-template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b, WarpMemory& memory, int lane) {
+template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b, uint4 (*to)[LANES], int lane) {
     const int entry = b * 8 + lane / 4;
     const float* v = a.v + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
-    sync_warp();
 #pragma unroll 4
     for (int g = 0; g < t.groups; g++) {
         const float4 f = entry < t.rows ? load_l2(v + g * 16) : float4{0, 0, 0, 0};
@@ -96,9 +95,8 @@ template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b
         float x, y, z, w;
         unpack<T>(xy, x, y);
         unpack<T>(zw, z, w);
-        memory.v[g][lane] = {xy, zw, pack<T>(f.x - x, f.y - y), pack<T>(f.z - z, f.w - w)};
+        to[g][lane] = {xy, zw, pack<T>(f.x - x, f.y - y), pack<T>(f.z - z, f.w - w)};
     }
-    sync_warp();
 }
 
 // Where an output row goes: its column of the result, or -1 outside the windows.
@@ -158,8 +156,8 @@ template <class Out> DEVICE void store_rows(const Args& a, int entry, int row, i
 // A tile for entries 8 b .. 8 b + 7, in bands of up to 4 blocks of 16 output rows. Lane (line, quad) ends with
 // 2 * (blocks of the band) consecutive rows of entries 2 quad and 2 quad + 1: packing puts the rows of B so.
 template <class T, class Out>
-DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* fragments, const WarpMemory& memory, int b,
-                           int lane) {
+DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* fragments, const uint4 (*v_operand)[LANES],
+                           int b, int lane) {
     const int line = lane / 4, entry = b * 8 + lane % 4 * 2;
     for (int band = 0; band < t.blocks; band += 4) {
         const int blocks = lesser(4, t.blocks - band);
@@ -167,7 +165,7 @@ DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* frag
         const uint4* weights = fragments + band * t.groups * LANES;
 #pragma unroll 2
         for (int g = 0; g < t.groups; g++) {
-            const uint4 v = memory.v[g][lane];
+            const uint4 v = v_operand[g][lane];
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (i < blocks) {
@@ -184,20 +182,28 @@ DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* frag
     }
 }
 
-// All tiles of B that are left. v of up to 8 entries stays where it is between tiles.
+// All tiles of B that are left. v stays staged from tile to tile, if that of all the job's entries fits.
 template <class T, class Out, class Producer> DEVICE void expand_all(const Args& a, Ring& ring, Producer& refill) {
+    uint4(*v)[LANES] = ring.memory.v;
     int first = -1, rank = -1;
     while (!ring.empty()) {
         const ExpandTile t = ring.front().expand;
-        if (t.groups > 0 && (t.first != first || t.rank != rank || t.rows > 8)) {
-            stage_v<T>(a, t, 0, ring.memory, ring.lane);
-            first = t.first, rank = t.rank;
+        const int eights = div_up(t.rows, 8);
+        const bool fits = t.groups * eights <= MAX_GROUPS;
+        if (fits && t.groups > 0 && (t.first != first || t.rank != rank)) {
+            sync_warp();
+            for (int b = 0; b < eights; b++) stage_v<T>(a, t, b, v + b * t.groups, ring.lane);
+            sync_warp();
         }
+        first = fits ? t.first : -1, rank = fits && t.groups > 0 ? t.rank : -1;
         const uint4* fragments = ring.wait();
-        expand_entries<T, Out>(a, t, fragments, ring.memory, 0, ring.lane);
-        for (int b = 1; b * 8 < t.rows; b++) {
-            stage_v<T>(a, t, b, ring.memory, ring.lane);
-            expand_entries<T, Out>(a, t, fragments, ring.memory, b, ring.lane);
+        for (int b = 0; b < eights; b++) {
+            if (!fits) {
+                sync_warp();
+                stage_v<T>(a, t, b, v, ring.lane);
+                sync_warp();
+            }
+            expand_entries<T, Out>(a, t, fragments, fits ? v + b * t.groups : v, b, ring.lane);
         }
         ring.pop();
         refill();

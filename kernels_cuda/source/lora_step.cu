@@ -16,7 +16,7 @@ enum Phases { SHRINK_ONLY = 1, EXPAND_ONLY = 2, FUSED = 3 };
 
 struct BlockMemory {
     WarpMemory warps[WARPS];
-    int shrink_before[THREADS + 1], expand_before[THREADS + 1];
+    int shrink_through[THREADS], expand_through[THREADS];
 };
 
 // Keeps a ring full: A first, then B.
@@ -47,17 +47,17 @@ template <class T, int PHASES> DEVICE void lora_step(const Args& a, BlockMemory&
     const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
     Ring ring(memory.warps[warp], lane);
     Producer refill(a, ring);
-    count_jobs(a, memory.shrink_before, memory.expand_before);
+    count_jobs(a, memory.shrink_through, memory.expand_through);
     if (PHASES & SHRINK_ONLY) {
-        const int64 jobs = memory.shrink_before[THREADS];
+        const int64 jobs = memory.shrink_through[THREADS - 1];
         refill.shrink.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
-                            memory.shrink_before, lane);
+                            memory.shrink_through, lane);
         refill();
     }
     if (PHASES & EXPAND_ONLY) {
-        const int64 jobs = memory.expand_before[THREADS];
+        const int64 jobs = memory.expand_through[THREADS - 1];
         refill.expand.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
-                            memory.expand_before, lane);
+                            memory.expand_through, lane);
         refill();
     }
     if (PHASES & SHRINK_ONLY) {

@@ -44,7 +44,7 @@ DEVICE int load_l2(const int* p) {
 
 DEVICE uint64 add_release(uint64* p, uint64 value) {
     uint64 before;
-    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
+    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
     return before;
 }
 DEVICE uint64 load_acquire(const uint64* p) {
@@ -52,7 +52,6 @@ DEVICE uint64 load_acquire(const uint64* p) {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE uint64 now_ns() {
     uint64 v;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));

@@ -12,11 +12,11 @@ struct ShrinkWalk {
 
     DEVICE explicit ShrinkWalk(const Args& args) : a(args), depth(args), num_chunks(div_up(args.in_width, CHUNK)), left(0) {}
 
-    DEVICE void start(int begin, int end, const int* before, int lane) {
+    DEVICE void start(int begin, int end, const int* through, int lane) {
         left = end - begin;
         if (left == 0) return;
         int local;
-        find_job(a, true, before, begin, lane, segment, local);
+        find_job(a, true, through, begin, lane, segment, local);
         s = a.segments[segment];
         const int groups = a.blocks[s.block].groups, per_rows = groups * depth.partials;
         row = local / per_rows * JOB_ROWS;

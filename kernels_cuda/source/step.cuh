@@ -103,8 +103,9 @@ DEVICE int sum_before(int value, int lane) {  // of the lanes up to this one
     return value;
 }
 
-// Jobs before each thread's share of the segments; the last entry is the total. All threads of a block call it.
-DEVICE void count_jobs(const Args& a, int* shrink_before, int* expand_before) {
+// Jobs up to the end of each thread's share of the segments; the last entry is the total. All threads of a block
+// call it.
+DEVICE void count_jobs(const Args& a, int* shrink_through, int* expand_through) {
     const int thread = threadIdx.x, lane = thread % LANES, warp = thread / LANES;
     const int num = a.counts[0], share = div_up(num, THREADS);
     int shrink = 0, expand = 0;
@@ -115,22 +116,21 @@ DEVICE void count_jobs(const Args& a, int* shrink_before, int* expand_before) {
         shrink += jobs.shrink, expand += jobs.expand;
     }
     shrink = sum_before(shrink, lane), expand = sum_before(expand, lane);
-    shrink_before[thread + 1] = shrink, expand_before[thread + 1] = expand;
+    shrink_through[thread] = shrink, expand_through[thread] = expand;
     sync_block();
-    for (int w = 0; w < warp; w++)
-        shrink += shrink_before[(w + 1) * LANES], expand += expand_before[(w + 1) * LANES];
+    for (int w = 1; w <= warp; w++)
+        shrink += shrink_through[w * LANES - 1], expand += expand_through[w * LANES - 1];
     sync_block();
-    shrink_before[thread + 1] = shrink, expand_before[thread + 1] = expand;
-    if (thread == 0) shrink_before[0] = expand_before[0] = 0;
+    shrink_through[thread] = shrink, expand_through[thread] = expand;
     sync_block();
 }
 
 // The segment of a job, and the job's number within it. A whole warp calls it; the job exists.
-DEVICE void find_job(const Args& a, bool shrink, const int* before, int job, int lane, int& segment, int& local) {
+DEVICE void find_job(const Args& a, bool shrink, const int* through, int job, int lane, int& segment, int& local) {
     const int num = a.counts[0], share = div_up(num, THREADS);
     int thread = 0;
-    for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(before[base + lane + 1] <= job));
-    local = job - before[thread];
+    for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(through[base + lane] <= job));
+    local = thread == 0 ? job : job - through[thread - 1];
     for (segment = thread * share;; segment += LANES) {
         const Jobs jobs = segment + lane < num ? jobs_of(a, segment + lane) : Jobs{0, 0};
         const int mine = shrink ? jobs.shrink : jobs.expand, inclusive = sum_before(mine, lane);
@@ -155,13 +155,11 @@ DEVICE const unsigned char* tile_at(const Block& block, int slot) {
 DEVICE void grid_barrier(uint64* arrivals) {
     sync_block();
     if (threadIdx.x == 0) {
-        fence_device();
         const uint64 grid = gridDim.x;
         const uint64 target = (add_release(arrivals, 1) / grid + 1) * grid;
-        const uint64 deadline = now_ns() + 10'000'000'000ull;
+        const uint64 deadline = now_ns() + 60'000'000'000ull;  // never, unless the grid was not cooperative
         while (load_acquire(arrivals) < target)
             if (now_ns() > deadline) stop();
-        fence_device();
     }
     sync_block();
 }

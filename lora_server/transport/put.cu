@@ -9,9 +9,10 @@ __device__ void put(const Unit* from, const long long* rows, Unit* to, long long
     const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < num_rows * width; i += step)
         to[i] = from[rows[i / width] * width + i % width];
-    __threadfence_system();
     __syncthreads();
-    if (threadIdx.x != 0 || atomicAdd(finished, 1) != gridDim.x - 1) return;
+    if (threadIdx.x != 0) return;
+    __threadfence_system();
+    if (atomicAdd(finished, 1) != gridDim.x - 1) return;
     *finished = 0;
     __threadfence_system();
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(signal), "l"(value) : "memory");

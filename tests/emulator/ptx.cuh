@@ -129,7 +129,6 @@ inline uint64 load_acquire(const uint64* p) {
     yield();
     return *p;
 }
-inline void fence_device() {}
 inline uint64 now_ns() { return 0; }
 inline void stop() { std::abort(); }
 
