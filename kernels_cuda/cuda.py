@@ -51,11 +51,25 @@ class CudaKernels:
         values = arguments(step, out_UO, workspace, self.variant.stages)
         function = self._functions[kernel, DTYPE_NAMES[step.rows_TK.dtype]]
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        with self._cupy.cuda.Device(self.device.index), self._cupy.cuda.ExternalStream(stream, self.device.index):
+        with self._cupy.cuda.Device(self.device.index), self._cupy.cuda.Stream.from_external(_Stream(stream)):
             function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self._shared_bytes)
 
 
-@cache
+class _Stream:
+    """torch's stream, as CuPy takes those of others."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:
-    """The kernels of a device with an index, compiled once per process. Raises ValueError for a GPU before sm_80."""
+    """The kernels of a device, compiled once per process. Raises ValueError for a GPU before sm_80."""
+    return _compiled(torch.device(device.type, device.index or 0), variant)
+
+
+@cache
+def _compiled(device: torch.device, variant: Variant | None) -> CudaKernels:
     return CudaKernels(device, variant)

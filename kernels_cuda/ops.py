@@ -41,6 +41,12 @@ class Block(NamedTuple):
     a_RK: torch.Tensor
     pairs: tuple[Pair, ...]
 
+    def to(self, device: torch.device) -> Block:
+        """The same weights on another device; itself where they are there."""
+        if self.a_RK.device == device:
+            return self
+        return stack([pair._replace(a_RK=pair.a_RK.to(device), b_OR=pair.b_OR.to(device)) for pair in self.pairs])
+
 
 NOTHING = Block(torch.empty(0, 0), ())  # an expert without a delta
 

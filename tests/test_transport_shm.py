@@ -14,12 +14,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from test_transport import LAYOUT, SECONDS, SHARD, Echo, echo_shard, eventually
 
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
-from lora_server.transport import park
-from lora_server.transport.base import Grant
+from lora_server.transport import park, shm
+from lora_server.transport.base import Grant, Port
 from lora_server.transport.shm import ShmLink, create_memory
+from lora_server.transport.twin import DeviceTwin
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Refused, Welcome
 
@@ -185,7 +187,7 @@ def test_a_lease_error_closes_the_socket(shard):
 
 PINGPONG = """
 import mmap, sys, time
-from lora_server.transport import park
+from lora_server.transport import park, shm
 from lora_server.transport.park import Parker
 fd, side, rounds, spin = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 memory = memoryview(mmap.mmap(fd, 4096))
@@ -238,3 +240,51 @@ def test_a_parked_wait_is_bounded_and_says_whether_it_is_ready():
     assert time.monotonic() - began < 3 * park.SLEEP_SECONDS
     assert parker.wait(lambda: True, began - 1)
     assert word.cast("I")[0] == 0, "nobody is parked now"
+
+
+class HostTwin(DeviceTwin):
+    """A twin in this process's own memory: what the handshake does with it needs no GPU."""
+
+    def __init__(self, layout):
+        super().__init__(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
+        self.handle, self.freed = b"where it is", threading.Event()
+
+    def free(self):
+        self.freed.set()
+
+
+def test_a_twin_is_made_for_who_asks_and_freed_some_time_after_the_client_went(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm, "QUARANTINE_SECONDS", 0.2)
+    made, port = [], Port(LAYOUT)
+
+    def make(layout):
+        made.append(HostTwin(layout))
+        return made[-1]
+
+    listener = shm.ShmListener(port, tmp_path / "socket", make)
+    for client in (1, 2):
+        port.grant(Grant(client, 1, b"key"))
+    plain = ShmLink(listener.address, Hello(1, 1, b"key"), 0)
+    asking = ShmLink(listener.address, Hello(2, 1, b"key", twin=True), 0)
+    assert plain.welcome.twin == b"" and asking.welcome.twin == b"where it is"
+    (twin,) = made
+    by_client = {connection.client: connection for connection in port.connections}
+    assert by_client[2].region.twin is twin and by_client[2].polled
+    assert by_client[1].region.twin is None and not by_client[1].polled
+    cut_off = time.monotonic()
+    port.revoke(2)
+    assert twin.freed.wait(SECONDS) and time.monotonic() - cut_off >= 0.2
+    plain.close(), asking.close(), listener.close()
+
+
+def test_a_twin_that_cannot_be_made_is_a_refusal_and_harms_nobody(tmp_path):
+    def make(layout):
+        raise ShardUnavailableError("no room")
+
+    port = Port(LAYOUT)
+    listener = shm.ShmListener(port, tmp_path / "socket", make)
+    port.grant(Grant(1, 1, b"key"))
+    with pytest.raises(ShardUnavailableError, match="no room"):
+        ShmLink(listener.address, Hello(1, 1, b"key", twin=True), 0)
+    ShmLink(listener.address, Hello(1, 1, b"key"), 0).close()
+    listener.close()

@@ -16,7 +16,7 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
-from lora_server.transport.shm import OwnedTwin
+from lora_server.transport.shm import MakeTwin, OwnedTwin
 from lora_server.wire.region import RegionLayout
 from lora_server.worker.compute import Compute, DeviceCompute, HostCompute, Launch
 
@@ -74,7 +74,7 @@ def cuda(
         compiled = kernels(device)
     except ImportError as error:
         raise ConfigError(f"--device cuda: {error}; install lora-server[cuda]") from error
-    except ValueError as error:
+    except Exception as error:  # an old GPU, or a compiler that CuPy cannot find or run
         raise ConfigError(f"--device cuda: {torch.cuda.get_device_name(device)}: {error}") from error
     most = most_combined_entries(compiled.variant.stages)
     if max_step_rows > most:
@@ -84,11 +84,15 @@ def cuda(
     return paged(placement, shard, dtype, pool, compiled.launch, max_step_rows, on_layer)
 
 
-def exported_twin(layout: RegionLayout) -> OwnedTwin:
-    """Rows of one client in the memory of this process's GPU (see `cuda`)."""
-    from lora_server.transport.cuda_ipc import ExportedTwin
+def exported_twins(local_index: int) -> MakeTwin:
+    """What makes the memory of a client's rows, on the GPU that `cuda` gave the shard; from any thread."""
 
-    return ExportedTwin(layout, torch.device("cuda", torch.cuda.current_device()))
+    def make(layout: RegionLayout) -> OwnedTwin:
+        from lora_server.transport.cuda_ipc import ExportedTwin
+
+        return ExportedTwin(layout, _gpu(local_index))
+
+    return make
 
 
 def _gpu(local_index: int) -> torch.device:

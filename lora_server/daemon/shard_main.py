@@ -116,7 +116,7 @@ class ShardProcess:
         directory, name = Path(self.settings.run_dir), f"shard-{self.settings.shard}"
         for killed in directory.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
-        make_twin = backends.exported_twin if self.settings.device == "cuda" else None
+        make_twin = backends.exported_twins(self.settings.local_index) if self.settings.device == "cuda" else None
         return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", make_twin)
 
     def _coordinator(self, layout: Layout) -> Coordinator:

@@ -42,7 +42,10 @@ class PagedStore(LoadingStore):
         self.pool, self.device = pool, pool.memory.device
         self.table = BlockTable(MAX_ROWS, self.device)
         self.spec, self.dtype = placement.spec, dtype
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stream = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the table is there before the loader writes to it
+            self.stream = torch.cuda.Stream(self.device)
         self._empty: dict[tuple[int, int], Packed] = {}
         self._readers = threading.Lock()
         self._table_lock = threading.Lock()
@@ -120,7 +123,8 @@ class _Pages(Place):
             shape = store.shape(site, block)
         except ValueError as error:
             raise AdapterLoadError(f"{site} expert {expert}: {error}") from error
-        tiles = pack(block, shape, store.dtype)
+        with store.on_stream():
+            tiles = pack(block.to(store.device), shape, store.dtype)
         first = self._used
         self._reserve(len(tiles))
         self._copy(tiles, first)

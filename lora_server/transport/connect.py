@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
+
 from lora_server.errors import ConfigError
 from lora_server.transport.base import Link
 from lora_server.transport.shm import ShmLink
@@ -12,6 +14,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 
+log = structlog.get_logger()
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "zmq")
 
 
@@ -36,8 +39,13 @@ def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
     near = endpoint.shm != "" and endpoint.host == host_identity() and Path(endpoint.shm).exists()
-    if transport == "cuda_ipc" or (transport == "auto" and near and {endpoint.device, device[:4]} == {"cuda"}):
+    if transport == "cuda_ipc":
         return _cuda_ipc(endpoint, hello, device)
+    if transport == "auto" and near and {endpoint.device, device[:4]} == {"cuda"}:
+        try:
+            return _cuda_ipc(endpoint, hello, device)
+        except ConfigError as error:
+            log.warning("rows go through host memory", shard=endpoint.shard, reason=str(error))
     if transport == "shm" or (transport == "auto" and near):
         return ShmLink(endpoint.shm, hello, endpoint.shard)
     return ZmqLink(endpoint.zmq, hello, endpoint.shard)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lora_server.errors import ShardUnavailableError
+from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.base import DeviceLink
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.twin import DeviceTwin
@@ -32,35 +32,36 @@ THREADS = 256
 MAX_BLOCKS = 64
 SOURCE = Path(__file__).with_name("put.cu")
 VECTOR_BYTES, HALF_BYTES = 16, 2
+PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags
 
 
-def _view(pointer: int, nbytes: int, owner: object) -> torch.Tensor:
+def _view(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
     """A uint8 tensor over memory that is not torch's; it keeps `owner` alive."""
     import cupy
 
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, owner), 0)
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, owner, device.index), 0)
     return torch.as_tensor(cupy.ndarray((nbytes,), cupy.uint8, memory))
 
 
 class ExportedTwin(DeviceTwin):
-    """The shard's end: memory of its own GPU, zeroed; `handle` is what a client needs to map it."""
+    """The shard's end: memory of its own GPU; `handle` is what a client needs to map it."""
 
     def __init__(self, layout: RegionLayout, device: torch.device) -> None:
-        """Raises ShardUnavailableError where the GPU has no room."""
+        """Raises ShardUnavailableError where the GPU has no room, or cannot export its memory."""
         import cupy
 
-        self._runtime = cupy.cuda.runtime
+        self._runtime, self._pointer = cupy.cuda.runtime, 0
         with cupy.cuda.Device(device.index):
             try:
                 self._pointer = self._runtime.malloc(layout.nbytes)
+                self.handle: bytes = self._runtime.ipcGetMemHandle(self._pointer)
             except self._runtime.CUDARuntimeError as error:
+                self.free()
                 raise ShardUnavailableError(
-                    f"{device}: no {layout.nbytes} bytes left for a client's rows ({error}); start the server with a "
-                    "smaller --pool-gib, --max-step-rows or --slots"
+                    f"{device}: cannot set up {layout.nbytes} bytes for a client's rows ({error}); start the server "
+                    "with a smaller --pool-gib, --max-step-rows or --slots, or attach with transport='shm'"
                 ) from error
-            self._runtime.memset(self._pointer, 0, layout.nbytes)
-            self.handle: bytes = self._runtime.ipcGetMemHandle(self._pointer)
-        super().__init__(_view(self._pointer, layout.nbytes, None), layout)
+        super().__init__(_view(self._pointer, layout.nbytes, None, device), layout)
 
     def free(self) -> None:
         """Give the memory back; nobody may still map it. Idempotent."""
@@ -73,7 +74,7 @@ class ImportedTwin(DeviceTwin):
     """The client's end: the shard's memory, mapped."""
 
     def __init__(self, handle: bytes, layout: RegionLayout, device: torch.device) -> None:
-        """Raises ShardUnavailableError where the memory cannot be mapped."""
+        """Raises ConfigError where the memory cannot be mapped."""
         import cupy
 
         self._runtime = cupy.cuda.runtime
@@ -81,17 +82,27 @@ class ImportedTwin(DeviceTwin):
             try:
                 self._pointer = self._runtime.ipcOpenMemHandle(handle)
             except self._runtime.CUDARuntimeError as error:
-                raise ShardUnavailableError(
-                    f"{device}: cannot map the shard's GPU memory ({error}); is its GPU visible to this process? "
-                    "transport='shm' works without"
+                raise ConfigError(
+                    f"transport cuda_ipc: {device} cannot map the shard's GPU memory ({error}); is the shard's GPU "
+                    "visible to this process? transport='shm' works without"
                 ) from error
-        super().__init__(_view(self._pointer, layout.nbytes, None), layout)
+        super().__init__(_view(self._pointer, layout.nbytes, None, device), layout)
 
     def close(self) -> None:
         """Unmap; idempotent. The caller has waited for its kernels."""
         if self._pointer:
             self._runtime.ipcCloseMemHandle(self._pointer)
             self._pointer = 0
+
+
+class _Stream:
+    """torch's stream, as CuPy takes those of others."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
 
 
 @cache
@@ -117,9 +128,10 @@ class CudaIpcLink(ShmLink, DeviceLink):
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         try:
             if not self.welcome.twin:
-                raise ShardUnavailableError(f"shard {shard}: it does not compute on a GPU; use transport='shm'")
+                raise ConfigError(f"transport cuda_ipc: shard {shard} does not compute on a GPU; use transport='shm'")
             self._twin = ImportedTwin(self.welcome.twin, self.region.layout, device)
             self._pin_signals()
+            _put_kernels()  # compiled now, not in the first step
         except BaseException:
             self.close()
             raise
@@ -131,10 +143,11 @@ class CudaIpcLink(ShmLink, DeviceLink):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.region.memory))
         try:
             with self._cupy.cuda.Device(self._device.index):
-                runtime.hostRegister(address, PAGE_BYTES, 0)
+                runtime.hostRegister(address, PAGE_BYTES, PORTABLE_AND_MAPPED)
         except runtime.CUDARuntimeError as error:
-            raise ShardUnavailableError(
-                f"{self._device}: cannot pin the signals of shard {self.shard} ({error}); use transport='shm'"
+            raise ConfigError(
+                f"transport cuda_ipc: {self._device} cannot pin the signals of shard {self.shard} ({error}); "
+                "use transport='shm'"
             ) from error
         self._signals = address
 
@@ -144,7 +157,8 @@ class CudaIpcLink(ShmLink, DeviceLink):
 
     def push(self, seq: int, nbytes: int) -> None:
         """See Link: one kernel, beside what the engine's own stream does from here on."""
-        if self._waiting is None:
+        if self._waiting is None:  # no rows: the host signals, but not before the steps that it pushed earlier
+            self._stream.synchronize()
             super().push(seq, nbytes)
             return
         (header, x_TK, rows_M), self._waiting = self._waiting, None
@@ -159,14 +173,15 @@ class CudaIpcLink(ShmLink, DeviceLink):
         arguments = [x_TK.data_ptr(), rows_M.data_ptr(), target.data_ptr(), len(rows_M), row_bytes // unit]
         arguments += [self._finished.data_ptr(), self._signals, slot.signal(self.epoch, seq)]
         numbers = tuple(self._cupy.uint64(value) for value in arguments)
-        with self._cupy.cuda.Device(self._device.index), self._cupy.cuda.ExternalStream(self._stream.cuda_stream):
+        stream = self._cupy.cuda.Stream.from_external(_Stream(self._stream.cuda_stream))
+        with self._cupy.cuda.Device(self._device.index), stream:
             _put_kernels()[unit]((blocks,), (THREADS,), numbers)
         self._doorbell.wake()
 
     def close(self) -> None:
         """See Link."""
         if self._twin is not None:
-            self._stream.synchronize()
+            torch.cuda.synchronize(self._device)  # whoever reads or writes through the mapping
             self.region.twin = None
             self._twin.close()
             self._twin = None

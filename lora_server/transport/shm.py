@@ -173,7 +173,8 @@ class ShmListener(Listener):
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            self._reap()
+            for key, _ in self._selector.select(QUARANTINE_SECONDS if self._retired else None):
                 if key.data == "stop":
                     return
                 if key.data is None:
@@ -212,9 +213,11 @@ class ShmListener(Listener):
 
     def _retire(self, sock: socket.socket) -> None:
         """A client that was cut off may still have a put under way: its memory is freed later."""
-        now = time.monotonic()
         if sock in self._twins:
-            self._retired.append((now + QUARANTINE_SECONDS, self._twins.pop(sock)))
+            self._retired.append((time.monotonic() + QUARANTINE_SECONDS, self._twins.pop(sock)))
+
+    def _reap(self) -> None:
+        now = time.monotonic()
         for due, twin in self._retired:
             if due <= now:
                 twin.free()

@@ -15,13 +15,17 @@ import torch
 
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.ops import Block, Segment, Step
-from kernels_cuda.tables import BlockTable, Packed, segment_table
-from lora_server.errors import ProtocolError
+from kernels_cuda.tables import SEGMENT_INTS, BlockTable, Packed, segment_table
+from lora_server.errors import ProtocolError, StepError
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection
 from lora_server.worker.request import Request, response_rows
 
 Launch = Callable[[DeviceStep, torch.Tensor, Workspace], None]
+
+
+class DeviceLostError(Exception):
+    """The GPU can do no more for this process: the shard has to end, and is started anew."""
 
 
 class Compute(ABC):
@@ -68,6 +72,8 @@ class DeviceCompute(Compute):
         self._widest_out = max(spec.out_width(site) for site in sites)
         self._max_step_rows = max_step_rows
         self._workspace = self._new_workspace(16)
+        # counts, at most one segment per entry, two maps and the weights, each rounded up to 4
+        self._staging = _Staging(4 + (SEGMENT_INTS + 3) * (max_step_rows + 4), self._device)
 
     def _new_workspace(self, max_rank: int) -> Workspace:
         return Workspace.new(
@@ -79,43 +85,74 @@ class DeviceCompute(Compute):
         )
 
     def run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
-        """See Compute."""
-        header = request.header
+        """See Compute. Raises DeviceLostError after an error from which a GPU does not recover."""
         if request.rows_TK.dtype != self._dtype:
             raise ProtocolError(
-                f"{header.where}: got {request.rows_TK.dtype} rows, expected {self._dtype}; run the engine in it, "
-                "or start the server with the engine's --dtype (bfloat16 or float16 on a GPU)"
+                f"{request.header.where}: got {request.rows_TK.dtype} rows, expected {self._dtype}; run the engine in "
+                "it, or start the server with the engine's --dtype (bfloat16 or float16 on a GPU)"
             )
+        try:
+            self._run(request, segments, connection)
+        except torch.OutOfMemoryError as error:
+            raise StepError(f"{request.header.where}: {error}; start the server with a smaller --pool-gib") from error
+        except RuntimeError as error:
+            if self._device.type == "cuda":
+                raise DeviceLostError(f"{request.header.where}: {error}") from error
+            raise
+
+    def _run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
+        header, twin = request.header, connection.region.twin
         rank = max((segment.block.max_rank for segment in segments), default=0)
         if rank > self._workspace.max_rank:
             self._workspace = self._new_workspace(rank)
-        host_rows = response_rows(connection.region.response(header.seq), header)
-        twin = connection.region.twin
         step = self._step(request, segments, request.rows_TK if twin is None else twin.request_rows(header))
-        out_UO = torch.empty(host_rows.shape, dtype=self._dtype, device=self._device)
-        target = out_UO if twin is None else twin.response_rows(header)
-        self._launch(step, target, self._workspace)
         if twin is None:
+            host_rows = response_rows(connection.region.response(header.seq), header)
+            out_UO = torch.empty(host_rows.shape, dtype=self._dtype, device=self._device)
+            self._launch(step, out_UO, self._workspace)
             host_rows.copy_(out_UO)  # waits for the launch
-        elif target.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
+        else:
+            self._launch(step, twin.response_rows(header), self._workspace)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
 
     def _step(self, request: Request, segments: Sequence[Segment[Packed]], rows_TK: torch.Tensor) -> DeviceStep:
         header = request.header
-        counts = torch.tensor([len(segments), header.num_entries, header.num_out_rows], dtype=torch.int32)
+        counts = torch.tensor([len(segments), header.num_entries, header.num_out_rows, 0], dtype=torch.int32)
+        weights = None if request.weights_N is None else request.weights_N.view(torch.int32)
+        tables = self._staging.send((counts, segment_table(segments), request.in_map_N, request.out_map_N, weights))
+        counts_on_device, segments_on_device, in_map, out_map, weights_on_device = tables
+        assert counts_on_device is not None and segments_on_device is not None
         return DeviceStep(
             rows_TK=rows_TK.to(self._device),
-            segments=segment_table(segments).to(self._device),
+            segments=segments_on_device.view(-1, SEGMENT_INTS),
             blocks=self._table.tensor,
-            counts=counts.to(self._device),
+            counts=counts_on_device,
             in_width=self._spec.in_width(request.site),
             windows=header.windows,
             in_begin=header.in_begin,
-            in_map_N=_moved(request.in_map_N, self._device),
-            out_map_N=_moved(request.out_map_N, self._device),
-            weights_N=_moved(request.weights_N, self._device),
+            in_map_N=in_map,
+            out_map_N=out_map,
+            weights_N=None if weights_on_device is None else weights_on_device.view(torch.float32),
         )
 
 
-def _moved(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
+class _Staging:
+    """The small tables of a step, in one copy: pinned host memory to device memory, each table 16-byte aligned."""
+
+    def __init__(self, max_ints: int, device: torch.device) -> None:
+        self._host = torch.zeros(max_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(max_ints, dtype=torch.int32, device=device)
+
+    def send(self, tables: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """int32 tables, as flat views on the device. The previous step has ended, so its copies may be overwritten."""
+        places, end = list[tuple[int, int] | None](), 0
+        for table in tables:
+            if table is None:
+                places.append(None)
+                continue
+            self._host[end : end + table.numel()] = table.reshape(-1)
+            places.append((end, end + table.numel()))
+            end += -(-table.numel() // 4) * 4
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        return [None if place is None else self._device[slice(*place)] for place in places]

@@ -21,7 +21,7 @@ from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
 from lora_server.worker import request as requests
-from lora_server.worker.compute import Compute
+from lora_server.worker.compute import Compute, DeviceLostError
 from lora_server.worker.coordination import Coordinator
 from lora_server.worker.schedule import Pending
 
@@ -150,6 +150,8 @@ class Shard:
         except LoraServerError as error:
             self._fail(step.connection, step.seq, error)
             return
+        except DeviceLostError:
+            raise
         except Exception as error:  # tables changed after they were checked, say: never the end of the loop
             log.exception("step failed unexpectedly", shard=self.index, step=step.header.where)
             self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error!r}"))
