@@ -76,7 +76,7 @@ class Exchange:
     ) -> None:
         self._window = window or Window(0, ((0, client.terms.spec.out_width(site)),))
         self._width = sum(end - begin for begin, end in self._window.out)
-        self._client, self._site, self._x = client, site, x
+        self._client, self.site, self._x = client, site, x
         self._by_entry, self._weights, self._decode = by_entry, weights, decode
         self._queues: dict[int, deque[Message]] = {}
         for message in messages:
@@ -122,6 +122,18 @@ class Exchange:
                 with _breaks(self._client):
                     self._push(shard, self._queues[shard].popleft())
 
+    def probe(self, handle: int) -> None:
+        """One row of zeros through one adapter at this site, on every shard that has a part of it; raises its error."""
+        placement, layer = self._client.placement, self.site.layer
+        experts = {shard: placement.experts(self.site, shard) for shard in placement.layout.stage_shards(layer)}
+        row = torch.zeros(1, dtype=torch.int64)
+        messages = [
+            Message(shard, [(handle, own[0], 0, 1)], row, None, row) for shard, own in experts.items() if len(own)
+        ]
+        x = torch.zeros_like(self._x[:1])
+        probe = self._client.start(self.site, messages, x, decode=True, window=self._window)
+        probe.finish(lambda message, delta: None)
+
     def _failure(self, link: Link, seq: int, header: ResponseHeader) -> LoraServerError:
         """What the shard answered. If chunks stay unsent, a leader's stage no longer counts alike: join anew."""
         payload = link.region.response(seq)[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]
@@ -149,7 +161,7 @@ class Exchange:
         entries, width = len(message.entries_N), self._x.shape[1]
         at = slot.request_offsets(len(message.segments), entries, flags, len(sent) * width * self._x.element_size())
         if at.end > len(memory):
-            raise ProtocolError(f"{self._site}: got a message of {at.end} bytes, expected at most {len(memory)}")
+            raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
         header = RequestHeader(
             step_class=slot.DECODE if self._decode else slot.PREFILL,
             flags=flags,
@@ -157,8 +169,8 @@ class Exchange:
             epoch=terms.epoch,
             seq=seq,
             slot=seq % link.region.layout.depth,
-            layer=self._site.layer,
-            projection=PROJECTIONS.index(self._site.projection),
+            layer=self.site.layer,
+            projection=PROJECTIONS.index(self.site.projection),
             dtype=DTYPE_CODES[self._x.dtype],
             num_rows=len(sent),
             num_entries=entries,
@@ -220,7 +232,7 @@ class Exchange:
         if self._client.observe is not None:
             self._client.observe(
                 StepTimes(
-                    self._site,
+                    self.site,
                     self._decode,
                     message.shard,
                     len(message.entries_N),

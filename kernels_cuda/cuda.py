@@ -7,6 +7,8 @@ in torch. Launches that share a workspace must follow each other on one stream.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -14,6 +16,25 @@ import torch
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.heuristics import Variant, choose
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
+
+
+class _TorchStream:
+    """torch's current stream, by the protocol with which CuPy takes those of others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pointer = int(torch.cuda.current_stream(device).cuda_stream)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+@contextmanager
+def on_torch_stream(device: torch.device) -> Iterator[None]:
+    """What CuPy launches inside goes to torch's current stream of the device."""
+    import cupy
+
+    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_TorchStream(device)):
+        yield
 
 
 class CudaKernels:
@@ -28,7 +49,6 @@ class CudaKernels:
             torch.cuda.get_device_capability(device), about["MaxSharedMemoryPerBlockOptin"]
         )
         self.grid = int(about["MultiProcessorCount"])
-        self._cupy = cupy
         with cupy.cuda.Device(device.index):
             self._module = cupy.RawModule(
                 code=read_source(), options=(STANDARD, *self.variant.defines), enable_cooperative_groups=True
@@ -50,19 +70,8 @@ class CudaKernels:
         """
         values = arguments(step, out_UO, workspace, self.variant.stages)
         function = self._functions[kernel, DTYPE_NAMES[step.rows_TK.dtype]]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        with self._cupy.cuda.Device(self.device.index), self._cupy.cuda.Stream.from_external(_Stream(stream)):
+        with on_torch_stream(self.device):
             function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self._shared_bytes)
-
-
-class _Stream:
-    """torch's stream, as CuPy takes those of others."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
 
 
 def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.cuda import on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant
 from kernels_cuda.tables import SEGMENT_INTS
 
@@ -137,7 +138,6 @@ class Router:
         import cupy
 
         self.device = device
-        self._cupy = cupy
         variant = Variant(bulk_copy=False, warps=WARPS, stages=STAGES)
         with cupy.cuda.Device(device.index):
             self._module = cupy.RawModule(code=read_source("route.cu"), options=(STANDARD, *variant.defines))
@@ -160,8 +160,7 @@ class Router:
         `counts` says, and aliases none of them. Raises ValueError for what does not fit.
         """
         values = arguments(experts_Tk, weights_Tk, slots_T, directory, num_experts, route)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        with self._cupy.cuda.Device(self.device.index), self._cupy.cuda.ExternalStream(stream, self.device.index):
+        with on_torch_stream(self.device):
             self._function((1,), (WARPS * 32,), tuple(values), shared_mem=shared_bytes(WARPS))
 
 

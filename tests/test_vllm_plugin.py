@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -236,6 +237,32 @@ def test_an_adapter_that_was_not_announced_is_an_error(served, step):
     step.receive(StepPlan("", {"b": Assigned(999, 0)}))
     step.begin(["b"], [3], [0])
     assert step.end()["b"].code == "unknown_adapter"
+
+
+@pytest.mark.parametrize("projection", ["qkv", "gate_up"])
+def test_a_bad_adapter_fails_its_requests_and_no_other(served, step, projection):
+    """The step is void for all, but the others' requests start over."""
+    load, server = served
+    good = server.held["fused"]
+    bad = dataclasses.replace(good, handle=999)
+    step.receive(StepPlan("", {"g": Assigned(good.handle, 0), "b": Assigned(999, 0)}, (bad,)))
+    step.begin(["g", "b"], [2, 2], [0, 0])
+    if projection == "qkv":
+        layer, apply = linear(served, step)
+        apply(layer, torch.randn(4, layer.in_features), layer.bias)
+    else:
+        ffn, hidden = load.spec.ffn, load.spec.hidden
+        remote = RemoteExperts(step, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
+        started = remote.start_gate_up(torch.randn(4, hidden), torch.randint(0, 8, (4, 2)), None)
+        remote.finish_gate_up(started, torch.zeros(8, 2 * ffn))
+    failures = step.end()
+    assert {name: failure.code for name, failure in failures.items()} == {"g": "retry", "b": "unknown_adapter"}
+    step.receive(StepPlan("", {"g": Assigned(good.handle, 0)}))
+    step.begin(["g"], [4], [0])
+    layer, apply = linear(served, step)
+    x = torch.randn(4, layer.in_features)
+    assert not torch.equal(apply(layer, x, layer.bias), layer(x))
+    assert step.end() == {}
 
 
 def test_rejoining_happens_in_the_background():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.kernels.timing import median_us
+from kernels_cuda.cuda import on_torch_stream
 
 BUFFER_BYTES = 4 << 30
 SOURCE = r"""
@@ -37,8 +38,7 @@ def read_gbps(device: torch.device) -> float:
     for blocks_per_sm, threads in ((2, 1024), (4, 512), (8, 256), (16, 256)):
 
         def run(grid: int = blocks_per_sm * sms, threads: int = threads) -> None:
-            stream = torch.cuda.current_stream(device).cuda_stream
-            with cupy.cuda.Device(device.index), cupy.cuda.ExternalStream(stream, device.index):
+            with on_torch_stream(device):
                 kernel((grid,), (threads,), (buffer.data_ptr(), buffer.nbytes // 16, out.data_ptr()))
 
         best = max(best, buffer.nbytes / median_us(run, device) / 1e3)

@@ -71,7 +71,10 @@ class Holder:
             self._let_go(use)
             self._fail(use, error)
         with self._lock:
+            earlier = self._uses.get(request_id)  # the next part of a streamed prompt
             self._uses[request_id] = use
+        if earlier is not None:
+            self._let_go(earlier)
         return use
 
     def _activate(self, use: Use, held: Held, prompt: Sequence[int] | None) -> None:

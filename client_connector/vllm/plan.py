@@ -11,6 +11,7 @@ from lora_server.transport.session import Held
 PLAN = "lora_server_plan"  # attribute of vLLM's SchedulerOutput
 FAILURES = "lora_server_failures"  # attribute of vLLM's ModelRunnerOutput
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
+RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
 
 
 class Assigned(NamedTuple):

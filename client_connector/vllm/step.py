@@ -23,10 +23,10 @@ from client_connector.client import Client
 from client_connector.context import Context
 from client_connector.exchange import Exchange, Window
 from client_connector.routing import Batch, Message
-from client_connector.vllm.plan import NO_PLAN, Assigned, Failure, StepPlan
+from client_connector.vllm.plan import NO_PLAN, RETRY, Assigned, Failure, StepPlan
 from client_connector.vllm.rejoin import Rejoin
 from client_connector.vllm.staging import Staging
-from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
+from lora_server.errors import AdapterError, LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.spec import Site
 from lora_server.transport.session import Held
 
@@ -37,8 +37,9 @@ log = structlog.get_logger()
 class Step:
     """One engine worker's; one thread. `active` is False where no row has an adapter: then nothing is done."""
 
-    def __init__(self, client: Client) -> None:
-        self.client, self.context = client, Context(client)
+    def __init__(self, client: Client, ready: Callable[[], bool] = lambda: False) -> None:
+        """`ready` says, without waiting, whether the server is up."""
+        self.client, self.context, self._ready = client, Context(client), ready
         self.active = False
         self._known: dict[int, Held] = {}
         self._assigned: dict[str, Assigned] = {}
@@ -103,8 +104,8 @@ class Step:
             self.client.broken = self.client.broken or ShardUnavailableError("the server was restarted")
         lost = self.client.lost()
         if lost is not None:
-            # a run that the scheduler joined is up; without one, the first step of an outage waits a little
-            up = self.client.terms.server != server
+            # a run that the scheduler joined is up; otherwise only the first step of an outage waits, and a little
+            up = self.client.terms.server != server or self._ready()
             seconds = self.client.timeout_seconds if up else 0.0 if self._rejoin.waited else OUTAGE_SECONDS
             if not self._rejoin.wait(seconds):
                 raise lost
@@ -147,7 +148,15 @@ class Step:
 
     def finish(self, exchange: Exchange, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait and add."""
-        self._guard(lambda: exchange.finish(add))
+        if not self.active:
+            return
+        try:
+            exchange.finish(add)
+        except AdapterError as error:
+            self._fail(self._assigned, error)
+            self._spare_the_innocent(exchange)
+        except LoraServerError as error:
+            self._fail(self._assigned, error)
 
     def _guard(self, action: Callable[[], Exchange | None]) -> Exchange | None:
         if not self.active:
@@ -162,3 +171,19 @@ class Step:
         self.context.batch, self.active = None, False
         log.warning("adapter rows failed", requests=len(rows), error=str(error))
         self._failures = {req_id: Failure.of(error) for req_id in rows}
+
+    def _spare_the_innocent(self, exchange: Exchange) -> None:
+        """One bad adapter voids a message for all; ask for each alone, and let the good ones' requests start over."""
+        errors: dict[int, LoraServerError] = {}
+        for held in {assigned.handle: self._known[assigned.handle] for assigned in self._assigned.values()}.values():
+            try:
+                if exchange.site in held.sites:
+                    exchange.probe(held.handle)
+            except AdapterError as error:
+                errors[held.handle] = error
+            except LoraServerError:
+                return  # the server is going away: all have failed
+        if errors:
+            for req_id, assigned in self._assigned.items():
+                own = errors.get(assigned.handle)
+                self._failures[req_id] = Failure(RETRY, "") if own is None else Failure.of(own)

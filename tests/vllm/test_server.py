@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engines import ApiServer
@@ -10,7 +14,7 @@ from engines import ApiServer
 from client_connector.directory import Directory
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
-from tests.serving import until
+from tests.serving import status, until
 from tests.workload import NEW_TOKENS
 
 
@@ -99,9 +103,37 @@ def test_a_bad_adapter_is_refused_with_the_reason(load, api, tmp_path):
     assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
 
 
-def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
-    import http.client
+def test_an_alora_that_is_not_invoked_says_so(load, api, directory, tmp_path):
+    tiny.make_adapter(load.model, tmp_path / "called", seed=34, lora_rank=3, targets="qv", invocation=[17, 18])
+    directory.add("called", str(tmp_path / "called"))
+    prompt = load.batch[0].prompt
+    code, answer = api.complete("called", prompt, NEW_TOKENS)
+    assert (code, tokens(answer)) == (200, peft(load, None, prompt))
+    assert answer["choices"][0]["stop_reason"].startswith("lora-server: base_model: not_invoked")
+    assert answer["kv_transfer_params"]["lora_server"]["answered_by"] == "base_model"
+    assert 'lora_server_requests_total{outcome="not_invoked"} 1.0' in api.request("GET", "/metrics")[1]
+    code, answer = api.complete("called", [*prompt, 17, 18], NEW_TOKENS)
+    assert tokens(answer) == peft(load, tmp_path / "called", [*prompt, 17, 18])
+    assert answer["choices"][0]["stop_reason"] is None
+    directory.remove("called")
 
+
+def test_a_shard_that_dies_is_a_500_that_names_it(load, api, server, directory):
+    """The request fails with the reason, beside it the base model answers, and after the restart all is well."""
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(api.complete, name, load.batch[0].prompt, 300) for name in ("fused", "base")]
+        until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
+        os.kill(status(server.address).shards[1].pid, signal.SIGKILL)
+        (code, answer), (base_code, base) = (one.result(120) for one in running)
+    assert code == 500 and "shard" in answer["error"]["message"], answer
+    assert (base_code, len(tokens(base))) == (200, 300)
+    until(lambda: status(server.address).ready and status(server.address).shards[1].restarts == 1, "it is back")
+    code, answer = api.complete("fused", load.batch[0].prompt, NEW_TOKENS)
+    assert (code, tokens(answer)) == (200, load.expected[0].tokens)
+    assert 'lora_server_requests_total{outcome="error"} 1.0' in api.request("GET", "/metrics")[1]
+
+
+def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
     connection = http.client.HTTPConnection(api.address, timeout=60)
     body = {"model": "fused", "prompt": load.batch[0].prompt, "max_tokens": 400, "min_tokens": 400, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})

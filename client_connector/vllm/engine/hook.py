@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from client_connector.vllm import settings
 from client_connector.vllm.holder import Holder, Use
-from client_connector.vllm.plan import FAILURES, PLAN, Failure
+from client_connector.vllm.plan import FAILURES, PLAN, RETRY, Failure
 from lora_server.errors import ConfigError
 
 HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
@@ -153,12 +153,17 @@ def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> lis
     ending = []
     for req_id, failure in failures.items():
         request = scheduler.requests.get(req_id)
-        use = holder.fail(req_id, failure)
+        use = holder.use(req_id) if failure.code == RETRY else holder.fail(req_id, failure)
         if request is None or use is None:
             continue
         void = {block for group in scheduler.kv_cache_manager.get_block_ids(req_id) for block in group}
         scheduler.kv_cache_manager.evict_blocks(void)
-        if use.falls_back:
+        if failure.code == RETRY:
+            _start_over(scheduler, request)
+        elif use.falls_back:
+            request.lora_request = None
+            request.block_hashes = []
+            request.update_block_hashes()
             _start_over(scheduler, request)
         else:
             ending.append((req_id, failure))
@@ -166,10 +171,7 @@ def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> lis
 
 
 def _start_over(scheduler: Any, request: Request) -> None:
-    """Compute the text so far anew, as the base model's: no delta stays behind in the request's KV cache."""
-    request.lora_request = None
-    request.block_hashes = []
-    request.update_block_hashes()
+    """Compute the text so far anew: nothing of a void step, or of an adapter given up, stays in its KV cache."""
     if request.status == RequestStatus.RUNNING:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.config import CUDAGraphMode
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
@@ -31,6 +32,8 @@ from lora_server.errors import (
     UnknownAdapterError,
 )
 
+# at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
+REQUESTS = Counter("lora_server_requests", "Requests that did not get their adapter's answer", ["outcome"])
 MANY = 1 << 20  # of adapters in one batch; nothing is allocated for them
 _DIRECTORY = "lora_server_directory"  # attribute of an OpenAIServingModels of ours
 Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
@@ -201,10 +204,12 @@ def _generate(original: Any) -> Callable[..., Any]:
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         async for output in original(self, *args, **kwargs):
-            for one in output.outputs:
-                flag = parse_flag(one.stop_reason) if one.finish_reason == "error" else None
-                if flag is not None:
-                    raise _raised(*flag)
+            flags = [(one, parse_flag(one.stop_reason)) for one in output.outputs]
+            for one, flag in flags:
+                if flag is not None and one.finish_reason is not None:
+                    REQUESTS.labels(flag[0] if flag[1] != "not_invoked" else flag[1]).inc()
+                    if one.finish_reason == "error":
+                        raise _raised(*flag)
             yield output
 
     return generate

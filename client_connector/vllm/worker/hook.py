@@ -42,8 +42,8 @@ class RemoteLoRAManager:
         """Joins the server; raises ServerUnavailableError, GeometryMismatchError."""
         client = Client(RemoteServer(found.address, found.transport), found.timeout_seconds)
         check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
-        self.step = Step(client)
         self._directory = Directory(found.address)
+        self.step = Step(client, self._directory.ready)
         self._ids: set[int] = set()
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
