@@ -45,6 +45,8 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.prefill
 	$(BIN)/python -m bench.coupled
 	$(BIN)/python -m bench.provision_speed
+	$(BIN)/python -m bench.kernels_cpu
+	$(BIN)/python -m bench.kernels --roofline
 
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)

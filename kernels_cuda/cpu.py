@@ -6,6 +6,8 @@ import torch
 
 from kernels_cuda.ops import Block, Step, placed
 
+FEW_ROWS = range(4, 7)  # of a segment: see bench/results/kernels_cpu-2026-11.md
+
 
 def lora_step(step: Step[Block], out_UO: torch.Tensor) -> None:
     """Semantics: see `ops`. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
@@ -59,6 +61,14 @@ def _expand(step: Step[Block], v_NR: torch.Tensor, delta_NO: torch.Tensor) -> No
         for pair, part in zip(block.pairs, parts, strict=True):
             v_nR = v_NR[first : first + num_entries, column : column + pair.a_RK.shape[0]]
             for b_oR, begin in part:
-                out_no = y_nO[:, begin : begin + b_oR.shape[0]]
-                torch.addmm(out_no, v_nR, b_oR.float().t(), beta=0, alpha=pair.scale, out=out_no)
+                _times(v_nR, b_oR.float(), pair.scale, y_nO[:, begin : begin + b_oR.shape[0]])
             column += pair.a_RK.shape[0]
+
+
+def _times(v_nR: torch.Tensor, b_oR: torch.Tensor, scale: float, y_no: torch.Tensor) -> None:
+    """y = scale * v B. From 4 rows on a GEMM repacks B; of a few, to read it again for every two costs less."""
+    num = v_nR.shape[0]
+    together = 2 if num in FEW_ROWS else max(num, 1)
+    for i in range(0, num, together):
+        out = y_no[i : i + together]
+        torch.addmm(out, v_nR[i : i + together], b_oR.t(), beta=0, alpha=scale, out=out)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import fetch_peers
+from bench import fetch_peers, kernels_cpu
 from bench.kernels import __main__ as command
 from bench.kernels import correctness, draws, floor, ours, peer_process, peers, report, roofline
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
@@ -271,3 +271,12 @@ def test_only_wanted_files_leave_a_wheel(tmp_path):
     ]
     with pytest.raises(ValueError, match="no Python file in missing/; its layout has changed"):
         fetch_peers.extract(wheel, ("missing/",), tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", kernels_cpu.LIMIT, ids=str)
+def test_the_cpu_paths_agree_with_float64(dtype):
+    """It refuses to time a path whose result is wrong; here all are right and each is timed."""
+    for site in TINY.sites:
+        rows = kernels_cpu.site_rows(TINY, site, 24, dtype, rounds=1, read_bytes=1 << 16)
+        assert {row["path"] for row in rows} >= {"step", "segments, B column-major", "adapters"} and len(rows) == 4
+        assert all(0 < row["error"] < kernels_cpu.LIMIT[dtype] and row["ms"] > 0 and row["share"] > 0 for row in rows)

@@ -33,12 +33,8 @@ class Punica:
 
     def options(self, site: Site, tokens: int) -> list[dict[str, Any]]:
         """vLLM's default (shrink 32 rows, expand 64), and smaller tiles of rows, which suit one row per segment."""
-        blocks = ((32, 64), (16, 16), (16, 32))
-        return [
-            {"block_m": {"shrink": shrink, "expand": expand}, "split_k": split}
-            for shrink, expand in blocks
-            for split in (8, 1)
-        ]
+        tried = ((32, 64, 8), (16, 16, 8), (16, 16, 1), (16, 32, 8))
+        return [{"block_m": {"shrink": m, "expand": n}, "split_k": split} for m, n, split in tried]
 
     def prepare(self, weights: PeerWeights, step: PeerStep, options: dict[str, Any]) -> Prepared:
         model, site, device = weights.model, weights.site, step.rows.device

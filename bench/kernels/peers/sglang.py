@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels.models import NUM_ADAPTERS, Site
+from bench.kernels.models import Site
 from bench.kernels.peers import PeerStep, PeerWeights, Prepared, stubs
 
 COMMON = "sglang.kernels.ops.lora.common"
@@ -32,10 +32,12 @@ class Sglang:
     about: str = "SGLang 0.5.23 grouped_lora_a/b and per_row_lora_a/b"
 
     def options(self, site: Site, tokens: int) -> list[dict[str, Any]]:
-        tiles = [{"shrink": s, "expand": e} for s, e in zip(SHRINKS, EXPANDS, strict=True)]
-        grouped = [{"family": "grouped", "block_m": block, **tile} for block in (16, 32) for tile in tiles]
-        split = [{"family": "grouped", "block_m": 16, "split_k": 4, **tile} for tile in tiles[:2]]
-        return [*({"family": "per_row", **tile} for tile in tiles), *grouped, *split]
+        """Each new tile is a compilation, which costs more than its runs: the corners, not the whole product."""
+        small, middle, large = ({"shrink": s, "expand": e} for s, e in zip(SHRINKS, EXPANDS, strict=True))
+        grouped = [{"family": "grouped", "block_m": 16, **tile} for tile in (small, middle, large)]
+        grouped.append({"family": "grouped", "block_m": 32, **middle})
+        grouped.append({"family": "grouped", "block_m": 16, "split_k": 4, **middle})
+        return [*({"family": "per_row", **tile} for tile in (small, middle)), *grouped]
 
     def prepare(self, weights: PeerWeights, step: PeerStep, options: dict[str, Any]) -> Prepared:
         site, grouped = weights.site, options["family"] == "grouped"
@@ -63,7 +65,7 @@ class Sglang:
                 step.slots_T,
                 group_ids=step.experts_Tk,
                 groups_per_slot=weights.model.num_experts,
-                max_loras=NUM_ADAPTERS if grouped else weights.num_adapters,
+                max_loras=weights.num_adapters,
                 block_size=options.get("block_m", 16),
                 view="aligned" if grouped else "raw",
                 capacity=0 if grouped else None,
