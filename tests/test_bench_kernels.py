@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -280,3 +281,17 @@ def test_the_cpu_paths_agree_with_float64(dtype):
         rows = kernels_cpu.site_rows(TINY, site, 24, dtype, rounds=1, read_bytes=1 << 16)
         assert {row["path"] for row in rows} >= {"step", "segments, B column-major", "adapters"} and len(rows) == 4
         assert all(0 < row["error"] < kernels_cpu.LIMIT[dtype] and row["ms"] > 0 and row["share"] > 0 for row in rows)
+
+
+def test_a_gpu_host_needs_nothing_but_its_own_packages():
+    """It has numpy, torch, cupy and what torch brings; kernels_cuda and bench.kernels travel."""
+    allowed = {"bench", "kernels_cuda", "numpy", "torch", "cupy", "triton", *sys.stdlib_module_names}
+    for file in sorted((ROOT / "bench" / "kernels").rglob("*.py")):
+        found = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module))
+        assert {name.split(".")[0] for name in found} <= allowed, file
+        assert all(name.startswith("bench.kernels") for name in found if name.startswith("bench")), file

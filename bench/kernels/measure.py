@@ -14,7 +14,7 @@ from bench.kernels.models import Model, Site
 from bench.kernels.timing import Flush, capture, replay_us
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.launch import DeviceStep, Workspace
-from kernels_cuda.layout import PAGE_BYTES, BlockShape, PairShape
+from kernels_cuda.layout import BlockShape, PairShape
 from kernels_cuda.routing import Router
 from kernels_cuda.tables import BlockTable
 
@@ -98,7 +98,7 @@ def overhead_us(gpu: Gpu, launches: int = 32) -> dict[str, float]:
     """
     device, width = gpu.device, 2048
     shape = BlockShape(width, (PairShape(16, 0, width, 1.0),))
-    page = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device=device)
+    page = ours.aligned_pages(1, device)
     ours.fill(page.view(ours.DTYPE), torch.Generator(device).manual_seed(SEED))
     addresses = torch.tensor([page.data_ptr()], device=device)
     table = BlockTable(1, device)
