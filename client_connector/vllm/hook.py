@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from client_connector.vllm import ACTIVE, contract, settings
-from client_connector.vllm.settings import Settings
 from client_connector.vllm.version import check_version
 
 _OURS = "_lora_server_wrapped"
@@ -34,22 +33,16 @@ def watch() -> None:
             if found is None:
                 return original(self, *args, **kwargs)
             install()
-            from client_connector.vllm.frontend.hook import configure
+            from client_connector.vllm.frontend.hook import check_parallel, configure
 
             configure(self, found)
-            return checked(original(self, *args, **kwargs), found)
+            vllm_config = original(self, *args, **kwargs)
+            check_parallel(vllm_config)
+            return vllm_config
 
         return create_engine_config
 
     wrap(EngineArgs, "create_engine_config", make)
-
-
-def checked(vllm_config: Any, found: Settings) -> Any:
-    """The config of an engine of ours; raises ConfigError for what cannot be served yet."""
-    from client_connector.vllm.frontend.hook import check_parallel
-
-    check_parallel(vllm_config)
-    return vllm_config
 
 
 def install() -> None:
@@ -74,8 +67,3 @@ def _installed() -> bool:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     return bool(getattr(Scheduler.schedule, _OURS, False))
-
-
-def environment_of(found: Settings) -> Mapping[str, Any]:
-    """What an engine's config keeps of the settings."""
-    return {settings.KEY: found.as_config()}

@@ -1,7 +1,7 @@
 """Hooks of the expert sites: vLLM's LoRA-aware experts with a remote wrapper, and experts for the CPU.
 
-vLLM has no LoRA for MoE on CPUs (it picks Triton experts), so we give it an experts class that keeps
-weights unpacked and exchanges around its GEMMs. Shapes: T tokens, k experts, N = T * k entries.
+vLLM has no LoRA for MoE on CPUs (it picks Triton experts), so we give it an experts class that
+exchanges around its GEMMs. Shapes: T tokens, k experts, N = T * k entries.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -25,15 +26,27 @@ from client_connector.vllm.step import Step
 from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec, Site
 
+PACKED_ROWS = 16
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS, as vLLM's own kernel has them
 Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
 
 class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Unquantized experts on a CPU whose GEMMs overlap with the server's. Weights [E, out, in] as loaded."""
+    """Unquantized experts on a CPU whose GEMMs overlap with the server's.
+
+    Weights are packed for vLLM's own kernel, which serves the steps without adapter rows, wherever
+    we can also read that packing; otherwise they stay [E, out, in] and are never given to it.
+    """
+
+    packed = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the layout: both GEMMs of an expert are needed one by one."""
+        """Pack, as vLLM does, where the kernel takes the shapes and `_unpacked` finds the weights again."""
+        before = layer.w13_weight[0].clone()
+        if not self._supports_grouped_gemm(self.moe_config)[0] or not _is_readable(before, self.isa):
+            return
+        super().process_weights_after_loading(layer)
+        self.packed = not self._use_zentorch
 
     def apply(
         self,
@@ -56,19 +69,25 @@ class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Push, own GEMM, wait, add; twice. Fills `output` [T, H]."""
         context = self._lora_context
         remote: Any = None if context is None else context.punica_wrapper
+        if self.packed and expert_map is None and not (remote and remote.step.active):
+            arguments = (a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta)
+            rows = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)
+            super().apply(*rows, global_num_experts, expert_map, *arguments, apply_router_weight_on_input)
+            return
+        linear = _linear_packed if self.packed else functional.linear
         top_k = topk_ids.shape[1]
         order, counts = _by_expert(topk_ids, expert_map, w1.shape[0])
 
         pending = remote.start_gate_up(hidden_states, topk_ids, expert_map) if remote else None
         hidden_NO = hidden_states.new_zeros(topk_ids.numel(), w1.shape[1])
-        _grouped(hidden_NO, hidden_states, order, counts, top_k, w1, self.w1_bias)
+        _grouped(linear, hidden_NO, hidden_states, order, counts, top_k, w1, self.w1_bias)
         if pending is not None:
             remote.finish_gate_up(pending, hidden_NO, activation == MoEActivation.SWIGLUOAI)
         act_NI = _activate(activation, hidden_NO)
 
         pending = remote.start_down(act_NI, topk_ids, topk_weights, expert_map) if remote else None
         out_NH = act_NI.new_zeros(topk_ids.numel(), w2.shape[1])
-        _grouped(out_NH, act_NI, order, counts, 1, w2, self.w2_bias)
+        _grouped(linear, out_NH, act_NI, order, counts, 1, w2, self.w2_bias)
         if not apply_router_weight_on_input:
             out_NH = out_NH * topk_weights.reshape(-1, 1).to(out_NH.dtype)
         output.copy_(out_NH.view(*topk_ids.shape, -1).sum(1))
@@ -85,7 +104,26 @@ def _by_expert(ids_Tk: torch.Tensor, expert_map: torch.Tensor | None, experts: i
     return torch.argsort(local, stable=True), counts
 
 
+def _blocks(weight_OK: torch.Tensor) -> torch.Tensor:
+    """vLLM's portable packing of one expert: [O / 16, K, 16]."""
+    return weight_OK.view(weight_OK.shape[0] // PACKED_ROWS, weight_OK.shape[1], PACKED_ROWS)
+
+
+def _is_readable(weight_OK: torch.Tensor, isa: str) -> bool:
+    """Whether that is how this vLLM packs weights of this dtype for this processor."""
+    if weight_OK.shape[0] % (2 * PACKED_ROWS):
+        return False
+    packed = cpu_prepack_moe_weight(weight_OK[None].contiguous(), isa)[0]
+    return torch.equal(_blocks(packed).transpose(1, 2).reshape(weight_OK.shape), weight_OK)
+
+
+def _linear_packed(x_NK: torch.Tensor, weight_OK: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    out_NO = torch.matmul(x_NK, _blocks(weight_OK)).transpose(0, 1).reshape(x_NK.shape[0], -1)
+    return out_NO if bias_O is None else out_NO + bias_O
+
+
 def _grouped(
+    linear: Callable[..., torch.Tensor],
     out_NO: torch.Tensor,
     x_RK: torch.Tensor,
     order_N: torch.Tensor,
@@ -100,7 +138,7 @@ def _grouped(
         if count:
             entries = order_N[first : first + count]
             bias = None if bias_EO is None else bias_EO[expert]
-            out_NO[entries] = functional.linear(x_RK[entries // entries_per_row], weight_EOK[expert], bias)
+            out_NO[entries] = linear(x_RK[entries // entries_per_row], weight_EOK[expert], bias)
             first += count
 
 
