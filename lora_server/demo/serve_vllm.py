@@ -40,7 +40,7 @@ def serve(model: Path, adapters: Path | None, port: int, flags: list[str], log: 
         print(f"  lora-server adapters add NAME DIR --server {server.address}")
         print(f'  curl http://127.0.0.1:{port}/v1/completions -H "Content-Type: application/json" -d \'')
         print(
-            f'    {{"model": "{names[0] if names else "base"}", "prompt": "w5 w6 w7", "max_tokens": 8}}\'', flush=True
+            f'    {{"model": "{names[-1] if names else "base"}", "prompt": "w5 w6 w7", "max_tokens": 8}}\'', flush=True
         )
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), *flags]
