@@ -253,8 +253,31 @@ def test_the_roofline_command_needs_no_gpu():
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert [row["site"] for row in json.loads(done.stdout)] == ["gate_up", "down"]
-    with pytest.raises(SystemExit, match="got models nothing, expected some of mixtral"):
+    with pytest.raises(SystemExit, match="--models: got nothing, expected some of mixtral"):
         command.models_of("dbrx,nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--models", "mixtral"], "--models: got mixtral, expected some of mixtral-8x7b"),
+        (["--tokens", "64,many"], "--tokens: got 'many'"),
+        (["--roofline", "--tokens", "0"], "--tokens: got '0'"),
+        (["--peers", "vllm,peft"], "--peers: got peft"),
+    ],
+)
+def test_wrong_flags_are_named_before_anything_runs(arguments, reason, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench.kernels", *arguments])
+    with pytest.raises(SystemExit, match=reason):
+        command.main()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("arguments", [["--correctness"], ["--tokens", "64"]])
+def test_without_a_gpu_it_says_so(arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench.kernels", *arguments])
+    with pytest.raises(SystemExit, match="no NVIDIA GPU here"):
+        command.main()
 
 
 def test_only_wanted_files_leave_a_wheel(tmp_path):

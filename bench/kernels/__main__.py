@@ -39,8 +39,37 @@ def models_of(names: str) -> list[Model]:
     """Raises SystemExit for a name that is none."""
     unknown = [name for name in names.split(",") if name not in MODELS]
     if unknown:
-        sys.exit(f"got models {', '.join(unknown)}, expected some of {', '.join(MODELS)}")
+        sys.exit(f"--models: got {', '.join(unknown)}, expected some of {', '.join(MODELS)}")
     return [MODELS[name] for name in names.split(",")]
+
+
+def tokens_of(counts: str) -> list[int]:
+    """Raises SystemExit for what is no batch size."""
+    wrong = [count for count in counts.split(",") if not count.isdigit() or int(count) == 0]
+    if wrong:
+        sys.exit(f"--tokens: got {', '.join(map(repr, wrong))}, expected numbers above 0 such as 64,256")
+    return [int(count) for count in counts.split(",")]
+
+
+def peers_of(names: str) -> list[str]:
+    """Raises SystemExit for a name that is none."""
+    given = [name for name in names.split(",") if name]
+    unknown = [name for name in given if name not in PEERS]
+    if unknown:
+        sys.exit(f"--peers: got {', '.join(unknown)}, expected some of {', '.join(PEERS)}")
+    return given
+
+
+def need_gpu() -> None:
+    """Raises SystemExit where there is nothing to measure on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("no NVIDIA GPU here; only --roofline and --merge run without one")
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        sys.exit("CuPy is missing: pip install lora-server[cuda]")
 
 
 def hardware() -> dict[str, Any]:
@@ -67,12 +96,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from bench.kernels import measure as ours_measure
     from bench.kernels import ours, peer_process
 
-    tokens = [int(count) for count in arguments.tokens.split(",")]
-    names = [name for name in arguments.peers.split(",") if name]
+    models, tokens, names = models_of(arguments.models), tokens_of(arguments.tokens), peers_of(arguments.peers)
+    need_gpu()
     gpu = ours_measure.Gpu(torch.device("cuda", 0))
     sites: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
-    for model in models_of(arguments.models):
+    for model in models:
         for site in model.sites:
             adapters = ours.Adapters(model, site, torch.Generator(gpu.device).manual_seed(ours_measure.SEED))
             for count in tokens:
@@ -107,14 +136,13 @@ def main() -> None:
     """Entry point."""
     arguments = parse()
     if arguments.roofline:
-        rows = roofline.table(
-            models_of(arguments.models), [int(t) for t in arguments.tokens.split(",")], arguments.gbps
-        )
+        rows = roofline.table(models_of(arguments.models), tokens_of(arguments.tokens), arguments.gbps)
         print(json.dumps(rows, indent=2) if arguments.json else report.picked(report.ROOFLINE, rows))
         return
     if arguments.correctness:
         from bench.kernels import correctness
 
+        need_gpu()
         sys.exit(correctness.main(arguments.json))
     result = merged(arguments.merge) if arguments.merge else measure(arguments)
     document = json.dumps(result, indent=2)
