@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
 from kernels_cuda.heuristics import Variant, choose
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
 
@@ -55,8 +55,8 @@ class CudaKernels:
             )
             self._shared_bytes = self.variant.shared_bytes
             self._functions = {}
-            for dtype in DTYPE_NAMES.values():
-                for kernel in ("lora_step", "shrink", "expand"):
+            for dtype in DTYPES:
+                for kernel in KERNELS:
                     function = self._module.get_function(f"{kernel}_{dtype}")
                     function.max_dynamic_shared_size_bytes = self._shared_bytes
                     self._functions[kernel, dtype] = function

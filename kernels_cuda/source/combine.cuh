@@ -42,7 +42,7 @@ struct Combine {
 #pragma unroll
             for (int i = 0; i < EACH; i++) mine += to[i] == row;
             if (!votes(mine > 0)) continue;
-            const int inclusive = sum_before(mine, lane);
+            const int inclusive = sum_through(mine, lane);
             int at = length + inclusive - mine;
 #pragma unroll
             for (int i = 0; i < EACH; i++)

@@ -1,6 +1,5 @@
 // A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for nobody else.
 #pragma once
-#include "ptx.cuh"
 #include "step.cuh"
 
 struct alignas(16) ShrinkTile { int kind, first, rows, fragments, chunk, rank, partial, flags; float scale; };

@@ -2,10 +2,8 @@
 //
 // One block, and no memory but its own: a stable radix sort of the pairs by adapter * experts + expert, four bits at a
 // time. Its cost grows with the pairs and with the bits of the largest key, not with the number of buckets.
-#include "ptx.cuh"
+#include "warp.cuh"
 
-constexpr int LANES = 32;
-constexpr int THREADS = WARPS * LANES;
 constexpr int PAIR_BITS = 13;
 constexpr int MAX_PAIRS = 1 << PAIR_BITS;
 constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
@@ -35,11 +33,7 @@ DEVICE int place(int i) { return i + i / LANES; }
 // The sum of the values of all threads before this one; all threads call it.
 DEVICE int sum_before(int value, int* totals, int& all) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    int inclusive = value;
-    for (int by = 1; by < LANES; by *= 2) {
-        const int other = shuffle_up(inclusive, by);
-        if (lane >= by) inclusive += other;
-    }
+    const int inclusive = sum_through(value, lane);
     if (lane == LANES - 1) totals[warp] = inclusive;
     sync_block();
     int earlier = 0;

@@ -1,9 +1,8 @@
 // One step: its arguments, its jobs, and which warp does which. Legend: N entries, K input columns, R lora rank.
 // Mirrored by kernels_cuda/layout.py (tiles), tables.py (blocks, segments) and launch.py (the argument list).
 #pragma once
+#include "warp.cuh"
 
-constexpr int LANES = 32;
-constexpr int THREADS = WARPS * LANES;
 constexpr int FRAGMENT_BYTES = 512;    // 16 x 16 weights, in the order in which the lanes of an MMA hold them
 constexpr int TILE_BYTES = 8192;       // at most 16 fragments
 constexpr int PAGE_TILES = 256;        // 2 MiB
@@ -95,14 +94,6 @@ DEVICE Jobs jobs_of(const Args& a, int segment) {
     return {row_blocks(s) * block.groups * Depth(a).partials, row_blocks(s) * expand_tiles(a, block)};
 }
 
-DEVICE int sum_before(int value, int lane) {  // of the lanes up to this one
-    for (int by = 1; by < LANES; by *= 2) {
-        const int other = shuffle_up(value, by);
-        if (lane >= by) value += other;
-    }
-    return value;
-}
-
 // Jobs up to the end of each thread's share of the segments; the last entry is the total. All threads of a block
 // call it.
 DEVICE void count_jobs(const Args& a, int* shrink_through, int* expand_through) {
@@ -115,7 +106,7 @@ DEVICE void count_jobs(const Args& a, int* shrink_through, int* expand_through) 
         const Jobs jobs = jobs_of(a, thread * share + i);
         shrink += jobs.shrink, expand += jobs.expand;
     }
-    shrink = sum_before(shrink, lane), expand = sum_before(expand, lane);
+    shrink = sum_through(shrink, lane), expand = sum_through(expand, lane);
     shrink_through[thread] = shrink, expand_through[thread] = expand;
     sync_block();
     for (int w = 1; w <= warp; w++)
@@ -133,7 +124,7 @@ DEVICE void find_job(const Args& a, bool shrink, const int* through, int job, in
     local = thread == 0 ? job : job - through[thread - 1];
     for (segment = thread * share;; segment += LANES) {
         const Jobs jobs = segment + lane < num ? jobs_of(a, segment + lane) : Jobs{0, 0};
-        const int mine = shrink ? jobs.shrink : jobs.expand, inclusive = sum_before(mine, lane);
+        const int mine = shrink ? jobs.shrink : jobs.expand, inclusive = sum_through(mine, lane);
         const unsigned beyond = votes(inclusive > local);
         if (beyond) {
             const int found = first_bit(beyond);

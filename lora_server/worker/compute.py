@@ -118,7 +118,7 @@ class DeviceCompute(Compute):
 
     def _step(self, request: Request, segments: Sequence[Segment[Packed]], rows_TK: torch.Tensor) -> DeviceStep:
         header = request.header
-        counts = torch.tensor([len(segments), header.num_entries, header.num_out_rows, 0], dtype=torch.int32)
+        counts = torch.tensor([len(segments), header.num_entries, header.num_out_rows], dtype=torch.int32)
         weights = None if request.weights_N is None else request.weights_N.view(torch.int32)
         tables = self._staging.send((counts, segment_table(segments), request.in_map_N, request.out_map_N, weights))
         counts_on_device, segments_on_device, in_map, out_map, weights_on_device = tables

@@ -12,10 +12,9 @@ import torch
 
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.transport.twin import TORCH_DTYPES
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
-
-TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

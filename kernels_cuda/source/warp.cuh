@@ -1,0 +1,15 @@
+// What the threads of a block are, and sums over them.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int LANES = 32;
+constexpr int THREADS = WARPS * LANES;
+
+// The sum of a warp's values up to this lane's own; all lanes call it.
+DEVICE int sum_through(int value, int lane) {
+    for (int by = 1; by < LANES; by *= 2) {
+        const int other = shuffle_up(value, by);
+        if (lane >= by) value += other;
+    }
+    return value;
+}
