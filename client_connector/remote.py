@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import grpc
 import tenacity
 import zmq
+from typing_extensions import override
 
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
 from lora_server.transport.connect import check_transport, connect
-from lora_server.transport.session import Held, Session, Terms
+from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire import messages
@@ -28,15 +29,16 @@ JOIN_SECONDS = 30.0
 CALL_SECONDS = 10.0
 
 
-class RemoteServer:
-    """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS. Implements transport.session.Server."""
+class RemoteServer(Server):
+    """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS."""
 
     def __init__(self, address: str, transport: str = "auto", links: bool = True, device: str = "cpu") -> None:
         """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are."""
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
 
+    @override
     def join(self, seconds: float = JOIN_SECONDS) -> Session:
-        """See transport.session.Server; tries until all shards are up."""
+        """Tries until all shards are up."""
         retry = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type((ServerUnavailableError, ShardUnavailableError, LeaseError)),
             stop=tenacity.stop_after_delay(seconds),
@@ -102,8 +104,8 @@ class RemoteSession(Session):
                     self._lost = LeaseError(f"client {self.terms.client}: no heartbeat got through: {error}")
                     return
 
+    @override
     def acquire(self, names: Sequence[str]) -> list[Held]:
-        """See Session."""
         request = pb.AcquireRequest(client=self.terms.client, epoch=self.terms.epoch, names=names)
         try:
             reply = call(self._clients.Acquire, request, server=self._server.address, seconds=CALL_SECONDS)
@@ -112,16 +114,17 @@ class RemoteSession(Session):
             raise
         return [_held(one) for one in reply.adapters]
 
+    @override
     def release(self, handles: Sequence[int]) -> None:
-        """See Session. A lease that is gone holds nothing."""
+        """A lease that is gone holds nothing."""
         request = pb.ReleaseRequest(client=self.terms.client, epoch=self.terms.epoch, handles=handles)
         try:
             call(self._clients.Release, request, server=self._server.address, seconds=CALL_SECONDS)
         except (LeaseError, ServerUnavailableError) as error:
             self._lost = self._lost or error
 
+    @override
     def prefetch(self, handles: Sequence[int]) -> None:
-        """See Session."""
         message = messages.encode(Prefetch(list(handles)))
         with self._prefetch_lock:
             try:
@@ -129,13 +132,13 @@ class RemoteSession(Session):
             except zmq.Again:
                 return  # a hint: the step itself asks again
 
+    @override
     def check(self) -> None:
-        """See Session."""
         if self._lost is not None:
             raise LeaseError(str(self._lost))
 
+    @override
     def leave(self) -> None:
-        """See Session."""
         if self._left.is_set():
             return
         request = pb.LeaveRequest(client=self.terms.client, epoch=self.terms.epoch)

@@ -58,7 +58,7 @@ class Layout:
         return range(first, first + self.ep)
 
 
-def block(total: int, parts: int, index: int) -> range:
+def share(total: int, parts: int, index: int) -> range:
     """The index-th of `parts` contiguous blocks of range(total); the first total mod parts are one longer."""
     size, longer = divmod(total, parts)
     first = index * size + min(index, longer)
@@ -89,7 +89,7 @@ class Placement:
             return range(0)
         if self.spec.is_dense(site):
             return range(int(self._dense_owner[site] == shard))
-        return block(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
+        return share(self.spec.experts, self.layout.ep, self.layout.ep_rank(shard))
 
     def owner(self, site: Site, expert: int = 0) -> int:
         """The one shard that owns `expert` of `site`; raises IndexError outside the model."""

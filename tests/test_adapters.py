@@ -160,11 +160,11 @@ def test_pairs_of_separate_gate_and_up_have_their_own_rank_and_scale(tmp_path):
         alpha_pattern={f"{MIXTRAL}.3.w3": 20},
     )  # fmt: skip
     with open_adapter(tmp_path, spec_of("mixtral")) as adapter:
-        gate, up = adapter.pairs(Site(1, "gate_up"), 3)
+        gate, up = adapter.parts(Site(1, "gate_up"), 3)
         assert (gate.lora_rank, gate.scale, gate.out_begin, gate.out_end) == (2, 4.0, 0, 96)
         assert (up.lora_rank, up.scale, up.out_begin, up.out_end) == (5, 4.0, 96, 192)
-        assert [pair.lora_rank for pair in adapter.pairs(Site(0, "gate_up"), 6)] == [1, 4]
-        assert [pair.lora_rank for pair in adapter.pairs(Site(0, "down"), 6)] == [1]
+        assert [part.lora_rank for part in adapter.parts(Site(0, "gate_up"), 6)] == [1, 4]
+        assert [part.lora_rank for part in adapter.parts(Site(0, "down"), 6)] == [1]
         assert adapter.lora_rank == 5
     merged = tiny.apply_literal(model_of("mixtral"), tmp_path)
     for (site, expert), delta in canonical(tmp_path, "mixtral").items():
@@ -215,7 +215,7 @@ def test_what_is_not_mentioned_has_no_delta(tmp_path):
         assert adapter.sites() == (Site(1, "down"),)
         assert adapter.experts(Site(1, "down")) == (2,)
         assert adapter.experts(Site(0, "qkv")) == ()
-        assert adapter.pairs(Site(1, "down"), 1) == () and adapter.read(Site(1, "down"), 1) == []
+        assert adapter.parts(Site(1, "down"), 1) == () and adapter.read(Site(1, "down"), 1) == []
         assert adapter.warnings == ()
 
 
@@ -245,7 +245,7 @@ def test_a_layer_without_experts_in_a_moe_model(tmp_path):
     with open_adapter(tmp_path, spec) as adapter:
         assert adapter.sites() == (Site(1, "gate_up"), Site(1, "down"))
         assert adapter.experts(Site(1, "down")) == (0,)
-        assert [pair.out_begin for pair in adapter.pairs(Site(1, "gate_up"), 0)] == [0, 80]
+        assert [part.out_begin for part in adapter.parts(Site(1, "gate_up"), 0)] == [0, 80]
 
 
 def test_reads_from_several_threads_agree(tmp_path):

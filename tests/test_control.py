@@ -128,19 +128,19 @@ def test_silent_leases_expire_and_renewed_ones_do_not():
     assert expired == [silent]
 
 
-def hello(shard, pid=1):
-    return ShardHandle(pb.Hello(shard=shard, pid=pid))
+def handle_of(shard, pid=1):
+    return ShardHandle(pb.Registration(shard=shard, pid=pid))
 
 
 def test_the_table_knows_who_is_missing():
     table = ShardTable(Layout(2, 1), "independent")
     with pytest.raises(ServerUnavailableError, match=r"\[0, 1\] of ep2-pp1 are not up"):
         table.require_up()
-    first = hello(0)
+    first = handle_of(0)
     table.arrive(first)
     with pytest.raises(ConfigError, match="pid 1 of node 0; is a node rank used twice"):
-        table.arrive(hello(0, pid=2))
-    table.arrive(hello(1))
+        table.arrive(handle_of(0, pid=2))
+    table.arrive(handle_of(1))
     assert sorted(table.require_up()) == [0, 1]
     pending = first.send(pb.ShardCommand(drop=1))
     assert table.depart(first)
@@ -151,9 +151,9 @@ def test_the_table_knows_who_is_missing():
 
 def test_a_leader_without_followers_is_not_up():
     table = ShardTable(Layout(2, 1), "leader")
-    leader = hello(0)
+    leader = handle_of(0)
     table.arrive(leader)
-    table.arrive(hello(1))
+    table.arrive(handle_of(1))
     assert table.missing() == [0]
     table.update(leader, pb.ShardStats(followers=1))
     assert table.missing() == []
@@ -162,7 +162,7 @@ def test_a_leader_without_followers_is_not_up():
 def test_a_command_that_is_never_answered_has_a_deadline():
     began = time.monotonic()
     with pytest.raises(ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
-        wait_all([hello(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
+        wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
     assert time.monotonic() - began < 5
 
 

@@ -7,14 +7,14 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_shard import LOADED, Client, healthy, make_rig
 from test_transport import eventually
-from test_worker import LOADED, Client, healthy, make_rig
 
+from lora_server.shard.coordination import Follower, Independent, Leader
+from lora_server.shard.schedule import PATIENCE, DecodeFirst, PendingStep
 from lora_server.transport.base import Connection
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
-from lora_server.worker.coordination import Follower, Independent, Leader
-from lora_server.worker.schedule import PATIENCE, DecodeFirst, Pending
 
 
 class Peer(Connection):
@@ -29,7 +29,7 @@ class Peer(Connection):
 
 def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
     header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class, budget_us=60_000_000)
-    return Pending(Peer(client, epoch), seq, header, received, 0, blocked=blocked)
+    return PendingStep(Peer(client, epoch), seq, header, received, 0, blocked=blocked)
 
 
 ARRIVALS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=60)

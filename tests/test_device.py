@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_shard import Client
 from test_store import Done, source_of, spec_of
-from test_worker import Client
 from workload import workload
 
 from client_connector.transformers import attach

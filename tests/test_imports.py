@@ -97,7 +97,7 @@ def loaded_by(statement):
     return set(done.stdout.splitlines()[-1].split())
 
 
-SERVER = ["lora_server.control", "lora_server.daemon", "lora_server.worker", "lora_server.memory", "lora_server.cli"]
+SERVER = ["lora_server.control", "lora_server.daemon", "lora_server.shard", "lora_server.memory", "lora_server.cli"]
 HEAVY = ["torch", "transformers", "grpc"]
 CHEAP = [
     ("import client_connector", [*SERVER, *HEAVY, "typer", "pydantic"]),

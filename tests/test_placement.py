@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lora_server import spec
 from lora_server.errors import ConfigError
-from lora_server.placement import Layout, Placement, block
+from lora_server.placement import Layout, Placement, share
 
 
 @st.composite
@@ -65,7 +65,7 @@ def test_layers_are_interleaved_over_stages(placement: Placement):
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_blocks_partition_the_range(total: int, parts: int):
-    blocks = [block(total, parts, index) for index in range(parts)]
+    blocks = [share(total, parts, index) for index in range(parts)]
     assert [item for part in blocks for item in part] == list(range(total))
 
 

@@ -15,7 +15,7 @@ from client_connector.client import Client
 from client_connector.routing import Batch, in_step, route_dense, route_experts
 from lora_server.adapters import open_adapter
 from lora_server.daemon.inproc import InprocServer
-from lora_server.placement import Layout, Placement, block
+from lora_server.placement import Layout, Placement, share
 from lora_server.spec import Site
 from lora_server.transport.session import Held
 
@@ -90,7 +90,7 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
     generator, absent = torch.Generator().manual_seed(seed), data.draw(st.sampled_from([0, 0, 2]))
     scores = torch.rand(len(held_T), experts + absent, generator=generator)
     experts_Tk = scores.topk(top_k, dim=1).indices  # ids of `experts` and more mean "not here"
-    owners = [3 + rank for rank in range(ep) for _ in block(experts, ep, rank)]
+    owners = [3 + rank for rank in range(ep) for _ in share(experts, ep, rank)]
     handle_of, part = wanted_rows(held_T, keep_T, SITE), whole.at(SITE)
     messages = route_experts(part, experts_Tk, torch.tensor(owners), max_entries) if part else []
     seen, homes = Counter(), {}

@@ -3,12 +3,12 @@
 files     directories, bounded reads       header     safetensors headers
 config    adapter_config.json              settings   what it says about the delta
 patterns  rank_pattern, alpha_pattern      selection  which modules it selects
-keys      tensor names -> site, expert     blocks     pairs of tensors, checked shapes
+keys      tensor names -> site, expert     parts      pairs of tensors, checked shapes
 adapter   what users hold                  refusal    the one form of error
 """
 
 from lora_server.adapters.adapter import Adapter, open_adapter, validate_adapter
-from lora_server.adapters.blocks import Pair
 from lora_server.adapters.files import find_adapters
+from lora_server.adapters.parts import Part
 
-__all__ = ["Adapter", "Pair", "find_adapters", "open_adapter", "validate_adapter"]
+__all__ = ["Adapter", "Part", "find_adapters", "open_adapter", "validate_adapter"]

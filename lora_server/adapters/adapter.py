@@ -8,11 +8,11 @@ from types import TracebackType
 
 import torch
 
-from lora_server.adapters.blocks import Block, Pair, collect
 from lora_server.adapters.config import CONFIG, parse_config
 from lora_server.adapters.files import WeightFiles, read_json_file
 from lora_server.adapters.header import ITEM_BYTES, TensorEntry
 from lora_server.adapters.keys import Form
+from lora_server.adapters.parts import Part, StoredPart, collect
 from lora_server.adapters.refusal import refusal
 from lora_server.adapters.settings import LoraSettings
 from lora_server.errors import AdapterFormatError
@@ -38,12 +38,12 @@ class Adapter:
         self._meaning = settings.digest()
         # equal stamps on one host mean that nobody touched the files since, and that they mean the same
         self.stamp = f"{self._meaning.hex()[:16]}/{files.stamp()}"
-        self._blocks = collect(files.entries, spec, settings)
+        self._parts = collect(files.entries, spec, settings)
         self._last_fused: tuple[str, torch.Tensor] | None = None
-        blocks = [(site, block) for site, experts in self._blocks.items() for of in experts.values() for block in of]
-        self.lora_rank: int = max(block.pair.lora_rank for _, block in blocks)
-        self.nbytes: int = sum(block.num_bytes(spec.in_width(site)) for site, block in blocks)
-        modules = (block.target.module for _, block in blocks if block.target.form is Form.MATRIX)
+        parts = [(site, stored) for site, experts in self._parts.items() for of in experts.values() for stored in of]
+        self.lora_rank: int = max(stored.part.lora_rank for _, stored in parts)
+        self.nbytes: int = sum(stored.num_bytes(spec.in_width(site)) for site, stored in parts)
+        modules = (stored.target.module for _, stored in parts if stored.target.form is Form.MATRIX)
         self.warnings: tuple[str, ...] = (
             *settings.warnings,
             *settings.selection.warnings(modules),
@@ -53,54 +53,54 @@ class Adapter:
 
     def sites(self) -> tuple[Site, ...]:
         """The sites that have any delta, by layer and then in the order of PROJECTIONS."""
-        return tuple(self._blocks)
+        return tuple(self._parts)
 
     def experts(self, site: Site) -> tuple[int, ...]:
         """The experts of a site that have a delta, sorted; (0,) for a dense site that has one."""
-        return tuple(self._blocks.get(site, ()))
+        return tuple(self._parts.get(site, ()))
 
-    def pairs(self, site: Site, expert: int) -> tuple[Pair, ...]:
+    def parts(self, site: Site, expert: int) -> tuple[Part, ...]:
         """What `read` would return without the tensors; () where there is no delta."""
-        return tuple(block.pair for block in self._blocks.get(site, {}).get(expert, ()))
+        return tuple(stored.part for stored in self._parts.get(site, {}).get(expert, ()))
 
-    def read(self, site: Site, expert: int) -> list[tuple[Pair, torch.Tensor, torch.Tensor]]:
-        """Per pair, by out_begin: A [r, in] and B [out_end - out_begin, r], contiguous copies in the file's dtype.
+    def read(self, site: Site, expert: int) -> list[tuple[Part, torch.Tensor, torch.Tensor]]:
+        """Per part, by out_begin: A [r, in] and B [out_end - out_begin, r], contiguous copies in the file's dtype.
 
         Rows of B are in canonical order ([gate | up], [q | k | v]). Raises AdapterFormatError where
         the file has become shorter since it was opened.
         """
-        blocks = self._blocks.get(site, {}).get(expert, ())
+        parts = self._parts.get(site, {}).get(expert, ())
         try:
-            return [(block.pair, self._read_a(block, expert), self._read_b(block, expert)) for block in blocks]
+            return [(stored.part, self._read_a(stored, expert), self._read_b(stored, expert)) for stored in parts]
         except AdapterFormatError as error:
             raise AdapterFormatError(f"adapter {self.path}: {error}") from None
 
-    def _read_a(self, block: Block, expert: int) -> torch.Tensor:
-        shape = (block.pair.lora_rank, self._spec.in_width(block.target.site))
-        return self._slice(block.a, expert if _is_per_expert(block, block.a) else 0, shape)
+    def _read_a(self, stored: StoredPart, expert: int) -> torch.Tensor:
+        shape = (stored.part.lora_rank, self._spec.in_width(stored.target.site))
+        return self._slice(stored.a, expert if _is_per_expert(stored, stored.a) else 0, shape)
 
-    def _read_b(self, block: Block, expert: int) -> torch.Tensor:
-        shape = (block.pair.out_end - block.pair.out_begin, block.pair.lora_rank)
-        if block.target.form is Form.FLAT:
-            b = self._fused_b(block)[expert]
+    def _read_b(self, stored: StoredPart, expert: int) -> torch.Tensor:
+        shape = (stored.part.out_end - stored.part.out_begin, stored.part.lora_rank)
+        if stored.target.form is Form.FLAT:
+            b = self._fused_b(stored)[expert]
         else:
-            b = self._slice(block.b, expert if _is_per_expert(block, block.b) else 0, shape)
-        if self._spec.interleaved_gate_up and block.target.section == "gate_up":
+            b = self._slice(stored.b, expert if _is_per_expert(stored, stored.b) else 0, shape)
+        if self._spec.interleaved_gate_up and stored.target.section == "gate_up":
             b = torch.cat((b[0::2], b[1::2]))
-        return b.clone() if block.target.form is Form.FLAT else b
+        return b.clone() if stored.target.form is Form.FLAT else b
 
     def _slice(self, entry: TensorEntry, index: int, shape: tuple[int, int]) -> torch.Tensor:
         """Matrix `index` of consecutive matrices of one shape."""
         num_bytes = shape[0] * shape[1] * ITEM_BYTES[entry.dtype]
         return _tensor(self._files.read(entry, index * num_bytes, (index + 1) * num_bytes), entry).view(shape)
 
-    def _fused_b(self, block: Block) -> torch.Tensor:
-        """B [E, out, r] of a fused block, whose file has column j*E+e for column j of expert e."""
+    def _fused_b(self, stored: StoredPart) -> torch.Tensor:
+        """B [E, out, r] of a fused tensor, whose file has column j*E+e for column j of expert e."""
         last = self._last_fused
-        if last is None or last[0] != block.b.name:
-            num_experts = self._spec.experts_at(block.target.site)
-            b = _tensor(self._files.read(block.b), block.b).view(-1, block.pair.lora_rank, num_experts)
-            last = self._last_fused = (block.b.name, b.permute(2, 0, 1).contiguous())
+        if last is None or last[0] != stored.b.name:
+            num_experts = self._spec.experts_at(stored.target.site)
+            b = _tensor(self._files.read(stored.b), stored.b).view(-1, stored.part.lora_rank, num_experts)
+            last = self._last_fused = (stored.b.name, b.permute(2, 0, 1).contiguous())
         return last[1]
 
     def version(self) -> str:
@@ -166,8 +166,8 @@ def _tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:
     return torch.frombuffer(data, dtype=_DTYPES[entry.dtype])
 
 
-def _is_per_expert(block: Block, entry: TensorEntry) -> bool:
-    return block.target.form is Form.FLAT or (block.target.form is Form.STACKED and entry.shape[0] > 1)
+def _is_per_expert(stored: StoredPart, entry: TensorEntry) -> bool:
+    return stored.target.form is Form.FLAT or (stored.target.form is Form.STACKED and entry.shape[0] > 1)
 
 
 def _base_warning(settings: LoraSettings, spec: ModelSpec) -> list[str]:

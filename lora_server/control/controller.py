@@ -14,7 +14,7 @@ import structlog
 from lora_server.adapters import validate_adapter
 from lora_server.control.leases import ClientLease, Leases
 from lora_server.control.registry import Record, Registry, check_name
-from lora_server.control.shards import Pending, ShardHandle, ShardTable, wait_all
+from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import AdapterError, AdapterFormatError, ConfigError, LoraServerError, ShardUnavailableError
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Settings:
+class Agreement:
     """What all nodes of one server must share."""
 
     spec: ModelSpec
@@ -34,7 +34,7 @@ class Settings:
     coordination: str
     max_step_rows: int
 
-    def agreement(self) -> str:
+    def digest(self) -> str:
         """A digest that shards show when they register."""
         parts = (self.spec.fingerprint(), self.layout, self.dtype, self.coordination, self.max_step_rows)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -60,10 +60,10 @@ def local_path(uri: str) -> Path:
 class Controller:
     """Thread-safe. `adapters_registered` turns true once the start-up directory is listed."""
 
-    def __init__(self, settings: Settings, leases: Leases | None = None) -> None:
-        self.settings = settings
-        self.placement = Placement(settings.spec, settings.layout)
-        self.shards = ShardTable(settings.layout, settings.coordination)
+    def __init__(self, agreement: Agreement, leases: Leases | None = None) -> None:
+        self.agreement = agreement
+        self.placement = Placement(agreement.spec, agreement.layout)
+        self.shards = ShardTable(agreement.layout, agreement.coordination)
         self.leases = leases or Leases()
         self.registry = Registry()
         self.adapters_registered = threading.Event()
@@ -72,14 +72,14 @@ class Controller:
 
     # -- adapters
 
-    def register(self, name: str, uri: str) -> tuple[Record, list[Pending], bool]:
+    def register(self, name: str, uri: str) -> tuple[Record, list[PendingCommand], bool]:
         """Validate and list an adapter, and tell every live shard to load it; True if it is new.
 
         May read the whole file. Shards that register later are told then.
         """
         path = local_path(uri)
         check_name(name)
-        adapter, version = validate_adapter(path, self.settings.spec)
+        adapter, version = validate_adapter(path, self.agreement.spec)
         with adapter:
             record = Record(
                 name=name,
@@ -113,14 +113,14 @@ class Controller:
                     self.registry.refused[name] = str(error)
         self.adapters_registered.set()
 
-    def _load_on(self, handle: ShardHandle, record: Record) -> Pending:
+    def _load_on(self, handle: ShardHandle, record: Record) -> PendingCommand:
         def loaded(error: LoraServerError | None) -> None:
             if error is None:
-                record.loaded.add(handle.hello.shard)
+                record.loaded.add(handle.shard)
                 record.error = ""
             elif record.listed and not isinstance(error, ShardUnavailableError):  # a successor loads it again
                 record.error = str(error)
-                log.error("adapter failed to load", name=record.name, shard=handle.hello.shard, error=str(error))
+                log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
 
         load = pb.Load(handle=record.handle, path=record.path, version=record.version, stamp=record.stamp)
         return handle.send(pb.ShardCommand(load=load), loaded)
@@ -172,7 +172,7 @@ class Controller:
 
     def resident_layers(self, record: Record) -> int:
         """Layers that all their shards have."""
-        layout, total = self.settings.layout, 0
+        layout, total = self.agreement.layout, 0
         for stage in range(layout.pp):
             owning = [s for s in layout.stage_shards(stage) if self.placement.layers(s)]
             total += min((record.layers.get(shard, 0) for shard in owning), default=0)
@@ -230,42 +230,47 @@ class Controller:
 
     # -- shards
 
-    def shard_arrived(self, hello: pb.Hello) -> ShardHandle:
+    def shard_arrived(self, registration: pb.Registration) -> ShardHandle:
         """A shard process registered: give it what all must have. Raises ConfigError if it disagrees."""
-        layout = self.settings.layout
-        if hello.agreement != self.settings.agreement() or hello.shard >= layout.num_shards:
+        layout = self.agreement.layout
+        if registration.agreement != self.agreement.digest() or registration.shard >= layout.num_shards:
             raise ConfigError(
-                f"shard {hello.shard} of node {hello.node}: started with other settings than the controller's "
-                f"({self.settings.describe()}); start every node with the same model and flags"
+                f"shard {registration.shard} of node {registration.node}: started with other settings than "
+                f"the controller's ({self.agreement.describe()}); start every node with the same model and flags"
             )
-        handle = ShardHandle(hello)
+        handle = ShardHandle(registration)
         with self._lock:
             self.shards.arrive(handle)  # first: one that is turned away must not touch what the live one has
             for record in self.registry.records():
-                record.layers.pop(hello.shard, None)
-                record.loaded.discard(hello.shard)
+                record.layers.pop(registration.shard, None)
+                record.loaded.discard(registration.shard)
                 self._load_on(handle, record)
-        if self.settings.coordination == "leader":
+        if self.agreement.coordination == "leader":
             self._introduce(handle)
-        log.info("shard up", shard=hello.shard, node=hello.node, pid=hello.pid)
+        log.info("shard up", shard=registration.shard, node=registration.node, pid=registration.pid)
         return handle
 
     def _introduce(self, arrived: ShardHandle) -> None:
         """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""
-        layout, shard = self.settings.layout, arrived.hello.shard
+        layout, shard = self.agreement.layout, arrived.shard
         leader_index = layout.stage(shard) * layout.ep
         stage = {s: h for s, h in self.shards.live().items() if layout.stage(s) == layout.stage(shard)}
         leader = stage.pop(leader_index, None)
         if leader is None:
             return
         for follower in stage.values() if shard == leader_index else [arrived]:
-            follower.send(pb.ShardCommand(follow=leader.hello.order_address))
+            follower.send(pb.ShardCommand(follow=leader.registration.order_address))
 
     def shard_departed(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""
         if self.shards.depart(handle):
             level = log.info if self.shards.closed else log.error
-            level("shard lost", shard=handle.hello.shard, node=handle.hello.node, pid=handle.hello.pid)
+            level(
+                "shard lost",
+                shard=handle.shard,
+                node=handle.node,
+                pid=handle.pid,
+            )
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""

@@ -11,6 +11,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from typing_extensions import override
 
 from lora_server.control.controller import Controller
 from lora_server.control.registry import Record
@@ -45,7 +46,7 @@ def _guard(method: Callable[[Any, Any, grpc.ServicerContext], _T]) -> Callable[[
 
 
 class AdaptersService(rpc.AdaptersServicer):
-    """See the proto."""
+    """The RPCs of this service, as the proto describes them."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -58,7 +59,7 @@ class AdaptersService(rpc.AdaptersServicer):
             uri=record.path,
             lora_rank=record.lora_rank,
             bytes=record.nbytes,
-            state=record.state(self._controller.settings.layout.num_shards),
+            state=record.state(self._controller.agreement.layout.num_shards),
             resident_layers=self._controller.resident_layers(record),
             warnings=record.warnings,
             error=record.error,
@@ -66,82 +67,82 @@ class AdaptersService(rpc.AdaptersServicer):
             invocation=_invocation(record),
         )
 
+    @override
     @_guard
-    def Add(self, request: pb.AddAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:  # noqa: N802
-        """See the proto."""
+    def Add(self, request: pb.AddAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
         seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
         return self._message(self._controller.add(request.name, request.uri, seconds))
 
+    @override
     @_guard
-    def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:  # noqa: N802
-        """See the proto."""
+    def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:
         return pb.ListAdaptersReply(adapters=[self._message(*record) for record in self._controller.records()])
 
+    @override
     @_guard
-    def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:  # noqa: N802
-        """See the proto."""
+    def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
         return self._message(*self._controller.record(request.name))
 
+    @override
     @_guard
-    def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:  # noqa: N802
-        """See the proto."""
+    def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:
         return pb.RemoveAdapterReply(holders=self._controller.remove(request.name))
 
 
 class ClientsService(rpc.ClientsServicer):
-    """See the proto."""
+    """The RPCs of this service, as the proto describes them."""
 
     def __init__(self, controller: Controller, prefetch_address: str) -> None:
         self._controller, self._prefetch_address = controller, prefetch_address
 
+    @override
     @_guard
-    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:  # noqa: N802
-        """See the proto."""
+    def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:
         lease, live = self._controller.join(request.instance)
-        settings = self._controller.settings
+        agreement = self._controller.agreement
         return pb.Lease(
             client=lease.client,
             epoch=lease.epoch,
             key=lease.key,
             lease_seconds=self._controller.leases.seconds,
-            spec_json=settings.spec.to_json(),
-            layout=str(settings.layout),
-            dtype=settings.dtype,
-            coordination=settings.coordination,
-            max_step_rows=settings.max_step_rows,
-            endpoints=[handle.hello.endpoint for handle in live.values()],
+            spec_json=agreement.spec.to_json(),
+            layout=str(agreement.layout),
+            dtype=agreement.dtype,
+            coordination=agreement.coordination,
+            max_step_rows=agreement.max_step_rows,
+            endpoints=[handle.registration.endpoint for handle in live.values()],
             prefetch_address=self._prefetch_address,
             server=self._controller.run,
         )
 
+    @override
     @_guard
-    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:  # noqa: N802
-        """See the proto."""
+    def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
         self._controller.leases.renew(request.client, request.epoch)
         return pb.HeartbeatReply()
 
+    @override
     @_guard
-    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:  # noqa: N802
-        """See the proto."""
+    def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
         self._controller.end_lease(request.client, request.epoch)
         return pb.LeaveReply()
 
+    @override
     @_guard
-    def Placement(self, request: pb.PlacementRequest, context: grpc.ServicerContext) -> pb.PlacementReply:  # noqa: N802
-        """See the proto."""
-        settings, live = self._controller.settings, self._controller.shards.live()
-        endpoints = [handle.hello.endpoint for handle in live.values()]
-        return pb.PlacementReply(spec_json=settings.spec.to_json(), layout=str(settings.layout), endpoints=endpoints)
+    def Placement(self, request: pb.PlacementRequest, context: grpc.ServicerContext) -> pb.PlacementReply:
+        agreement, live = self._controller.agreement, self._controller.shards.live()
+        endpoints = [handle.registration.endpoint for handle in live.values()]
+        return pb.PlacementReply(spec_json=agreement.spec.to_json(), layout=str(agreement.layout), endpoints=endpoints)
 
+    @override
     @_guard
-    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:  # noqa: N802
-        """See the proto."""
+    def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
         records = self._controller.acquire(request.client, request.epoch, list(request.names))
         return pb.AcquireReply(adapters=[_held(record) for record in records])
 
+    @override
     @_guard
-    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:  # noqa: N802
-        """See the proto."""
+    def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
         self._controller.release(request.client, request.epoch, list(request.handles))
         return pb.ReleaseReply()
 
@@ -164,19 +165,19 @@ def _invocation(record: Record) -> pb.Invocation | None:
 
 
 class ServerService(rpc.ServerServicer):
-    """See the proto."""
+    """The RPCs of this service, as the proto describes them."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
+    @override
     @_guard
-    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:  # noqa: N802
-        """See the proto."""
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         controller = self._controller
         live, missing = controller.shards.live(), set(controller.shards.missing())
-        layout = controller.settings.layout
+        layout = controller.agreement.layout
         reply = pb.StatusReply(
-            model=controller.settings.spec.name,
+            model=controller.agreement.spec.name,
             layout=str(layout),
             ready=not controller.not_ready(),
             clients=len(controller.leases),
@@ -187,7 +188,7 @@ class ServerService(rpc.ServerServicer):
             row.state = "starting" if shard in missing else "up"
             row.restarts = max(0, incarnations - 1)
             if shard in live:
-                row.node, row.pid = live[shard].hello.node, live[shard].hello.pid
+                row.node, row.pid = live[shard].node, live[shard].pid
                 row.stats.CopyFrom(live[shard].stats)
         return reply
 
@@ -198,13 +199,13 @@ class ShardsService(rpc.ShardsServicer):
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
-    def Register(  # noqa: N802
+    @override
+    def Register(
         self, request_iterator: Iterator[pb.ShardReport], context: grpc.ServicerContext
     ) -> Iterator[pb.ShardCommand]:
-        """See the proto."""
         first = next(request_iterator, pb.ShardReport())
         try:
-            handle = self._controller.shard_arrived(first.hello)
+            handle = self._controller.shard_arrived(first.registration)
         except LoraServerError as error:
             _abort(context, error)
         threading.Thread(target=self._reports, args=(handle, request_iterator), daemon=True).start()
@@ -215,7 +216,7 @@ class ShardsService(rpc.ShardsServicer):
             for report in reports:
                 self._on_report(handle, report)
         except grpc.RpcError:
-            log.debug("shard stream broke", shard=handle.hello.shard)
+            log.debug("shard stream broke", shard=handle.shard)
         finally:
             self._controller.shard_departed(handle)
 
@@ -226,7 +227,7 @@ class ShardsService(rpc.ShardsServicer):
         elif kind == "stats":
             self._controller.shards.update(handle, report.stats)
         elif kind == "layers_ready":
-            self._controller.on_layers_ready(handle.hello.shard, report.layers_ready)
+            self._controller.on_layers_ready(handle.shard, report.layers_ready)
         elif kind == "client_gone":
             self._controller.end_lease(report.client_gone.client, report.client_gone.epoch)
 
@@ -235,7 +236,7 @@ class ControlServer:
     """The listening gRPC server."""
 
     def __init__(self, controller: Controller, address: str, prefetch_address: str) -> None:
-        threads = RPC_THREADS + controller.settings.layout.num_shards  # a stream occupies one for good
+        threads = RPC_THREADS + controller.agreement.layout.num_shards  # a stream occupies one for good
         pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         # without so_reuseport=0 a second server on the same port would start, and clients land on either
         self._server = grpc.server(pool, options=(*KEEPALIVE, ("grpc.so_reuseport", 0)))

@@ -17,7 +17,7 @@ SILENCE_SECONDS = 10.0
 
 
 @dataclass
-class Pending:
+class PendingCommand:
     """A command on its way; `finished` is set when the shard reported, or died."""
 
     shard: int
@@ -36,19 +36,22 @@ class Pending:
 class ShardHandle:
     """One live incarnation of a shard, as long as its stream lives."""
 
-    def __init__(self, hello: pb.Hello) -> None:
-        self.hello = hello
+    def __init__(self, registration: pb.Registration) -> None:
+        self.registration = registration
+        self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
         self.stats = pb.ShardStats()
         self.heard = time.monotonic()
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
 
-    def send(self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None) -> Pending:
+    def send(
+        self, command: pb.ShardCommand, then: Callable[[LoraServerError | None], None] | None = None
+    ) -> PendingCommand:
         """Queue a command; the caller may wait for it, or be called with the outcome."""
-        pending = Pending(self.hello.shard, then)
+        pending = PendingCommand(self.shard, then)
         with self._lock:
             closed = self._closed
             if not closed:
@@ -86,7 +89,7 @@ class ShardHandle:
         return time.monotonic() - self.heard > SILENCE_SECONDS
 
     def _death(self) -> ShardUnavailableError:
-        return ShardUnavailableError(f"shard {self.hello.shard}: it went away before it finished the command")
+        return ShardUnavailableError(f"shard {self.shard}: it went away before it finished the command")
 
 
 class ShardTable:
@@ -102,14 +105,14 @@ class ShardTable:
     def arrive(self, handle: ShardHandle) -> None:
         """A shard registered. Raises ConfigError while an incarnation of it is alive."""
         with self._guard:
-            older = self._live.get(handle.hello.shard)
+            older = self._live.get(handle.shard)
             if self.closed or (older is not None and not older.silent()):
-                holder = f"by pid {older.hello.pid} of node {older.hello.node}" if older is not None else "no more"
+                holder = f"by pid {older.pid} of node {older.node}" if older is not None else "no more"
                 raise ConfigError(
-                    f"shard {handle.hello.shard}: served {holder}; is a node rank used twice, or the server stopping?"
+                    f"shard {handle.shard}: served {holder}; is a node rank used twice, or the server stopping?"
                 )
-            self._live[handle.hello.shard] = handle
-            self.incarnations[handle.hello.shard] += 1
+            self._live[handle.shard] = handle
+            self.incarnations[handle.shard] += 1
         if older is not None:
             older.close()
 
@@ -124,9 +127,9 @@ class ShardTable:
     def depart(self, handle: ShardHandle) -> bool:
         """A shard's stream ended; False if a newer incarnation has taken its place."""
         with self._guard:
-            current = self._live.get(handle.hello.shard) is handle
+            current = self._live.get(handle.shard) is handle
             if current:
-                del self._live[handle.hello.shard]
+                del self._live[handle.shard]
         handle.close()
         return current
 
@@ -166,7 +169,7 @@ class ShardTable:
                 )
             return dict(sorted(self._live.items()))
 
-    def broadcast(self, command: pb.ShardCommand) -> list[Pending]:
+    def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
         """A command to every live shard."""
         sent = []
         for handle in self.live().values():
@@ -176,7 +179,7 @@ class ShardTable:
         return sent
 
 
-def wait_all(pending: list[Pending], seconds: float, what: str) -> None:
+def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:
     """Until every command finished; raises the first error, or ServerUnavailableError at the deadline."""
     deadline = time.monotonic() + seconds
     for command in pending:

@@ -16,9 +16,9 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
+from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
 from lora_server.transport.shm import MakeTwin, OwnedTwin
 from lora_server.wire.region import RegionLayout
-from lora_server.worker.compute import Compute, DeviceCompute, HostCompute, Launch
 
 GIB = 1 << 30
 FREE_SHARE = 0.8  # of the device memory that is free at the start, unless --pool-gib says

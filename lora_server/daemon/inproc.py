@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from lora_server.adapters import validate_adapter
 from lora_server.daemon import backends
@@ -15,19 +16,19 @@ from lora_server.daemon.backends import Backend
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
 from lora_server.memory.store import Source
 from lora_server.placement import Layout, Placement
+from lora_server.shard.coordination import Independent
+from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.session import Held, Session, Terms
+from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
-from lora_server.worker.coordination import Independent
-from lora_server.worker.shard import Shard
 
 LOAD_SECONDS = 600.0
 
 
-class InprocServer:
+class InprocServer(Server):
     """Joinable like a remote server. `adapters` maps names to PEFT directories; all are loaded at once."""
 
     def __init__(
@@ -73,8 +74,9 @@ class InprocServer:
             if outcome:
                 raise outcome[0]
 
+    @override
     def join(self, seconds: float = 0.0) -> Session:
-        """See transport.session.Server; never waits."""
+        """Never waits."""
         return _InprocSession(self, next(self._clients))
 
     def close(self) -> None:
@@ -93,23 +95,26 @@ class _InprocSession(Session):
             shard.port.grant(Grant(client, 1, b""))
         self.links = [InprocLink(shard.port, hello, shard.index, shard.serve_once) for shard in server.shards]
 
+    @override
     def acquire(self, names: Sequence[str]) -> list[Held]:
-        """See Session."""
         unknown = [name for name in names if name not in self._server.held]
         if unknown:
             raise UnknownAdapterError(f"adapter {unknown[0]!r}: not registered here")
         return [self._server.held[name] for name in names]
 
+    @override
     def release(self, handles: Sequence[int]) -> None:
-        """See Session; nothing is ever removed here."""
+        """Nothing is ever removed here."""
 
+    @override
     def prefetch(self, handles: Sequence[int]) -> None:
-        """See Session; everything is loaded."""
+        """Everything is loaded."""
 
+    @override
     def check(self) -> None:
-        """See Session; the lease cannot be lost."""
+        """The lease cannot be lost."""
 
+    @override
     def leave(self) -> None:
-        """See Session."""
         for link in self.links:
             link.close()

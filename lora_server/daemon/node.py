@@ -17,7 +17,7 @@ import structlog
 from lora_server import spec as specs
 from lora_server.adapters import find_adapters
 from lora_server.config import ServeConfig, split_address
-from lora_server.control.controller import Controller, Settings
+from lora_server.control.controller import Agreement, Controller
 from lora_server.control.http import ControllerCollector, HttpServer
 from lora_server.control.leases import Leases
 from lora_server.control.prefetch import PrefetchListener
@@ -25,7 +25,7 @@ from lora_server.control.service import ControlServer
 from lora_server.daemon.processes import ShardProcesses
 from lora_server.daemon.shard_main import ShardSettings
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.placement import Layout, block
+from lora_server.placement import Layout, share
 from lora_server.transport.address import bracketed
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -42,7 +42,7 @@ class Node:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.settings = _settings(config)
+        self.agreement = _agreement(config)
         self.stopped = threading.Event()
         self.failure = ""
         self.controller: Controller | None = None
@@ -72,7 +72,7 @@ class Node:
 
     def _start_controller(self) -> str:
         config = self.config
-        controller = Controller(self.settings, Leases(config.lease_seconds))
+        controller = Controller(self.agreement, Leases(config.lease_seconds))
         prefetch = PrefetchListener(self.bind_host, self.advertise, controller.prefetch)
         self._stack.callback(prefetch.close)
         host, _ = split_address(config.listen, "--listen")
@@ -89,20 +89,20 @@ class Node:
         return f"{bracketed(local)}:{self.control.port}"
 
     def _shard_settings(self, controller_address: str) -> list[ShardSettings]:
-        config, settings = self.config, self.settings
-        local = block(settings.layout.num_shards, config.nodes, config.node_rank)
+        config, agreement = self.config, self.agreement
+        local = share(agreement.layout.num_shards, config.nodes, config.node_rank)
         return [
             ShardSettings(
                 shard=shard,
                 node=config.node_rank,
-                spec_json=settings.spec.to_json(),
-                layout=str(settings.layout),
+                spec_json=agreement.spec.to_json(),
+                layout=str(agreement.layout),
                 dtype=config.dtype,
                 coordination=config.coordination,
                 max_step_rows=config.max_step_rows,
                 slots=config.slots,
                 threads=config.threads,
-                agreement=settings.agreement(),
+                agreement=agreement.digest(),
                 controller=controller_address,
                 host=self.bind_host,
                 advertise=self.advertise,
@@ -159,8 +159,8 @@ def serve(config: ServeConfig) -> str:
     try:
         log.info(
             "serving",
-            model=node.settings.spec.name,
-            layout=str(node.settings.layout),
+            model=node.agreement.spec.name,
+            layout=str(node.agreement.layout),
             node=config.node_rank,
             listen=config.listen if config.node_rank == 0 else "",
             http=config.http,
@@ -172,14 +172,14 @@ def serve(config: ServeConfig) -> str:
         node.close()
 
 
-def _settings(config: ServeConfig) -> Settings:
+def _agreement(config: ServeConfig) -> Agreement:
     model = specs.load(config.base_model)
     if config.max_step_rows < model.top_k:
         raise ConfigError(
             f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {model.top_k}, "
             "since one token's rows travel together"
         )
-    return Settings(model, Layout.parse(config.layout), config.dtype, config.coordination, config.max_step_rows)
+    return Agreement(model, Layout.parse(config.layout), config.dtype, config.coordination, config.max_step_rows)
 
 
 @contextlib.contextmanager
@@ -233,6 +233,6 @@ def _not_up(controller: str, nodes: int, node: int) -> str:
             reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=controller, seconds=2.0)
         except LoraServerError as error:
             return str(error)
-    own = block(len(reply.shards), nodes, node)
+    own = share(len(reply.shards), nodes, node)
     down = [shard.shard for shard in reply.shards if shard.shard in own and shard.state != "up"]
     return f"shards not up: {down}" if down else ""

@@ -26,6 +26,8 @@ from lora_server.daemon.backends import Backend
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.memory.store import Source
 from lora_server.placement import Layout, Placement
+from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
+from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import Grant, Port
@@ -36,8 +38,6 @@ from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.rpc import KEEPALIVE
-from lora_server.worker.coordination import Coordinator, Follower, Independent, Leader
-from lora_server.worker.shard import Shard
 
 CONTROLLER_SECONDS = 60.0
 STATS_SECONDS = 0.5
@@ -176,9 +176,9 @@ class ShardProcess:
             )
             self.reports.put(pb.ShardReport(stats=stats))
 
-    def _hello(self) -> pb.Hello:
+    def _registration(self) -> pb.Registration:
         settings, shm = self.settings, self.shm.address if self.shm is not None else ""
-        return pb.Hello(
+        return pb.Registration(
             shard=settings.shard,
             node=settings.node,
             pid=os.getpid(),
@@ -196,7 +196,7 @@ class ShardProcess:
     # -- commands
 
     def _outgoing(self) -> Iterator[pb.ShardReport]:
-        yield pb.ShardReport(hello=self._hello())
+        yield pb.ShardReport(registration=self._registration())
         while (report := self.reports.get()) is not None:
             yield report
 

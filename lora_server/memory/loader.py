@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from kernels_cuda.ops import Block, Pair, stack
 from lora_server.adapters import Adapter, open_adapter
@@ -86,8 +87,8 @@ class LoadingStore(WeightStore):
     def _nothing(self, site: Site) -> Any:
         """What `block` returns where an adapter has no delta."""
 
+    @override
     def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
-        """See WeightStore."""
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
@@ -99,8 +100,8 @@ class LoadingStore(WeightStore):
                 return
         done(entry.failure)
 
+    @override
     def prefetch(self, handles: Sequence[int]) -> None:
-        """See WeightStore."""
         with self._changed:
             for handle in handles:
                 entry = self._entries.get(handle)
@@ -112,8 +113,8 @@ class LoadingStore(WeightStore):
         heapq.heappush(self._queue, (0 if entry.urgent else 1, next(self._order), entry))
         self._changed.notify()
 
+    @override
     def drop(self, handle: int) -> None:
-        """See WeightStore."""
         with self._changed:
             entry = self._entries.pop(handle, None)
             if entry is None:
@@ -123,8 +124,8 @@ class LoadingStore(WeightStore):
                 return
         entry.place.free()
 
+    @override
     def state(self, handle: int, layer: int) -> State:
-        """See WeightStore."""
         entry = self._entries.get(handle)
         if entry is None:
             return State.UNKNOWN
@@ -132,14 +133,14 @@ class LoadingStore(WeightStore):
             return State.READY
         return State.LOADING if entry.failure is None else State.FAILED
 
+    @override
     def error(self, handle: int) -> LoraServerError:
-        """See WeightStore."""
         entry = self._entries.get(handle)
         failure = entry.failure if entry is not None else None
         return failure or AdapterLoadError(f"handle {handle}: not failed")
 
+    @override
     def block(self, handle: int, site: Site, expert: int) -> Any:
-        """See WeightStore."""
         entry = self._entries.get(handle)
         if entry is None:
             raise UnknownAdapterError(f"handle {handle}: not on shard {self._shard}; was it removed?")
@@ -148,12 +149,12 @@ class LoadingStore(WeightStore):
             raise ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
         return self._nothing(site) if found is None else found
 
+    @override
     def nbytes(self) -> int:
-        """See WeightStore."""
         return sum(entry.place.nbytes for entry in list(self._entries.values()))
 
+    @override
     def close(self) -> None:
-        """See WeightStore."""
         for handle in list(self._entries):
             self.drop(handle)
         with self._changed:

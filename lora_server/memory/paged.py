@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
 from kernels_cuda.ops import NOTHING, Block
@@ -26,7 +27,7 @@ MAX_ROWS = 65536  # of the block table: one per adapter and shape
 
 
 class PagedStore(LoadingStore):
-    """See the module. `reading` keeps pages from being given away while a step uses them."""
+    """Weights in pages. `reading` keeps pages from being given away while a step uses them."""
 
     def __init__(
         self,
@@ -51,8 +52,9 @@ class PagedStore(LoadingStore):
         self._table_lock = threading.Lock()
         super().__init__(placement, shard, dtype, on_layer)
 
+    @override
     def reading(self) -> contextlib.AbstractContextManager[object]:
-        """See WeightStore; held for one step, by the shard's loop."""
+        """Held for one step, by the shard's loop."""
         return self._readers
 
     def check_integrity(self) -> None:
@@ -116,8 +118,8 @@ class _Pages(Place):
         self._blocks: dict[tuple[Site, int], Packed] = {}
         self._table: torch.Tensor | None = None
 
+    @override
     def put(self, site: Site, expert: int, block: Block) -> None:
-        """See Place."""
         store = self._store
         try:
             shape = store.shape(site, block)
@@ -162,16 +164,17 @@ class _Pages(Place):
                 target.copy_(tiles[:count].reshape(-1))
                 tiles, first = tiles[count:], first + count
 
+    @override
     def end_layer(self) -> None:
-        """See Place."""
         self._store.synchronize()
 
+    @override
     def find(self, site: Site, expert: int) -> Packed | None:
-        """See Place."""
         return self._blocks.get((site, expert))
 
+    @override
     def free(self) -> None:
-        """See Place; waits for the step that may read it."""
+        """Waits for the step that may read it."""
         with self._store.reading():
             self._blocks = {}
             rows, self._rows = list(self._rows.values()), {}

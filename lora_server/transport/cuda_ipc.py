@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.base import DeviceLink
@@ -151,12 +152,13 @@ class CudaIpcLink(ShmLink, DeviceLink):
             ) from error
         self._signals = address
 
+    @override
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        """See DeviceLink."""
         self._waiting = header, x_TK.contiguous(), rows_M.to(self._device)
 
+    @override
     def push(self, seq: int, nbytes: int) -> None:
-        """See Link: one kernel, beside what the engine's own stream does from here on."""
+        """One kernel, beside what the engine's own stream does from here on."""
         if self._waiting is None:  # no rows: the host signals, but not before the steps that it pushed earlier
             self._stream.synchronize()
             super().push(seq, nbytes)
@@ -178,8 +180,8 @@ class CudaIpcLink(ShmLink, DeviceLink):
             _put_kernels()[unit]((blocks,), (THREADS,), numbers)
         self._doorbell.wake()
 
+    @override
     def close(self) -> None:
-        """See Link."""
         if self._twin is not None:
             torch.cuda.synchronize(self._device)  # whoever reads or writes through the mapping
             self.region.twin = None

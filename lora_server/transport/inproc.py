@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from lora_server.transport.base import Connection, Link, Port, anonymous
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -24,8 +26,8 @@ class _InprocConnection(Connection):
         """Signal; see Connection."""
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
 
+    @override
     def close(self) -> None:
-        """See Connection."""
         self.open = False
 
 
@@ -40,26 +42,27 @@ class InprocLink(Link):
         self._connection = _InprocConnection(grant.client, grant.epoch, self.region)
         port.connect(self._connection)
 
+    @override
     def push(self, seq: int, nbytes: int) -> None:
-        """See Link."""
         if not self._connection.open:
             raise self._gone(seq)
         self.region.request_signal[0] = slot.signal(self.epoch, seq)
 
+    @override
     def wait(self, seq: int, deadline: float) -> None:
-        """See Link; serves the shard until the answer is there."""
+        """Serves the shard until the answer is there."""
         while self.responded() < seq:
             if not self._connection.open:
                 raise self._gone(seq)
             if not self._pump() and time.monotonic() >= deadline:
                 raise self._timeout(seq)
 
+    @override
     def check(self) -> None:
-        """See Link."""
         if not self._connection.open:
             raise self._gone(self.responded() + 1)
 
+    @override
     def close(self) -> None:
-        """See Link."""
         self._connection.open = False
         self._port.disconnect(self._connection)

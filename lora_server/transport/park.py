@@ -63,14 +63,14 @@ class LocalParker:
         self._event = threading.Event()
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """See Parker.wait; does not spin, since whoever makes it ready needs the interpreter."""
+        """As Parker does, but without spinning, since whoever makes it ready needs the interpreter."""
         self._event.clear()
         if not ready():
             self._event.wait(max(0.0, min(SLEEP_SECONDS, deadline - time.monotonic())))
         return ready()
 
     def wake(self) -> None:
-        """See Parker.wake."""
+        """Wake who waits; what it waits for must be true already."""
         self._event.set()
 
 

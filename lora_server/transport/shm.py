@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
 from lora_server.transport.base import Connection, Grant, Link, Listener, Port
@@ -96,8 +98,9 @@ class ShmLink(Link):
         self.region.request_signal[0] = slot.signal(self.epoch, seq)
         self._doorbell.wake()
 
+    @override
     def wait(self, seq: int, deadline: float) -> None:
-        """See Link; looks at the peer's socket after each bounded sleep."""
+        """Looks at the peer's socket after each bounded sleep."""
         expected, word = slot.signal(self.epoch, seq), self.region.response_signal
         while not self._parker.wait(lambda: word[0] >= expected, deadline):
             if not self._peer_alive() and word[0] < expected:
@@ -113,13 +116,13 @@ class ShmLink(Link):
         except OSError:
             return False
 
+    @override
     def check(self) -> None:
-        """See Link."""
         if not self._peer_alive():
             raise self._gone(self.responded() + 1)
 
+    @override
     def close(self) -> None:
-        """See Link."""
         self._socket.close()
 
 
@@ -137,8 +140,9 @@ class _ShmConnection(Connection):
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
         self._parker.wake()
 
+    @override
     def close(self) -> None:
-        """See Connection: the listener's selector then sees the end of file and drops the socket."""
+        """The listener's selector then sees the end of file and drops the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -256,8 +260,8 @@ class ShmListener(Listener):
         self._retire(sock)
         sock.close()
 
+    @override
     def close(self) -> None:
-        """See Listener."""
         if self._server.fileno() < 0:
             return
         self._waker.close()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 
 import zmq
+from typing_extensions import override
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport.address import bind
@@ -69,16 +70,17 @@ class ZmqLink(Link):
         answer = messages.decode_welcome(self._socket.recv_multipart()[-1])
         return RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
 
+    @override
     def push(self, seq: int, nbytes: int) -> None:
-        """See Link. The slot is not written again before the response, so large frames are not copied."""
+        """The slot is not written again before the response, so large frames are not copied."""
         frame = self.region.request(seq)[:nbytes]
         try:
             self._socket.send_multipart([_PUSH, _SEQ.pack(seq), frame], zmq.DONTWAIT, copy=False)
         except zmq.Again:
             raise self._gone(seq) from None
 
+    @override
     def wait(self, seq: int, deadline: float) -> None:
-        """See Link."""
         while self.responded() < seq:
             remaining = deadline - time.monotonic()
             ready = dict(self._poller.poll(max(0, round(remaining * 1e3))))
@@ -97,13 +99,13 @@ class ZmqLink(Link):
         self.region.response(seq)[: len(frames[1])] = frames[1].buffer
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
 
+    @override
     def check(self) -> None:
-        """See Link."""
         if self._closed or self._events.poll(0):
             raise self._gone(self.responded() + 1)
 
+    @override
     def close(self) -> None:
-        """See Link."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(zmq.ZMQError):
@@ -118,13 +120,13 @@ class _ZmqConnection(Connection):
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self.identity, self._listener = identity, listener
 
+    @override
     def respond(self, seq: int, nbytes: int) -> None:
-        """See Connection."""
         frame = self.region.response(seq)[:nbytes]
         self._listener.send([self.identity, _PUSH, _SEQ.pack(seq), frame])
 
+    @override
     def close(self) -> None:
-        """See Connection."""
         self._listener.send([self.identity, _BYE])
 
 
@@ -219,8 +221,8 @@ class ZmqListener(Listener):
         welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes)
         self._send([identity, _HELLO, messages.encode(welcome)])
 
+    @override
     def close(self) -> None:
-        """See Listener."""
         with self._outbox_lock:
             if self._bell_out.closed:
                 return

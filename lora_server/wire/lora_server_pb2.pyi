@@ -274,7 +274,7 @@ class ShardStats(_message.Message):
     followers: int
     def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ...) -> None: ...
 
-class Hello(_message.Message):
+class Registration(_message.Message):
     __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -317,18 +317,18 @@ class ClientGone(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("hello", "done", "layers_ready", "client_gone", "stats")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("registration", "done", "layers_ready", "client_gone", "stats")
+    REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_READY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_GONE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
+    registration: Registration
     done: Done
     layers_ready: LayersReady
     client_gone: ClientGone
     stats: ShardStats
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("client", "epoch", "key")

@@ -20,7 +20,7 @@ PATIENCE = 8
 
 
 @dataclass
-class Pending:
+class PendingStep:
     """A client's oldest unanswered step. Times are time.monotonic_ns() of this host."""
 
     connection: Connection
@@ -38,7 +38,7 @@ class DecodeFirst:
     def __init__(self) -> None:
         self._passed = 0
 
-    def pick(self, pending: Iterable[Pending]) -> Pending | None:
+    def pick(self, pending: Iterable[PendingStep]) -> PendingStep | None:
         """The step to serve now, among those whose weights are here; None if there is none."""
         ready = [step for step in pending if not step.blocked]
         if not ready:
@@ -57,5 +57,5 @@ class DecodeFirst:
         return decode
 
 
-def _age(step: Pending) -> int:
+def _age(step: PendingStep) -> int:
     return step.received_ns

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.ops import Block, Segment, Step
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable, Packed, segment_table
 from lora_server.errors import ProtocolError, StepError
+from lora_server.shard.request import Request, response_rows
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection
-from lora_server.worker.request import Request, response_rows
 
 Launch = Callable[[DeviceStep, torch.Tensor, Workspace], None]
 
@@ -42,8 +43,8 @@ class HostCompute(Compute):
     def __init__(self, kernel: Callable[[Step[Block], torch.Tensor], None]) -> None:
         self._kernel = kernel
 
+    @override
     def run(self, request: Request, segments: Sequence[Segment[Block]], connection: Connection) -> None:
-        """See Compute."""
         header = request.header
         step = Step(
             rows_TK=request.rows_TK,
@@ -84,8 +85,9 @@ class DeviceCompute(Compute):
             device=self._device,
         )
 
+    @override
     def run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
-        """See Compute. Raises DeviceLostError after an error from which a GPU does not recover."""
+        """Raises DeviceLostError after an error from which a GPU does not recover."""
         if request.rows_TK.dtype != self._dtype:
             raise ProtocolError(
                 f"{request.header.where}: got {request.rows_TK.dtype} rows, expected {self._dtype}; run the engine in "

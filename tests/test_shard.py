@@ -24,6 +24,9 @@ from lora_server.errors import (
 )
 from lora_server.memory.resident import ResidentStore
 from lora_server.placement import Layout, Placement
+from lora_server.shard.compute import HostCompute
+from lora_server.shard.coordination import Independent
+from lora_server.shard.loop import Shard
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.inproc import InprocLink
@@ -31,9 +34,6 @@ from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import RequestHeader, ResponseHeader
-from lora_server.worker.compute import HostCompute
-from lora_server.worker.coordination import Independent
-from lora_server.worker.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("quiet")
 SECONDS, MAX_ROWS, DEPTH = 20.0, 16, 3

@@ -1,4 +1,4 @@
-"""From named tensors to blocks: one A and one B each, with checked shapes, ranks and places."""
+"""From named tensors to the parts of a site: one A and one B each, with checked shapes, ranks and places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_server.spec import PROJECTIONS, ModelSpec, Site
 
 
 @dataclass(frozen=True)
-class Pair:
+class Part:
     """One (A, B) of one expert of one site: delta rows [out_begin, out_end) = scale * B A x."""
 
     lora_rank: int
@@ -24,33 +24,33 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The two tensors on disk that hold a Pair, of one expert or (expert None) of all."""
+class StoredPart:
+    """The two tensors on disk that hold a Part, of one expert or (expert None) of all."""
 
     target: Target
-    pair: Pair
+    part: Part
     a: TensorEntry
     b: TensorEntry
 
     def num_bytes(self, in_width: int) -> int:
         """Bytes of one expert's canonical A and B."""
-        rows = self.pair.out_end - self.pair.out_begin
-        return self.pair.lora_rank * (in_width * ITEM_BYTES[self.a.dtype] + rows * ITEM_BYTES[self.b.dtype])
+        rows = self.part.out_end - self.part.out_begin
+        return self.part.lora_rank * (in_width * ITEM_BYTES[self.a.dtype] + rows * ITEM_BYTES[self.b.dtype])
 
 
 def collect(
     entries: Mapping[str, TensorEntry], spec: ModelSpec, settings: LoraSettings
-) -> dict[Site, dict[int, tuple[Block, ...]]]:
-    """The blocks of each site and expert, by out_begin; sites in order.
+) -> dict[Site, dict[int, tuple[StoredPart, ...]]]:
+    """The parts of each site and expert, by out_begin; sites in order.
 
-    Every entry becomes part of exactly one block; raises AdapterFormatError for one that cannot.
+    Every entry belongs to exactly one; raises AdapterFormatError for one that cannot.
     """
-    found: dict[Site, dict[int, list[Block]]] = {}
+    found: dict[Site, dict[int, list[StoredPart]]] = {}
     for target, sides in _couples(entries, spec, settings).items():
-        block = _block(target, sides["A"], sides["B"], spec, settings)
+        stored = _stored_part(target, sides["A"], sides["B"], spec, settings)
         experts = range(spec.experts_at(target.site)) if target.expert is None else (target.expert,)
         for expert in experts:
-            found.setdefault(target.site, {}).setdefault(expert, []).append(block)
+            found.setdefault(target.site, {}).setdefault(expert, []).append(stored)
     order = sorted(found, key=lambda site: (site.layer, PROJECTIONS.index(site.projection)))
     return {site: {expert: _disjoint(found[site][expert]) for expert in sorted(found[site])} for site in order}
 
@@ -76,7 +76,7 @@ def _couples(
     return couples
 
 
-def _block(target: Target, a: TensorEntry, b: TensorEntry, spec: ModelSpec, settings: LoraSettings) -> Block:
+def _stored_part(target: Target, a: TensorEntry, b: TensorEntry, spec: ModelSpec, settings: LoraSettings) -> StoredPart:
     sections = spec.sections(target.site)
     begin, end = sections[0].begin, sections[-1].end
     for section in sections:
@@ -85,7 +85,7 @@ def _block(target: Target, a: TensorEntry, b: TensorEntry, spec: ModelSpec, sett
     lora_rank = settings.rank_of(target.module)
     _check_shape(a, _a_shapes(target, lora_rank, spec), lora_rank, target, spec)
     _check_shape(b, _b_shapes(target, lora_rank, end - begin, spec), lora_rank, target, spec)
-    return Block(target, Pair(lora_rank, settings.scale_of(target.module), begin, end), a, b)
+    return StoredPart(target, Part(lora_rank, settings.scale_of(target.module), begin, end), a, b)
 
 
 def _a_shapes(target: Target, lora_rank: int, spec: ModelSpec) -> list[tuple[int, ...]]:
@@ -117,10 +117,10 @@ def _check_shape(
     )
 
 
-def _disjoint(blocks: list[Block]) -> tuple[Block, ...]:
-    blocks = sorted(blocks, key=lambda block: block.pair.out_begin)
-    for left, right in pairwise(blocks):
-        if right.pair.out_begin < left.pair.out_end:
+def _disjoint(parts: list[StoredPart]) -> tuple[StoredPart, ...]:
+    parts = sorted(parts, key=lambda stored: stored.part.out_begin)
+    for left, right in pairwise(parts):
+        if right.part.out_begin < left.part.out_end:
             got = f"a second delta for what {left.a.name} adapts"
             raise refusal(right.a.name, got=got, expected="one", do="remove one of them")
-    return tuple(blocks)
+    return tuple(parts)

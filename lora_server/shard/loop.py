@@ -17,13 +17,13 @@ import structlog
 from kernels_cuda.ops import Segment
 from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError, UnknownAdapterError
 from lora_server.memory.store import State, WeightStore
+from lora_server.shard import request as requests
+from lora_server.shard.compute import Compute, DeviceLostError
+from lora_server.shard.coordination import Coordinator
+from lora_server.shard.schedule import PendingStep
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
-from lora_server.worker import request as requests
-from lora_server.worker.compute import Compute, DeviceLostError
-from lora_server.worker.coordination import Coordinator
-from lora_server.worker.schedule import Pending
 
 IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
@@ -56,7 +56,7 @@ class Shard:
     coordinator: Coordinator
     compute: Compute
     counters: Counters = field(default_factory=Counters)
-    _pending: dict[int, Pending] = field(default_factory=dict)
+    _pending: dict[int, PendingStep] = field(default_factory=dict)
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped()`; it is looked at least every IDLE_SECONDS."""
@@ -109,11 +109,11 @@ class Shard:
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
         handles = requests.handles(connection.region.request(seq), header)
-        step = Pending(connection, seq, header, now, expires, handles)
+        step = PendingStep(connection, seq, header, now, expires, handles)
         self._pending[connection.client] = step
         self._recheck(step)
 
-    def _recheck(self, step: Pending) -> None:
+    def _recheck(self, step: PendingStep) -> None:
         state, handle = self._weights(step)
         step.blocked = state is State.LOADING
         if not step.blocked:
@@ -131,14 +131,14 @@ class Shard:
                 step.header.budget_us,
             )
 
-    def _weights(self, step: Pending) -> tuple[State, int]:
+    def _weights(self, step: PendingStep) -> tuple[State, int]:
         """LOADING if any adapter of the step still is, with its handle; otherwise READY."""
         for handle in step.handles:
             if self.store.state(handle, step.header.layer) is State.LOADING:
                 return State.LOADING, handle
         return State.READY, -1
 
-    def _serve(self, step: Pending) -> None:
+    def _serve(self, step: PendingStep) -> None:
         memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
         try:
             request_memory = step.connection.region.request(step.seq)
@@ -186,7 +186,7 @@ class Shard:
         memory = connection.region.response(seq)
         self._respond(connection, seq, requests.write_failure(memory, connection.client, connection.epoch, seq, error))
 
-    def _count(self, step: Pending, nbytes: int, started: int, done: int) -> None:
+    def _count(self, step: PendingStep, nbytes: int, started: int, done: int) -> None:
         counters = self.counters
         counters.steps += 1
         counters.entries += step.header.num_entries

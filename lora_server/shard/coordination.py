@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 import zmq
+from typing_extensions import override
 
+from lora_server.shard.schedule import DecodeFirst, PendingStep
 from lora_server.transport.address import bind
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
-from lora_server.worker.schedule import DecodeFirst, Pending
 
 STOP_POLL_MS = 100
 
@@ -29,7 +30,7 @@ class Coordinator(ABC):
     """Picks the next step among each client's oldest."""
 
     @abstractmethod
-    def next(self, pending: Mapping[int, Pending]) -> Pending | None:
+    def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The step to serve now, or None."""
 
     def anything_new(self) -> bool:
@@ -49,8 +50,8 @@ class Independent(Coordinator):
     def __init__(self) -> None:
         self._rule = DecodeFirst()
 
-    def next(self, pending: Mapping[int, Pending]) -> Pending | None:
-        """See Coordinator."""
+    @override
+    def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         return self._rule.pick(pending.values())
 
 
@@ -66,8 +67,9 @@ class Leader(Coordinator):
         self.address = bind(self._orders, host, advertise)
         self.followers = 0
 
-    def next(self, pending: Mapping[int, Pending]) -> Pending | None:
-        """See Coordinator; the order goes out before the step is served."""
+    @override
+    def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
+        """The order goes out before the step is served."""
         step = self._rule.pick(pending.values())
         if step is not None:
             self._order(step.connection.client, step.connection.epoch, step.seq, step.header.budget_us)
@@ -86,8 +88,8 @@ class Leader(Coordinator):
             subscription: bytes = self._orders.recv()
             self.followers += 1 if subscription.startswith(b"\x01") else -1
 
+    @override
     def close(self) -> None:
-        """See Coordinator."""
         self._orders.close()
 
 
@@ -126,7 +128,7 @@ class Follower(Coordinator):
                 self._ring()
         orders.close(linger=0)
 
-    def next(self, pending: Mapping[int, Pending]) -> Pending | None:
+    def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The first ordered step that has arrived here; what is blocked or late keeps its place."""
         self._fresh = False
         queue, now = self._queue, time.monotonic_ns()
@@ -147,8 +149,8 @@ class Follower(Coordinator):
         """Whether the leader spoke."""
         return self._fresh
 
+    @override
     def close(self) -> None:
-        """See Coordinator."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -8,7 +8,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_worker import MAX_ROWS, Client, healthy, loaded_rig
+from test_shard import MAX_ROWS, Client, healthy, loaded_rig
 
 from lora_server.errors import ProtocolError, UnknownAdapterError
 from lora_server.wire import slot
