@@ -1,6 +1,6 @@
 """The engine-neutral client: start an exchange before the engine's own GEMM, finish it after.
 
-    exchange = client.start(site, messages, x_TK, ...)     pushes; returns at once
+    exchange = client.start(site, messages, activations)   pushes; returns at once
     ... the engine's own GEMM ...
     exchange.finish(add)                                   add(message, delta) per message
 
@@ -9,12 +9,15 @@ One exchange at a time, from one thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from client_connector.exchange import Exchange, StepTimes, Window
-from client_connector.routing import Message, in_step
+from client_connector.exchange import Exchange, StepTimes
+from client_connector.lanes import Lane
+from client_connector.packing import Activations, Packer
+from client_connector.routing import Message, in_step, probe_messages
 from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.spec import Site
 from lora_server.transport.session import Held, Server, Session, Terms
@@ -32,15 +35,26 @@ class Client:
         self._server = server
         self.timeout_seconds = timeout_seconds
         self.observe: Callable[[StepTimes], None] | None = None
-        self.session: Session = server.join(timeout_seconds)
-        self._reset()
+        self._adopt(server.join(timeout_seconds))
 
-    def _reset(self) -> None:
-        self.broken: LoraServerError | None = None
-        self.pushed = [0] * len(self.session.links)
-        self.consumed = [0] * len(self.session.links)  # newest seq whose response was consumed
-        self.terms: Terms = self.session.terms
-        self.placement = self.terms.placement
+    def _adopt(self, session: Session) -> None:
+        self.session: Session = session
+        self.terms: Terms = session.terms
+        self.placement = session.terms.placement
+        self.lanes = [Lane(link) for link in session.links]
+        self._given_up: LoraServerError | None = None
+
+    @property
+    def broken(self) -> LoraServerError | None:
+        """Why no step can be started in this session; None while it is good."""
+        for lane in self.lanes:
+            if lane.broken is not None:
+                return lane.broken
+        return self._given_up
+
+    def give_up(self, error: LoraServerError) -> None:
+        """Nothing is to be started any more in this session."""
+        self._given_up = self._given_up or error
 
     def lost(self) -> LoraServerError | None:
         """What broke the session, if anything did: a step, a shard's death, the end of the lease."""
@@ -49,7 +63,7 @@ class Client:
             for link in self.session.links:
                 link.check()
         except LoraServerError as error:
-            self.broken = self.broken or error
+            self.give_up(error)
         return self.broken
 
     def recover(self) -> bool:
@@ -58,14 +72,14 @@ class Client:
             return False
         served = self.terms.spec
         self.session.leave()
-        self.session = self._server.join(self.timeout_seconds)
-        self._reset()
+        self._adopt(self._server.join(self.timeout_seconds))
         if self.terms.spec.fingerprint() != served.fingerprint():
-            self.broken = GeometryMismatchError(
+            error = GeometryMismatchError(
                 f"the server now serves {self.terms.spec.name}, this engine was attached for {served.name}: "
                 "attach again"
             )
-            raise self.broken
+            self.give_up(error)
+            raise error
         return True
 
     def acquire(self, names: Sequence[str]) -> list[Held]:
@@ -83,28 +97,24 @@ class Client:
         """Leave; idempotent."""
         self.session.leave()
 
-    def start(
-        self,
-        site: Site,
-        messages: Sequence[Message],
-        x: torch.Tensor,
-        *,
-        decode: bool,
-        by_entry: bool = False,
-        weights: torch.Tensor | None = None,
-        window: Window | None = None,
-    ) -> Exchange:
-        """Push what fits; the rest follows while `finish` consumes.
-
-        x: activations of the engine's rows; or, with `by_entry`, one per entry (indexed by
-        `Message.entries_N`). With `weights` (float32, indexed alike) the deltas come back weighted
-        and summed per row of the message, otherwise one per entry. With a `window` x has its input
-        columns only, and deltas its output columns side by side. Raises StepError.
-        """
-        if self.broken is not None:
-            raise self.broken
+    def start(self, site: Site, messages: Sequence[Message], given: Activations) -> Exchange:
+        """Push what fits; the rest follows while `finish` consumes. Raises StepError."""
+        if (broken := self.broken) is not None:
+            raise broken
         if self.terms.coordination == "leader":
             messages = in_step(messages, self.terms.layout.stage_shards(site.layer))
-        exchange = Exchange(self, site, messages, x.detach(), decode, by_entry, weights, window)
-        exchange.begin()
+        deadline = time.monotonic() + self.timeout_seconds
+        exchange = Exchange(self.lanes, Packer(self.terms, site, given), deadline, self.observe)
+        for lane in exchange.queue(messages):
+            exchange.push(lane)
         return exchange
+
+    def probe(self, like: Exchange, handle: int) -> None:
+        """One row of zeros through one adapter, as in another exchange, on every shard with a part of that site.
+
+        Raises the adapter's error.
+        """
+        given = like.packer.given
+        one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window)
+        messages = probe_messages(self.placement, like.site, handle)
+        self.start(like.site, messages, one).finish(lambda message, delta: None)

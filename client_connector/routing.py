@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from lora_server.placement import Placement
 from lora_server.spec import Site
 from lora_server.transport.session import Held
 
@@ -132,6 +133,15 @@ def _segments(handles: list[int], experts: list[int], counts: list[int]) -> list
         segments.append((handle, expert, first, count))
         first += count
     return segments
+
+
+def probe_messages(placement: Placement, site: Site, handle: int) -> list[Message]:
+    """One row, through one expert of each shard of the stage that has some of the site."""
+    row = torch.zeros(1, dtype=torch.int64)
+    own = {shard: placement.experts(site, shard) for shard in placement.layout.stage_shards(site.layer)}
+    return [
+        Message(shard, [(handle, experts[0], 0, 1)], row, None, row) for shard, experts in own.items() if len(experts)
+    ]
 
 
 def in_step(messages: Sequence[Message], stage: range) -> list[Message]:

@@ -162,15 +162,15 @@ def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server)
     with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
         lora.observe(steps.append, gemms.append)
         q_proj = load.model.model.layers[0].self_attn.q_proj
-        link = lora.client.session.links[lora.client.placement.owner(Site(0, "qkv"))]
-        shard = mixtral_server.shards[link.shard]
+        lane = lora.client.lanes[lora.client.placement.owner(Site(0, "qkv"))]
+        shard = mixtral_server.shards[lane.shard]
         answered_during_gemm = []
 
         def hold(module, args):  # runs after the connector's own pre-hook, as part of the GEMM
             deadline = time.monotonic() + 10
-            while link.responded() < lora.client.pushed[link.shard] and time.monotonic() < deadline:
+            while lane.link.responded() < lane.pushed and time.monotonic() < deadline:
                 shard.serve_once()
-            answered_during_gemm.append(link.responded() == lora.client.pushed[link.shard] > 0)
+            answered_during_gemm.append(lane.link.responded() == lane.pushed > 0)
 
         handle = q_proj.register_forward_pre_hook(hold)
         load.model(torch.tensor([[5, 6, 7]]))
@@ -303,10 +303,10 @@ def test_expert_parallel_sentinels_are_skipped(mixtral_server):
     index = torch.tensor([[1, 8], [8, 8], [2, 3]])
     with attach(load.model, mixtral_server) as lora:
         held = lora.client.acquire(["fused"])[0]
-        lora._context.batch = Batch.of([held] * 3, None, decode=True)
+        lora._forward.batch = Batch.of([held] * 3, None, decode=True)
         out = experts(x, index, weights)
         alone = experts(x, torch.tensor([[1, 1], [1, 1], [2, 3]]), torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.5, 0.5]]))
-        lora._context.batch = None
+        lora._forward.batch = None
     assert torch.allclose(out, alone, atol=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from torch import nn
 
 from client_connector.client import Client
-from client_connector.exchange import Window
-from client_connector.vllm import ops, settings
-from client_connector.vllm.experts import RemoteExperts
-from client_connector.vllm.plan import Assigned, Failure, StepPlan, parse_flag
-from client_connector.vllm.rejoin import Rejoin
-from client_connector.vllm.step import Step
+from client_connector.packing import Window
+from client_connector.serving.experts import RemoteExperts
+from client_connector.serving.linear import RemoteLinear
+from client_connector.serving.plan import Assigned, Failure, StepPlan, parse_flag
+from client_connector.serving.planned import PlannedPass
+from client_connector.serving.rejoin import Rejoin
+from client_connector.serving.settings import KEY
+from client_connector.vllm.graphs import split_graphs
+from client_connector.vllm.punica import RemotePunica
+from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
 from lora_server.daemon.inproc import InprocServer
 from lora_server.errors import ConfigError, GeometryMismatchError, ServerUnavailableError, StepError
@@ -36,19 +41,19 @@ TOKENS = 7
     ],
 )
 def test_where_the_address_comes_from(config, environment, address):
-    found = settings.find(config, environment)
+    found = configured(config, environment)
     assert (found.address if found else None) == address
 
 
 def test_settings_travel_in_the_engines_config():
-    found = settings.find(
+    found = configured(
         {"lora_server": {"address": "h:3", "timeout_seconds": 2}}, {"LORA_SERVER_ON_FAILURE": "base_model"}
     )
     assert (found.timeout_seconds, found.on_failure) == (2.0, "base_model")
 
-    config = SimpleNamespace(additional_config={settings.KEY: found.as_config()})
-    assert settings.of_engine(config) == found
-    assert settings.of_engine(object()) is None
+    config = SimpleNamespace(additional_config={KEY: found.as_config()})
+    assert of_engine(config) == found
+    assert of_engine(object()) is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def test_settings_travel_in_the_engines_config():
 )
 def test_bad_settings_are_refused(own, words):
     with pytest.raises(ConfigError, match=words):
-        settings.find({"lora_server": own}, {})
+        configured({"lora_server": own}, {})
 
 
 @pytest.mark.parametrize(
@@ -81,10 +86,10 @@ def test_supported_versions(version, good):
 
 def test_graphs_are_captured_between_exchanges():
     config = SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::attention"])
-    split = ops.split_graphs(config)
+    split = split_graphs(config)
     assert split.splitting_ops[:3] == ["vllm::attention", "lora_server::push", "lora_server::add_"]
     assert "vllm::moe_forward" in split.splitting_ops
-    assert ops.split_graphs(split).splitting_ops == split.splitting_ops
+    assert split_graphs(split).splitting_ops == split.splitting_ops
 
 
 def test_flags_are_read_back():
@@ -103,15 +108,15 @@ def served():
 
 
 @pytest.fixture
-def step(served):
+def forward(served):
     """Rows: 2 of the base model, 3 of `fused`, 2 of an adapter that begins at position 11."""
     _, server = served
-    step = Step(Client(server))
+    forward = PlannedPass(Client(server))
     rows = {"b": Assigned(server.held["fused"].handle, 0), "c": Assigned(server.held["experts"].handle, 11)}
-    step.receive(StepPlan("", rows, tuple(server.held.values())))
-    step.begin(["a", "b", "c"], [2, 3, 2], [0, 5, 10])
-    yield step
-    step.close()
+    forward.receive(StepPlan("", rows, tuple(server.held.values())))
+    forward.begin(["a", "b", "c"], [2, 3, 2], [0, 5, 10])
+    yield forward
+    forward.close()
 
 
 def expert_weights(load, name: str, layer: int, projection: str):
@@ -127,21 +132,21 @@ def expert_weights(load, name: str, layer: int, projection: str):
     return out
 
 
-def test_only_rows_from_the_start_on_take_part(step):
-    assert sorted(step.context.batch.rows_R.tolist()) == [2, 3, 4, 6]
-    assert step.active and not step.context.batch.decode
+def test_only_rows_from_the_start_on_take_part(forward):
+    assert sorted(forward.batch.rows_R.tolist()) == [2, 3, 4, 6]
+    assert forward.active and not forward.batch.decode
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("expert_map", [None, [0, 1, 2, 3, -1, -1, -1, -1]])
-def test_experts_equal_the_definition(served, step, rank, expert_map, device):
+def test_experts_equal_the_definition(served, forward, rank, expert_map, device):
     """As vLLM's own kernels call it, of a whole layer, of half its columns, of half its experts."""
     load, _ = served
     layer, ffn, hidden = 1, load.spec.ffn, load.spec.hidden
     begin, end = (0, ffn) if rank is None else (rank * ffn // 2, (rank + 1) * ffn // 2)
-    remote = RemoteExperts(
-        step, layer, Window(0, ((begin, end), (ffn + begin, ffn + end))), Window(begin, ((0, hidden),)), end - begin
+    remote = RemotePunica(
+        forward, layer, Window(0, ((begin, end), (ffn + begin, ffn + end))), Window(begin, ((0, hidden),)), end - begin
     )
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, hidden, generator=generator)
@@ -168,13 +173,13 @@ def test_experts_equal_the_definition(served, step, rank, expert_map, device):
             expected2[row] += weights[row, place] * (down[expert][:, begin:end] @ act[2 * row + place])
     assert torch.allclose(y13, expected13, atol=1e-4)
     assert torch.allclose(y2.sum(1), expected2, atol=1e-4)
-    assert step.end() == {}
+    assert forward.end() == {}
 
 
-def test_interleaved_columns(served, step):
+def test_interleaved_columns(served, forward):
     load, _ = served
     ffn, hidden = load.spec.ffn, load.spec.hidden
-    remote = RemoteExperts(step, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
+    remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
     x, ids = torch.randn(TOKENS, hidden), torch.randint(0, 8, (TOKENS, 2))
     halves, alternating = torch.zeros(TOKENS * 2, 2 * ffn), torch.zeros(TOKENS * 2, 2 * ffn)
     remote.finish_gate_up(remote.start_gate_up(x, ids, None), halves)
@@ -183,19 +188,19 @@ def test_interleaved_columns(served, step):
     assert torch.equal(alternating[:, 0::2], halves[:, :ffn]) and torch.equal(alternating[:, 1::2], halves[:, ffn:])
 
 
-def linear(served, step, projection: str = "qkv"):
+def linear(served, forward, projection: str = "qkv"):
     load, _ = served
     site = Site(2, projection)
     layer = nn.Linear(load.spec.in_width(site), load.spec.out_width(site))
-    dense = ops.DenseSite(step, site, Window(0, ((0, load.spec.out_width(site)),)))
-    return layer, ops.around(dense, lambda layer, x, bias: nn.functional.linear(x, layer.weight, bias))
+    remote = RemoteLinear(forward, site, Window(0, ((0, load.spec.out_width(site)),)))
+    return layer, remote.around(lambda layer, x, bias: nn.functional.linear(x, layer.weight, bias))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_opaque_ops_survive_a_full_graph(served, step, device):
+def test_opaque_ops_survive_a_full_graph(served, forward, device):
     """Eager and compiled give the same; without adapter rows it is the plain GEMM, bit for bit."""
     torch.manual_seed(3)
-    layer, apply = linear(served, step)
+    layer, apply = linear(served, forward)
     layer.to(device)
     x = torch.randn(TOKENS, layer.in_features, device=device)
     plain = layer(x)
@@ -204,65 +209,65 @@ def test_opaque_ops_survive_a_full_graph(served, step, device):
     assert changed.tolist() == [False, False, True, True, True, False, False], "`experts` has nothing at qkv"
     compiled = torch.compile(lambda x: apply(layer, x, layer.bias), fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(x), eager, atol=1e-5)
-    step.end()
+    forward.end()
     assert torch.equal(apply(layer, x, layer.bias), plain)
     assert torch.equal(compiled(x), plain)
 
 
-def test_a_failed_step_leaves_the_pass_running(served, step):
+def test_a_failed_step_leaves_the_pass_running(served, forward):
     """No exception reaches the engine; the requests with rows are named, and the next step works again."""
-    layer, apply = linear(served, step)
+    layer, apply = linear(served, forward)
     x = torch.randn(TOKENS, layer.in_features)
-    step.client.broken = StepError("it broke")
+    forward.client.give_up(StepError("it broke"))
     assert torch.equal(apply(layer, x, layer.bias), layer(x))
-    failures = step.end()
+    failures = forward.end()
     assert {name: failure.code for name, failure in failures.items()} == {"b": "step", "c": "step"}
     _, server = served
-    step.receive(StepPlan("", {"b": Assigned(server.held["fused"].handle, 0)}))
-    step.begin(["b"], [TOKENS], [0])
+    forward.receive(StepPlan("", {"b": Assigned(server.held["fused"].handle, 0)}))
+    forward.begin(["b"], [TOKENS], [0])
     assert not torch.equal(apply(layer, x, layer.bias), layer(x))
-    assert step.end() == {}
+    assert forward.end() == {}
 
 
-def test_handles_of_another_run_are_never_used(served, step):
+def test_handles_of_another_run_are_never_used(served, forward):
     _, server = served
     rows = {"b": Assigned(server.held["fused"].handle, 0)}
-    step.receive(StepPlan("another run", rows, tuple(server.held.values())))
-    step.begin(["b"], [3], [0])
-    assert not step.active
-    assert step.end()["b"].code == "shard_unavailable"
+    forward.receive(StepPlan("another run", rows, tuple(server.held.values())))
+    forward.begin(["b"], [3], [0])
+    assert not forward.active
+    assert forward.end()["b"].code == "shard_unavailable"
 
 
-def test_an_adapter_that_was_not_announced_is_an_error(served, step):
-    step.receive(StepPlan("", {"b": Assigned(999, 0)}))
-    step.begin(["b"], [3], [0])
-    assert step.end()["b"].code == "unknown_adapter"
+def test_an_adapter_that_was_not_announced_is_an_error(served, forward):
+    forward.receive(StepPlan("", {"b": Assigned(999, 0)}))
+    forward.begin(["b"], [3], [0])
+    assert forward.end()["b"].code == "unknown_adapter"
 
 
 @pytest.mark.parametrize("projection", ["qkv", "gate_up"])
-def test_a_bad_adapter_fails_its_requests_and_no_other(served, step, projection):
+def test_a_bad_adapter_fails_its_requests_and_no_other(served, forward, projection):
     """The step is void for all, but the others' requests start over."""
     load, server = served
     good = server.held["fused"]
     bad = dataclasses.replace(good, handle=999)
-    step.receive(StepPlan("", {"g": Assigned(good.handle, 0), "b": Assigned(999, 0)}, (bad,)))
-    step.begin(["g", "b"], [2, 2], [0, 0])
+    forward.receive(StepPlan("", {"g": Assigned(good.handle, 0), "b": Assigned(999, 0)}, (bad,)))
+    forward.begin(["g", "b"], [2, 2], [0, 0])
     if projection == "qkv":
-        layer, apply = linear(served, step)
+        layer, apply = linear(served, forward)
         apply(layer, torch.randn(4, layer.in_features), layer.bias)
     else:
         ffn, hidden = load.spec.ffn, load.spec.hidden
-        remote = RemoteExperts(step, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
+        remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
         started = remote.start_gate_up(torch.randn(4, hidden), torch.randint(0, 8, (4, 2)), None)
         remote.finish_gate_up(started, torch.zeros(8, 2 * ffn))
-    failures = step.end()
+    failures = forward.end()
     assert {name: failure.code for name, failure in failures.items()} == {"g": "retry", "b": "unknown_adapter"}
-    step.receive(StepPlan("", {"g": Assigned(good.handle, 0)}))
-    step.begin(["g"], [4], [0])
-    layer, apply = linear(served, step)
+    forward.receive(StepPlan("", {"g": Assigned(good.handle, 0)}))
+    forward.begin(["g"], [4], [0])
+    layer, apply = linear(served, forward)
     x = torch.randn(4, layer.in_features)
     assert not torch.equal(apply(layer, x, layer.bias), layer(x))
-    assert step.end() == {}
+    assert forward.end() == {}
 
 
 def test_rejoining_happens_in_the_background():
@@ -279,3 +284,29 @@ def test_rejoining_happens_in_the_background():
     hopeless = Rejoin(lambda: (_ for _ in ()).throw(GeometryMismatchError("another model")))
     with pytest.raises(GeometryMismatchError):
         hopeless.wait(10)
+
+
+@pytest.mark.parametrize("projection", ["qkv", "gate_up"])
+def test_few_calls_lie_between_a_layer_and_the_push(served, forward, projection, monkeypatch):
+    """What a decoding step pays per site in Python: the layer's own function and at most five more."""
+    load, _ = served
+    link_type, frames = type(forward.client.session.links[0]), []
+    push = link_type.push
+
+    def counted(self, seq, nbytes):
+        own = [one for one in inspect.stack()[1:] if "/client_connector/" in one.filename]
+        frames.append([one.function for one in own])
+        push(self, seq, nbytes)
+
+    monkeypatch.setattr(link_type, "push", counted)
+    x = torch.randn(TOKENS, load.spec.hidden)
+    if projection == "qkv":
+        layer, apply = linear(served, forward)
+        apply(layer, x, layer.bias)
+    else:
+        ffn = load.spec.ffn
+        remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, load.spec.hidden),)), ffn)
+        remote.finish_gate_up(
+            remote.start_gate_up(x, torch.randint(0, 8, (TOKENS, 2)), None), torch.zeros(2 * TOKENS, 2 * ffn)
+        )
+    assert frames and max(len(one) for one in frames) <= 5, frames

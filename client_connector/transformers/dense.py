@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from client_connector.context import Context
 from client_connector.exchange import Exchange
+from client_connector.forward_pass import ForwardPass
 from client_connector.routing import Message
 from lora_server.errors import ProtocolError
 from lora_server.spec import Section, Site
@@ -26,7 +26,7 @@ from lora_server.spec import Section, Site
 class DenseSite:
     """The Linear modules of one site, in the order of its sections, and the exchange under way."""
 
-    context: Context
+    forward: ForwardPass
     site: Site
     modules: Sequence[nn.Module]
     sections: Sequence[Section]
@@ -45,12 +45,12 @@ class DenseSite:
 
     def _before(self, index: int) -> Any:
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if self.context.batch is None:
+            if self.forward.batch is None:
                 return
             x = args[0]
             if index == 0:
                 self._input, self._deltas = x, []
-                self._exchange = self.context.start_dense(self.site, x.reshape(-1, x.shape[-1]))
+                self._exchange = self.forward.start_dense(self.site, x.reshape(-1, x.shape[-1]))
                 self._began_ns = time.monotonic_ns()
             elif x is not self._input:
                 raise ProtocolError(
@@ -64,11 +64,11 @@ class DenseSite:
         section = self.sections[index]
 
         def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            if self.context.batch is None:
+            if self.forward.batch is None:
                 return
             flat = output.view(-1, output.shape[-1])
             if index == 0:
-                self.context.timed(self.site, self._began_ns)
+                self.forward.timed(self.site, self._began_ns)
                 self._collect(flat, section)
             else:
                 for rows, delta in self._deltas:
@@ -80,8 +80,6 @@ class DenseSite:
 
     def _collect(self, flat: torch.Tensor, section: Section) -> None:
         exchange, self._exchange = self._exchange, None
-        if exchange is None:
-            return
 
         def add(message: Message, delta: torch.Tensor) -> None:
             rows = message.rows_M.to(flat.device)
@@ -89,4 +87,4 @@ class DenseSite:
             if len(self.modules) > 1:
                 self._deltas.append((rows, delta.clone()))  # the slot is used again
 
-        exchange.finish(add)
+        self.forward.finish(exchange, add)

@@ -13,15 +13,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from client_connector.context import Context
+from client_connector.forward_pass import ForwardPass
 from client_connector.routing import Message
 from lora_server.spec import Site
 
 
 def experts_forward(
-    context: Context, layer: int, module: Any, x_TH: torch.Tensor, experts_Tk: torch.Tensor, weights_Tk: torch.Tensor
+    forward: ForwardPass,
+    layer: int,
+    module: Any,
+    x_TH: torch.Tensor,
+    experts_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
 ) -> torch.Tensor:
-    """The whole block of routed experts, with the deltas of `context.batch`; returns [T, H] in x's dtype."""
+    """The whole block of routed experts, with the deltas of `forward.batch`; returns [T, H] in x's dtype."""
     top_k = experts_Tk.shape[1]
     gate_up, down = Site(layer, "gate_up"), Site(layer, "down")
     expert_N, order_N = torch.sort(experts_Tk.reshape(-1), stable=True)
@@ -31,31 +36,23 @@ def experts_forward(
     place = torch.zeros_like(experts_Tk.reshape(-1), dtype=torch.int64)
     place[order_N] = torch.arange(kept, device=place.device)
 
-    batch_decodes = context.batch is not None and context.batch.decode
-    messages = context.route_experts(gate_up, experts_Tk)
-    exchange = context.client.start(gate_up, messages, x_TH, decode=batch_decodes) if messages else None
+    exchange = forward.start_experts(gate_up, experts_Tk, x_TH)
     began = time.monotonic_ns()
     hidden_NI = _grouped_linear(module, "gate_up_proj", x_TH[order_N // top_k], counts)
-    context.timed(gate_up, began)
-    if exchange is not None:
-        exchange.finish(lambda message, delta: _add_gate_up(hidden_NI, message, delta, place, module))
+    forward.timed(gate_up, began)
+    forward.finish(exchange, lambda message, delta: _add_gate_up(hidden_NI, message, delta, place, module))
     act_NI = module._apply_gate(hidden_NI)
 
-    messages = context.route_experts(down, experts_Tk)
     exchange = None
-    if messages:
-        act_by_entry = act_NI[place]
+    if forward.acts_at(down):
         flat_weights = weights_Tk.reshape(-1).float().cpu()
-        exchange = context.client.start(
-            down, messages, act_by_entry, decode=batch_decodes, by_entry=True, weights=flat_weights
-        )
+        exchange = forward.start_experts(down, experts_Tk, act_NI[place], flat_weights)
     began = time.monotonic_ns()
     out_NH = _grouped_linear(module, "down_proj", act_NI, counts)
     out_NH = out_NH * weights_Tk.reshape(-1)[order_N, None]
     y_TH = torch.zeros_like(x_TH).index_add_(0, order_N // top_k, out_NH.to(x_TH.dtype))
-    context.timed(down, began)
-    if exchange is not None:
-        exchange.finish(lambda message, delta: _add_rows(y_TH, message, delta))
+    forward.timed(down, began)
+    forward.finish(exchange, lambda message, delta: _add_rows(y_TH, message, delta))
     return y_TH
 
 

@@ -17,9 +17,10 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from client_connector.client import Client
-from client_connector.context import Context
-from client_connector.exchange import DTYPE_CODES, GemmTimes, StepTimes
+from client_connector.exchange import GemmTimes, StepTimes
+from client_connector.forward_pass import ForwardPass
 from client_connector.geometry import check_geometry
+from client_connector.packing import DTYPE_CODES
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch
 from client_connector.transformers.batch import expand
@@ -37,8 +38,8 @@ _DENSE_MODULES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-# experts module -> (context, layer, the implementation that was there before)
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, tuple[Context, int, Callable[..., torch.Tensor]]]
+# experts module -> (forward, layer, the implementation that was there before)
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, tuple[ForwardPass, int, Callable[..., torch.Tensor]]]
 _ATTACHED = weakref.WeakKeyDictionary()
 
 
@@ -48,11 +49,11 @@ def _dispatch(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     if attached is None:  # a copy of an attached model, say: not ours
         original: Callable[..., torch.Tensor] = type(module).forward.__wrapped__
         return original(module, hidden_states, *args, **kwargs)
-    context, layer, previous = attached
-    if context.batch is None:
+    forward, layer, previous = attached
+    if forward.batch is None:
         return previous(module, hidden_states, *args, **kwargs)
     top_k_index, top_k_weights = (*args, *kwargs.values())
-    return experts_forward(context, layer, module, hidden_states, top_k_index, top_k_weights)
+    return experts_forward(forward, layer, module, hidden_states, top_k_index, top_k_weights)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _dispatch)
@@ -96,7 +97,7 @@ class Attachment:
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:
-            self._context = Context(self.client)
+            self._forward = ForwardPass(self.client)
             check_geometry(model.config.to_dict(), self.client.terms.spec)
             self._install()
         except BaseException:
@@ -124,7 +125,7 @@ class Attachment:
         gemms: Callable[[GemmTimes], None] | None = None,
     ) -> None:
         """Be told when things happen: to every message, and to the engine's own GEMMs beside them."""
-        self.client.observe, self._context.observe_gemm = steps, gemms
+        self.client.observe, self._forward.observe_gemm = steps, gemms
 
     @contextlib.contextmanager
     def adapters(self, names: Sequence[str | None]) -> Iterator[None]:
@@ -166,12 +167,12 @@ class Attachment:
     # -- hooks
 
     def _install(self) -> None:
-        model, context = self._model, self._context
+        model, forward = self._model, self._forward
         base = model.base_model
         self._undo.callback(base.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         self._undo.callback(base.register_forward_hook(self._after_forward, always_call=True).remove)
         for layer, block in enumerate(base.layers):
-            self._install_layer(context, layer, block)
+            self._install_layer(forward, layer, block)
         if self.client.terms.spec.moe_layers:
             previous = model.get_experts_implementation()
             model.set_experts_implementation(IMPLEMENTATION)
@@ -179,20 +180,20 @@ class Attachment:
         model.generate = functools.partial(self._generate, type(model).generate.__get__(model))
         self._undo.callback(vars(model).pop, "generate", None)
 
-    def _install_layer(self, context: Context, layer: int, block: nn.Module) -> None:
+    def _install_layer(self, forward: ForwardPass, layer: int, block: nn.Module) -> None:
         spec = self.client.terms.spec
         for projection, names in _DENSE_MODULES.items():
             site = Site(layer, projection)
             if spec.is_dense(site):
                 modules = [block.get_submodule(name) for name in names]
-                dense = DenseSite(context, site, modules, spec.sections(site))
+                dense = DenseSite(forward, site, modules, spec.sections(site))
                 for handle in dense.install():
                     self._undo.callback(handle.remove)
         if layer in spec.moe_layers:
             experts = block.get_submodule("mlp.experts")
             original = type(experts).forward.__wrapped__  # type: ignore[attr-defined]
             implementation = self._model.config._experts_implementation
-            _ATTACHED[experts] = (context, layer, ALL_EXPERTS_FUNCTIONS.get_interface(implementation, original))
+            _ATTACHED[experts] = (forward, layer, ALL_EXPERTS_FUNCTIONS.get_interface(implementation, original))
             self._undo.callback(_ATTACHED.pop, experts, None)
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +213,7 @@ class Attachment:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not self._model.base_model:
             return  # a copy of the attached model is a plain base model
-        self._context.batch = None
+        self._forward.batch = None
         if self._names is None:
             return
         if self._model.training:
@@ -234,11 +235,11 @@ class Attachment:
             _not_padding(kwargs.get("attention_mask"), seq_len),
             self._invocations.keep(held_B, kwargs, ids, seq_len),
         )
-        self._context.batch = Batch.of(held_T, keep, decode=seq_len == 1)
+        self._forward.batch = Batch.of(held_T, keep, decode=seq_len == 1)
 
     def _after_forward(self, module: nn.Module, *ignored: Any) -> None:
         if module is self._model.base_model:
-            self._context.batch = None
+            self._forward.batch = None
 
 
 def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,18 +1,15 @@
 """The vLLM plugin (entry point `vllm.general_plugins`): adapters of a LoRA server as vLLM LoRA names.
 
-settings   address, failure policy             version    supported vLLM versions
-plan       scheduler -> workers, and back      holder     the scheduler's adapters, by request
-step       a worker's forward pass             ops        opaque torch ops around dense GEMMs
-experts    what stands in for Punica at the expert sites
-hook       which vLLM attributes are touched, and the patching
-frontend/, engine/, worker/, moe/   hooks of one vLLM part each
+settings   where an engine keeps them        version    supported vLLM versions
+graphs     where captured graphs are cut
+punica     remote experts, by the names that vLLM's LoRA experts call
+contract   which vLLM attributes are touched
+hooks/     what is wrapped: install, frontend, engine, worker, moe; the only modules that import vLLM
 """
 
 from __future__ import annotations
 
 import os
-
-ACTIVE = "LORA_SERVER_VLLM_ACTIVE"  # set for the processes that an engine of ours starts
 
 
 def register() -> None:
@@ -21,8 +18,9 @@ def register() -> None:
     Without an address only `EngineArgs.create_engine_config` is wrapped, which looks for one in
     `--additional-config`. Raises ConfigError for a vLLM that is not supported, if an address is set.
     """
-    import client_connector.vllm.hook as hook
+    from client_connector.vllm.hooks import install
+    from client_connector.vllm.settings import ACTIVE
 
-    hook.watch()
+    install.watch()
     if os.environ.get(ACTIVE) or os.environ.get("LORA_SERVER_ADDRESS"):
-        hook.install()
+        install.install()

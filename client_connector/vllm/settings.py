@@ -1,70 +1,21 @@
-"""What a vLLM engine is told about the server: the environment, or `--additional-config`."""
+"""Where a vLLM engine keeps what it is told about the server: under our key in `--additional-config`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lora_server.errors import ConfigError
+from client_connector.serving.settings import KEY, Settings, find
 
-KEY = "lora_server"  # in additional_config
-ADDRESS = "LORA_SERVER_ADDRESS"
-_ENVIRONMENT = {
-    "address": ADDRESS,
-    "transport": "LORA_SERVER_TRANSPORT",
-    "on_failure": "LORA_SERVER_ON_FAILURE",
-    "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
-}
-ERROR, BASE_MODEL = "error", "base_model"
+ACTIVE = "LORA_SERVER_VLLM_ACTIVE"  # set for the processes that an engine of ours starts
 
 
-@dataclass(frozen=True)
-class Settings:
-    """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join."""
-
-    address: str
-    transport: str = "auto"
-    on_failure: str = ERROR
-    timeout_seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        if self.on_failure not in (ERROR, BASE_MODEL):
-            raise ConfigError(f"on_failure: got {self.on_failure!r}, expected {ERROR!r} or {BASE_MODEL!r}")
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"{ADDRESS}: got {self.address!r}, expected HOST:PORT such as 127.0.0.1:7400")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds: got {self.timeout_seconds}, expected more than 0")
-
-    def as_config(self) -> dict[str, Any]:
-        """What `from_config` reads back."""
-        return asdict(self)
-
-
-def find(additional_config: object, environment: Mapping[str, str]) -> Settings | None:
-    """`additional_config` wins over the environment, field by field; None if neither has an address.
-
-    Raises ConfigError for an unknown field or a value that cannot be one.
-    """
-    given: dict[str, Any] = {name: environment[key] for name, key in _ENVIRONMENT.items() if environment.get(key)}
+def configured(additional_config: object, environment: Mapping[str, str]) -> Settings | None:
+    """The settings of an engine that is being configured; None if it is not to use a server. Raises ConfigError."""
     own = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    if isinstance(own, str):
-        own = {"address": own}
-    if own is not None and not isinstance(own, Mapping):
-        raise ConfigError(f"additional_config[{KEY!r}]: got {own!r}, expected HOST:PORT or an object of settings")
-    given |= own or {}
-    if not given.get("address"):
-        return None
-    unknown = sorted(set(given) - {field.name for field in fields(Settings)})
-    if unknown:
-        raise ConfigError(f"additional_config[{KEY!r}]: got {unknown}, expected some of {list(_ENVIRONMENT)}")
-    try:
-        return Settings(**given | {"timeout_seconds": float(given.get("timeout_seconds", Settings.timeout_seconds))})
-    except (TypeError, ValueError):
-        raise ConfigError(f"timeout_seconds: got {given['timeout_seconds']!r}, expected a number of seconds") from None
+    return find(own, environment, f"additional_config[{KEY!r}]")
 
 
 def of_engine(vllm_config: Any) -> Settings | None:
     """The settings that the front end stored in an engine's config; None for an engine that is not ours."""
-    return find(getattr(vllm_config, "additional_config", None), {})
+    return configured(getattr(vllm_config, "additional_config", None), {})

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from client_connector.directory import Directory
-from client_connector.vllm.plan import parse_flag
+from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Answer, Sequence
 from tests import alora

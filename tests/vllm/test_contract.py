@@ -11,7 +11,7 @@ from client_connector.vllm import contract
 from client_connector.vllm.contract import CONTRACT, Touched
 
 PLUGIN = Path(contract.__file__).parent
-HOOKS = sorted(PLUGIN.rglob("hook.py"))
+HOOKS = sorted((PLUGIN / "hooks").glob("*.py"))
 
 
 @pytest.mark.parametrize("touched", CONTRACT, ids=lambda touched: f"{touched.module}.{touched.name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engines import Engine
 
-from client_connector.vllm.plan import parse_flag
+from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch

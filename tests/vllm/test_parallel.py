@@ -8,7 +8,7 @@ import signal
 import pytest
 from engines import Engine
 
-from client_connector.vllm.plan import parse_flag
+from client_connector.serving.plan import parse_flag
 from tests.serving import status, until
 from tests.workload import NEW_TOKENS
 

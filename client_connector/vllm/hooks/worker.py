@@ -16,15 +16,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from client_connector.client import Client
 from client_connector.directory import Directory
-from client_connector.exchange import Window
 from client_connector.geometry import check_geometry
+from client_connector.packing import Window
 from client_connector.remote import RemoteServer
-from client_connector.vllm import settings
-from client_connector.vllm.moe.hook import attach_experts
-from client_connector.vllm.ops import DenseSite, around
-from client_connector.vllm.plan import FAILURES, NO_PLAN, PLAN, Failure
-from client_connector.vllm.settings import Settings
-from client_connector.vllm.step import Step
+from client_connector.serving.linear import RemoteLinear
+from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
+from client_connector.serving.planned import PlannedPass
+from client_connector.serving.settings import Settings
+from client_connector.vllm.hooks.moe import attach_experts
+from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.spec import ModelSpec, Site
 
@@ -43,12 +43,12 @@ class RemoteLoRAManager:
         client = Client(RemoteServer(found.address, found.transport), found.timeout_seconds)
         check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
         self._directory = Directory(found.address)
-        self.step = Step(client, self._directory.ready)
+        self.forward = PlannedPass(client, self._directory.ready)
         self._ids: set[int] = set()
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
         """Hook the sites of the model, which stays what it is."""
-        attach(model, self.step)
+        attach(model, self.forward)
         return model
 
     def set_active_adapters(self, requests: object, mapping: object) -> None:
@@ -97,25 +97,25 @@ class RemoteLoRAManager:
 
     def close(self) -> None:
         """Leave the server."""
-        self.step.close()
+        self.forward.close()
         self._directory.close()
 
 
-def attach(model: Any, step: Step) -> None:
+def attach(model: Any, forward: PlannedPass) -> None:
     """Hook every site of a worker's model; raises ConfigError naming those that it lacks."""
-    spec = step.client.terms.spec
+    spec = forward.client.terms.spec
     missing = set(spec.sites())
     for name, module in model.named_modules():
         layer = _LAYER.search(f"{name}.")
         if layer is None:
             continue
         if isinstance(module, MoERunner):
-            attach_experts(module, step, int(layer[1]))
+            attach_experts(module, forward, int(layer[1]))
             missing -= {Site(int(layer[1]), "gate_up"), Site(int(layer[1]), "down")}
             continue
         site = Site(int(layer[1]), _PROJECTIONS.get(name.rpartition(".")[2], ""))
         if site in missing and spec.is_dense(site) and hasattr(module, "quant_method"):
-            attach_linear(module, step, site)
+            attach_linear(module, forward, site)
             missing.discard(site)
     if missing:
         raise ConfigError(
@@ -123,11 +123,11 @@ def attach(model: Any, step: Step) -> None:
         )
 
 
-def attach_linear(module: Any, step: Step, site: Site) -> None:
+def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
     """Exchange around the module's GEMM, before any all-reduce. Its method may be shared, so it is copied."""
     method = copy.copy(module.quant_method)
-    dense = DenseSite(step, site, linear_window(module, step.client.terms.spec, site))
-    method.apply = around(dense, module.quant_method.apply)
+    remote = RemoteLinear(forward, site, linear_window(module, forward.client.terms.spec, site))
+    method.apply = remote.around(module.quant_method.apply)
     module.quant_method = method
 
 
@@ -162,7 +162,7 @@ def install(wrap: Wrap) -> None:
 
 def _manager(original: Any) -> Callable[..., Any]:
     def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        found = settings.of_engine(vllm_config)
+        found = of_engine(vllm_config)
         return original(vllm_config, *args, **kwargs) if found is None else RemoteLoRAManager(found, vllm_config)
 
     return manager
@@ -180,7 +180,7 @@ def _set_active_loras(original: Any) -> Callable[..., Any]:
             return original(self, input_batch, num_scheduled_tokens, *args, **kwargs)
         req_ids = input_batch.req_ids
         computed = input_batch.num_computed_tokens_cpu[: len(req_ids)]
-        return manager.step.begin(req_ids, num_scheduled_tokens.tolist(), computed.tolist())
+        return manager.forward.begin(req_ids, num_scheduled_tokens.tolist(), computed.tolist())
 
     return set_active_loras
 
@@ -198,9 +198,9 @@ def _execute_model(original: Any) -> Callable[..., Any]:
         if manager is None:
             return original(self, scheduler_output, *args, **kwargs)
         plan = getattr(scheduler_output, PLAN, NO_PLAN)
-        manager.step.receive(plan)
+        manager.forward.receive(plan)
         output = original(self, scheduler_output, *args, **kwargs)
-        failures = manager.step.end()
+        failures = manager.forward.end()
         self.lora_server_failures = _agree(failures, plan.rows.keys()) if plan.rows else {}
         return _with_failures(output, self)
 

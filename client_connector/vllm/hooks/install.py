@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from client_connector.vllm import ACTIVE, contract, settings
+from client_connector.vllm import contract
+from client_connector.vllm.settings import ACTIVE, configured
 from client_connector.vllm.version import check_version
 
 _OURS = "_lora_server_wrapped"
@@ -29,11 +30,11 @@ def watch() -> None:
 
     def make(original: Any) -> Callable[..., Any]:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = settings.find(self.additional_config, os.environ)
+            found = configured(self.additional_config, os.environ)
             if found is None:
                 return original(self, *args, **kwargs)
             install()
-            from client_connector.vllm.frontend.hook import check_parallel, configure
+            from client_connector.vllm.hooks.frontend import check_parallel, configure
 
             configure(self, found)
             vllm_config = original(self, *args, **kwargs)
@@ -54,10 +55,7 @@ def install() -> None:
     if _installed():
         return
     contract.check(vllm.__version__)
-    from client_connector.vllm.engine import hook as engine
-    from client_connector.vllm.frontend import hook as frontend
-    from client_connector.vllm.moe import hook as moe
-    from client_connector.vllm.worker import hook as worker
+    from client_connector.vllm.hooks import engine, frontend, moe, worker
 
     for part in (frontend, engine, worker, moe):
         part.install(wrap)

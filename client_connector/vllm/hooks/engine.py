@@ -16,9 +16,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from client_connector.vllm import settings
-from client_connector.vllm.holder import Holder, Use
-from client_connector.vllm.plan import FAILURES, PLAN, RETRY, Failure
+from client_connector.serving.holder import Holder, Use
+from client_connector.serving.plan import FAILURES, PLAN, RETRY, Failure
+from client_connector.serving.settings import KEY
+from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 
 HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
@@ -65,7 +66,7 @@ def tokenizer_of(vllm_config: Any) -> Callable[[str], Sequence[int]]:
 def _init(original: Any) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        found = settings.of_engine(vllm_config)
+        found = of_engine(vllm_config)
         if found is not None and not hasattr(self, HOLDER):
             setattr(self, HOLDER, Holder(found, tokenizer_of(vllm_config)))
             self.lora_server_ended = []
@@ -82,7 +83,7 @@ def _preprocess_add_request(original: Any) -> Callable[..., Any]:
             return original(self, request)
         asked = request.lora_request
         use = holder.hold(request.request_id, asked.lora_name, request.prompt_token_ids)
-        path = f"{settings.KEY}:{asked.lora_name}@{use.version}#{use.start}"
+        path = f"{KEY}:{asked.lora_name}@{use.version}#{use.start}"
         request.lora_request = None if use.falls_back else LoRARequest(asked.lora_name, asked.lora_int_id, path)
         return original(self, request)
 
@@ -92,7 +93,7 @@ def _preprocess_add_request(original: Any) -> Callable[..., Any]:
 def start_in(lora_path: str) -> int:
     """Where the adapter of a path that `_preprocess_add_request` made begins to act."""
     start = lora_path.rpartition("#")[2]
-    return int(start) if lora_path.startswith(f"{settings.KEY}:") and start.isdigit() else 0
+    return int(start) if lora_path.startswith(f"{KEY}:") and start.isdigit() else 0
 
 
 def _extra_keys(original: Any) -> Callable[..., Any]:
@@ -102,11 +103,7 @@ def _extra_keys(original: Any) -> Callable[..., Any]:
         request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
     ) -> tuple[tuple[Any, ...] | None, int]:
         keys, mm_idx = original(request, start_token_idx, end_token_idx, start_mm_idx)
-        if (
-            keys is None
-            or request.lora_request is None
-            or not request.lora_request.lora_path.startswith(f"{settings.KEY}:")
-        ):
+        if keys is None or request.lora_request is None or not request.lora_request.lora_path.startswith(f"{KEY}:"):
             return keys, mm_idx
         start = start_in(request.lora_request.lora_path)
         if end_token_idx <= start:
@@ -202,7 +199,7 @@ def _flag(output: Any, use: Use | None) -> None:
         output.stop_reason = use.failure.flag("base_model")
     output.kv_transfer_params = {
         **(output.kv_transfer_params or {}),
-        settings.KEY: {"answered_by": "base_model", "code": use.failure.code, "reason": use.failure.message},
+        KEY: {"answered_by": "base_model", "code": use.failure.code, "reason": use.failure.message},
     }
 
 

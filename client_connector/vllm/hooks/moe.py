@@ -20,9 +20,10 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.platforms import current_platform
 
-from client_connector.exchange import Window
-from client_connector.vllm.experts import RemoteExperts
-from client_connector.vllm.step import Step
+from client_connector.packing import Window
+from client_connector.serving.planned import PlannedPass
+from client_connector.vllm.punica import RemotePunica
+from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec, Site
 
@@ -69,7 +70,7 @@ class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Push, own GEMM, wait, add; twice. Fills `output` [T, H]."""
         context = self._lora_context
         remote: Any = None if context is None else context.punica_wrapper
-        if self.packed and expert_map is None and not (remote and remote.step.active):
+        if self.packed and expert_map is None and not (remote and remote.forward.active):
             arguments = (a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta)
             rows = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)
             super().apply(*rows, global_num_experts, expert_map, *arguments, apply_router_weight_on_input)
@@ -170,12 +171,10 @@ def _select(original: Any) -> Callable[..., Any]:
 def _ours() -> bool:
     from vllm.config import get_current_vllm_config
 
-    from client_connector.vllm import settings
-
-    return settings.of_engine(get_current_vllm_config()) is not None
+    return of_engine(get_current_vllm_config()) is not None
 
 
-def attach_experts(runner: Any, step: Step, layer: int) -> None:
+def attach_experts(runner: Any, forward: PlannedPass, layer: int) -> None:
     """Put a remote wrapper where vLLM's LoRA layers put Punica's."""
     experts, config = runner.routed_experts, runner.moe_config
     kernel = getattr(experts.quant_method, "moe_kernel", None)
@@ -185,13 +184,13 @@ def attach_experts(runner: Any, step: Step, layer: int) -> None:
             f"layer {layer}: vLLM's {type(fused or experts.quant_method).__name__} does not support LoRA; "
             "use an unquantized model, or a quantization whose experts do"
         )
-    remote = remote_experts(config, step, layer, bool(experts.apply_router_weight_on_input))
+    remote = remote_experts(config, forward, layer, bool(experts.apply_router_weight_on_input))
     fused.set_lora_context(_context(config, remote))
 
 
-def remote_experts(config: Any, step: Step, layer: int, weighted_input: bool) -> RemoteExperts:
+def remote_experts(config: Any, forward: PlannedPass, layer: int, weighted_input: bool) -> RemotePunica:
     """The windows of one rank: its ffn columns, unless experts are what is divided."""
-    spec: ModelSpec = step.client.terms.spec
+    spec: ModelSpec = forward.client.terms.spec
     rank, ffn = config.moe_parallel_config.tp_rank, spec.ffn_at(layer)
     size = config.intermediate_size_per_partition_unpadded
     begin, end = min(rank * size, ffn), min((rank + 1) * size, ffn)
@@ -199,10 +198,10 @@ def remote_experts(config: Any, step: Step, layer: int, weighted_input: bool) ->
         raise ConfigError(f"layer {layer}: tensor-parallel rank {rank} has no columns of its experts; use fewer ranks")
     gate_up = Window(0, ((begin, end), (ffn + begin, ffn + end)))
     down = Window(begin, ((0, spec.out_width(Site(layer, "down"))),))
-    return RemoteExperts(step, layer, gate_up, down, end - begin, weighted_input)
+    return RemotePunica(forward, layer, gate_up, down, end - begin, weighted_input)
 
 
-def _context(config: Any, remote: RemoteExperts) -> Any:
+def _context(config: Any, remote: RemotePunica) -> Any:
     """No weights; on CUDA the second stream and its events let vLLM run our exchange beside its GEMM."""
     cuda = current_platform.is_cuda_alike()
     return MoELoRAContext(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from lora_server.errors import LoraServerError
 from lora_server.transport.session import Held
 
-PLAN = "lora_server_plan"  # attribute of vLLM's SchedulerOutput
-FAILURES = "lora_server_failures"  # attribute of vLLM's ModelRunnerOutput
+PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carries a StepPlan
+FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
 RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
 
@@ -49,7 +49,7 @@ class Failure(NamedTuple):
         return cls(error.code, str(error))
 
     def flag(self, outcome: str) -> str:
-        """As vLLM's stop_reason; `outcome` is a word for what happened to the request."""
+        """As a request's stop reason; `outcome` is a word for what happened to the request."""
         return f"{FLAG}: {outcome}: {self.code}: {self.message}"
 
 

@@ -17,9 +17,9 @@ import structlog
 from client_connector.alora import invocation_start
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
-from client_connector.vllm.plan import Assigned, Failure, StepPlan
-from client_connector.vllm.rejoin import Rejoin
-from client_connector.vllm.settings import BASE_MODEL, Settings
+from client_connector.serving.plan import Assigned, Failure, StepPlan
+from client_connector.serving.rejoin import Rejoin
+from client_connector.serving.settings import BASE_MODEL, Settings
 from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError, StepError
 from lora_server.transport.session import Held, Session
 

@@ -21,9 +21,10 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import Directory
-from client_connector.vllm import ops, settings
-from client_connector.vllm.plan import parse_flag
-from client_connector.vllm.settings import Settings
+from client_connector.serving.plan import parse_flag
+from client_connector.serving.settings import KEY, Settings
+from client_connector.vllm.graphs import split_graphs
+from client_connector.vllm.settings import of_engine
 from lora_server.errors import (
     AdapterError,
     ConfigError,
@@ -57,12 +58,12 @@ def configure(args: Any, found: Settings) -> None:
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None
-    args.additional_config = {**(args.additional_config or {}), settings.KEY: found.as_config()}
+    args.additional_config = {**(args.additional_config or {}), KEY: found.as_config()}
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter and names of the server
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
     if current_platform.is_cuda_alike() and not args.enforce_eager:
-        ops.split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
+        split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def check_parallel(vllm_config: Any) -> None:
@@ -83,7 +84,7 @@ def check_parallel(vllm_config: Any) -> None:
 def _init(original: Any) -> Callable[..., Any]:
     def init(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
         original(self, engine_client, *args, **kwargs)
-        found = settings.of_engine(getattr(engine_client, "vllm_config", None))
+        found = of_engine(getattr(engine_client, "vllm_config", None))
         if found is not None:
             setattr(self, _DIRECTORY, Directory(found.address))
             self.lora_server_added = set()  # names that this engine's API brought to the server
@@ -104,7 +105,7 @@ def _listed(models: Any, name: str, version: str) -> Any:
     """vLLM's request for an adapter, under the same id as long as the engine knows the name."""
     known = models.lora_requests.get(name)
     number = known.lora_int_id if known is not None else models.lora_id_counter.inc(1)
-    models.lora_requests[name] = LoRARequest(name, number, f"{settings.KEY}:{name}@{version}")
+    models.lora_requests[name] = LoRARequest(name, number, f"{KEY}:{name}@{version}")
     return models.lora_requests[name]
 
 
@@ -140,7 +141,7 @@ def _load(original: Any) -> Callable[..., Any]:
             return refused
         name, path = request.lora_name, request.lora_path
         try:
-            if path in (name, f"{settings.KEY}:{name}"):
+            if path in (name, f"{KEY}:{name}"):
                 adapter = await asyncio.to_thread(directory.get, name)
             else:
                 uri = path if "://" in path else str(Path(path).expanduser().absolute())
@@ -187,7 +188,7 @@ def _show(original: Any) -> Callable[..., Any]:
         known = {card.id for card in models.data}
         parent = models.data[0].id
         models.data += [
-            ModelCard(id=one.name, root=f"{settings.KEY}:{one.name}@{one.version}", parent=parent)
+            ModelCard(id=one.name, root=f"{KEY}:{one.name}@{one.version}", parent=parent)
             for one in listed
             if one.name not in known and one.state != "draining"
         ]

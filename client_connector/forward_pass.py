@@ -1,0 +1,112 @@
+"""One engine's model at work: its client, the batch of the forward pass under way, and each site's exchange.
+
+    exchange = forward.start_dense(site, x)      before the engine's own GEMM; None where there is nothing to do
+    forward.finish(exchange, add)                after it
+
+An error of ours goes to `failed`, which decides what it means: here it ends the pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from client_connector.client import Client
+from client_connector.exchange import Exchange, GemmTimes
+from client_connector.packing import Activations, Window
+from client_connector.routing import Batch, Message, route_dense, route_experts
+from lora_server.errors import LoraServerError
+from lora_server.spec import Site
+from lora_server.transport.session import Terms
+
+
+class ForwardPass:
+    """One attached model. `batch` is None outside a forward pass, and for one of base rows only."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.batch: Batch | None = None
+        self.observe_gemm: Callable[[GemmTimes], None] | None = None
+        self._owners: dict[tuple[Terms, int], torch.Tensor] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether a pass with adapter rows is under way."""
+        return self.batch is not None
+
+    def acts_at(self, site: Site) -> bool:
+        """Whether the batch has a delta there."""
+        return self.batch is not None and self.batch.at(site) is not None
+
+    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Exchange | None:
+        """Push the rows of a site with one weight for all rows; None where the batch has no delta."""
+        batch = self.batch.at(site) if self.batch is not None else None
+        if batch is None:
+            return None
+        try:
+            messages = route_dense(batch, self.client.placement.owner(site), self.client.terms.max_step_rows)
+            given = Activations(x=self.staged(x_TK), decode=batch.decode, window=window)
+            return self.client.start(site, messages, given)
+        except LoraServerError as error:
+            self.failed(error, None)
+            return None
+
+    def start_experts(
+        self,
+        site: Site,
+        experts_Tk: torch.Tensor,
+        x: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        window: Window | None = None,
+    ) -> Exchange | None:
+        """Push the rows of an expert site; experts E and beyond are not here.
+
+        Without `weights` x is [T, K]. With them, [T * k] on the host, x is [T * k, K], and deltas come
+        back weighted and summed per row.
+        """
+        batch = self.batch.at(site) if self.batch is not None else None
+        if batch is None:
+            return None
+        try:
+            limit = self.client.terms.max_step_rows
+            messages = route_experts(batch, experts_Tk.cpu(), self._owners_of(site.layer), limit)
+            if not messages:
+                return None
+            given = Activations(
+                x=self.staged(x), decode=batch.decode, by_entry=weights is not None, weights=weights, window=window
+            )
+            return self.client.start(site, messages, given)
+        except LoraServerError as error:
+            self.failed(error, None)
+            return None
+
+    def finish(self, exchange: Exchange | None, add: Callable[[Message, torch.Tensor], None]) -> None:
+        """Wait for the deltas of a site and hand them to `add`, which must copy what it keeps."""
+        if exchange is None or self.batch is None:
+            return
+        try:
+            exchange.finish(add)
+        except LoraServerError as error:
+            self.failed(error, exchange)
+
+    def failed(self, error: LoraServerError, exchange: Exchange | None) -> None:
+        """A site's exchange could not be started, or, if it is given, finished."""
+        raise error
+
+    def staged(self, x: torch.Tensor) -> torch.Tensor:
+        """Where the transport takes activations from."""
+        return x
+
+    def _owners_of(self, layer: int) -> torch.Tensor:
+        """Shard of each expert of a layer; int64."""
+        key = (self.client.terms, layer)  # after joining anew the layout may be another
+        if key not in self._owners:
+            self._owners[key] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
+        return self._owners[key]
+
+    def timed(self, site: Site, began_ns: int) -> None:
+        """Report the engine's own GEMM of a site."""
+        if self.observe_gemm is not None and self.batch is not None:
+            self.observe_gemm(GemmTimes(site, self.batch.decode, began_ns, time.monotonic_ns()))

@@ -1,0 +1,8 @@
+"""What any serving engine needs to use a LoRA server; imports no engine.
+
+settings   address, failure policy             staging    activations on their way to slots
+plan       scheduler -> workers, and back      holder     the scheduler's adapters, by request
+planned    a worker's forward pass             rejoin     joining anew while the engine goes on
+linear     a dense site's exchange, as opaque torch ops too
+experts    the two expert sites of a layer
+"""

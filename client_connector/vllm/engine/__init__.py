@@ -1,1 +1,0 @@
-"""The engine core: scheduler, KV block hashes."""

@@ -1,1 +1,0 @@
-"""The API server and LLM: configuration, names, errors."""

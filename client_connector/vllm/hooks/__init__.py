@@ -1,0 +1,1 @@
+"""Hooks of one vLLM part each; `install` wraps them in."""

@@ -1,1 +1,0 @@
-"""Engine workers: experts."""
