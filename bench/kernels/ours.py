@@ -57,10 +57,10 @@ class Adapters:
     def block(self, adapter: int, expert: int) -> Block:
         """The weights of one expert, as the kernels must understand them."""
         first = expert * self.shape.num_tiles
-        slots = torch.arange(first, first + self.shape.num_tiles)
-        page = self.order[adapter][slots // PAGE_TILES].to(self.pages.device)
+        tile = torch.arange(first, first + self.shape.num_tiles)
+        page = self.order[adapter][tile // PAGE_TILES].to(self.pages.device)
         tiles = self.pages.view(-1, PAGE_TILES, TILE_BYTES)
-        return unpack(tiles[page, (slots % PAGE_TILES).to(page.device)], self.shape, DTYPE)
+        return unpack(tiles[page, (tile % PAGE_TILES).to(page.device)], self.shape, DTYPE)
 
 
 @dataclass
@@ -124,7 +124,7 @@ def launch(step: Step, kernels: CudaKernels, workspace: Workspace) -> None:
 
 def sampled_error(step: Step, adapters: Adapters, count: int, seed: int) -> float:
     """The largest norm-wise relative error of sampled rows of the result, against float64 of unpacked weights."""
-    site, (experts, weights, slots) = adapters.site, step.draw
+    site, (experts, weights, adapters_T) = adapters.site, step.draw
     top_k = experts.shape[1]
     order = np.arange(experts.size) if site.combine else step.route.pair_N.cpu().numpy()
     worst = 0.0
@@ -135,7 +135,7 @@ def sampled_error(step: Step, adapters: Adapters, count: int, seed: int) -> floa
             token = pair // top_k
             x = step.rows[pair if site.combine else token].double()
             scale = float(weights.reshape(-1)[pair]) if site.combine else 1.0
-            expected += delta(adapters.block(int(slots[token]), int(experts.reshape(-1)[pair])), x, site) * scale
+            expected += delta(adapters.block(int(adapters_T[token]), int(experts.reshape(-1)[pair])), x, site) * scale
         worst = max(worst, relative_error(step.out[result], expected))
     return worst
 
