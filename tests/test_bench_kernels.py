@@ -112,17 +112,17 @@ def test_a_step_of_the_bench_is_right(site):
     generator = torch.Generator().manual_seed(1)
     adapters = ours.Adapters(TINY, site, generator, num_adapters=5)
     rng = np.random.default_rng(2)
-    draw = draws.draw(TINY, 12, 0)._replace(adapters_T=rng.integers(0, 5, 12).astype(np.int32))
+    drawn = draws.draw(TINY, 12, 0)._replace(adapters_T=rng.integers(0, 5, 12).astype(np.int32))
     rows = torch.randn(24 if site.combine else 12, site.in_width, generator=generator).to(ours.DTYPE)
-    step = ours.make_step(TINY, adapters, draw, rows)
-    step.out.fill_(float("nan"))
-    ours.route(step, EmulatedRouter())
-    ours.launch(step, Emulated(), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
-    assert ours.sampled_error(step, adapters, 100, 0) < 3e-3
-    step.out[5] *= 1.1
-    assert ours.sampled_error(step, adapters, 100, 0) > 0.09, "the check must see one wrong row"
-    step.out[5] = float("nan")
-    assert ours.sampled_error(step, adapters, 100, 0) == float("inf")
+    draw = ours.device_draw(TINY, adapters, drawn, rows)
+    draw.out.fill_(float("nan"))
+    ours.route(draw, EmulatedRouter())
+    ours.launch(draw, Emulated(), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
+    assert ours.sampled_error(draw, adapters, 100, 0) < 3e-3
+    draw.out[5] *= 1.1
+    assert ours.sampled_error(draw, adapters, 100, 0) > 0.09, "the check must see one wrong row"
+    draw.out[5] = float("nan")
+    assert ours.sampled_error(draw, adapters, 100, 0) == float("inf")
 
 
 @needs_emulator
