@@ -54,7 +54,8 @@ def blocks_of(model: Model, site: Site, step: Draw, dtype: torch.dtype) -> dict[
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).mul_(0.02).to(dtype)
 
-    met = sorted({(int(s), int(e)) for s, experts in zip(step.slots_T, step.experts_Tk, strict=True) for e in experts})
+    of_tokens = zip(step.adapters_T, step.experts_Tk, strict=True)
+    met = sorted({(int(adapter), int(expert)) for adapter, experts in of_tokens for expert in experts})
     rank, width = site.lora_rank, site.slice_width
     return {
         key: stack([Pair(noise(rank, site.in_width), noise(width, rank), 2.0, i * width) for i in range(site.slices)])
@@ -124,7 +125,7 @@ def site_rows(
     """One row per path of a site."""
     drawn = draw(model, tokens, 0)
     blocks = blocks_of(model, site, drawn, dtype)
-    directory = np.array([(slot, 0, 1) for slot in range(NUM_ADAPTERS)], np.int32)
+    directory = np.array([(adapter, 0, 1) for adapter in range(NUM_ADAPTERS)], np.int32)
     routed = routing.reference(*drawn, directory, model.num_experts)
     segments = [Segment(blocks[int(row), int(expert)], int(f), int(n)) for row, expert, f, n in routed.segments]
     entries = len(routed.pair_N)

@@ -18,7 +18,7 @@ class DeviceStep:
     """A step whose every array lies in device memory, so that a CUDA graph can hold its launch.
 
     rows_TK     bfloat16 or float16 [T, K or its window], contiguous
-    segments    int32 [at most, 4]: block (row of `blocks`), slot, first entry, entries; see tables
+    segments    int32 [at most, 4]: block (row of `blocks`), first tile, first entry, entries; see tables
     blocks      uint8 [rows, 144]: a BlockTable's tensor; all of them are of one site
     counts      int32 [3]: segments, entries, output rows of this very step; the shapes give only the most
     in_map_N, out_map_N   int32 [at most N] or None;   weights_N   float32 [at most N] or None

@@ -1,17 +1,18 @@
-"""How weights lie in memory for the CUDA kernels: tiles of up to 8 KB, cut and ordered when an adapter is loaded.
+"""How weights lie in memory for the CUDA kernels: tiles of 8 KB, cut and ordered when an adapter is loaded.
 
-A tile is a run of fragments of 512 bytes: 16 x 16 weights in the order in which the 32 lanes of an
+A tile is a run of up to 16 fragments of 512 bytes: 16 x 16 weights in the order in which the 32 lanes of an
 `mma.m16n8k16` hold its 16-bit A operand, so that a warp reads a fragment as 32 x 16 bytes. Weights are
-always the M side. Every tile takes one slot of 8 KB, 256 slots make a page of 2 MiB, and a block (the A
-and B of one expert of one site) takes consecutive slots, which may continue on any other page:
+always the M side. Every tile takes 8 KB, 256 tiles make a page of 2 MiB, and a block (the A and B of one
+expert of one site) takes consecutive tiles, which may continue on any other page:
 
-    slots of A    for each 512 columns, for each 16 ranks, for each 256 of the columns: [16 ranks, 256 columns]
-    slots of B    pair after pair: [16 * (16 // groups) output rows, all ranks of the pair]
+    tiles of A    for each 512 columns, for each 16 ranks, for each 256 of the columns: [16 ranks, 256 columns]
+    tiles of B    pair after pair: [16 * (16 // groups) output rows, all ranks of the pair]
 
 Ranks are padded to 16 (a group), columns to 32. Each pair has ranks of its own; the groups of all pairs
 lie one below the other in A. Mirrored by kernels_cuda/source/step.cuh.
 
-Legend: R ranks, K input columns, O output rows, G groups of 16 ranks, C chunks of 256 columns, S slots.
+Legend: R ranks, K input columns, O output rows, G groups of 16 ranks, C chunks of 256 columns, T tiles,
+B bytes of a tile.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class BlockShape:
 
     @cached_property
     def num_tiles(self) -> int:
-        """Slots of the block."""
+        """Tiles of the block."""
         return self.num_chunks * self.groups + sum(pair.num_tiles for pair in self.pairs)
 
     @property
@@ -97,7 +98,7 @@ class BlockShape:
 
     @cached_property
     def read_bytes(self) -> int:
-        """Bytes that a step reads of it: the tiles without the unused ends of their slots."""
+        """Bytes that a step reads of it: its tiles without their unused ends."""
         fragments = self.groups * 2 * -(-self.in_width // 32)
         return FRAGMENT_BYTES * (fragments + sum(-(-pair.out_rows // GROUP) * pair.groups for pair in self.pairs))
 
@@ -128,7 +129,7 @@ def shape_of(block: Block, in_width: int, out_width: int) -> BlockShape:
 
 
 def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:
-    """The block's tiles: uint8 [S, 8192], where the weights are. `dtype` has 16 bits; unused bytes are zero."""
+    """The block's tiles: uint8 [T, 8192], where the weights are. `dtype` has 16 bits; unused bytes are zero."""
     by_begin = {pair.out_begin: pair for pair in block.pairs}
     real = [(by_begin[pair.out_begin], pair) for pair in shape.pairs if pair.groups]
     device = block.a_RK.device
@@ -139,17 +140,17 @@ def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(parts).view(torch.uint8)
 
 
-def unpack(tiles_SB: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Block:
+def unpack(tiles_TB: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Block:
     """The block that `pack` was given, to the bit."""
-    tiles = tiles_SB.view(dtype)
+    tiles = tiles_TB.view(dtype)
     a_RK = _unpack_a(tiles[: shape.num_chunks * shape.groups], shape)
-    slot, row, pairs = shape.num_chunks * shape.groups, 0, []
+    tile, row, pairs = shape.num_chunks * shape.groups, 0, []
     for pair in shape.pairs:
         if not pair.groups:
             continue
-        b_OR = _unpack_b(tiles[slot : slot + pair.num_tiles], pair)
+        b_OR = _unpack_b(tiles[tile : tile + pair.num_tiles], pair)
         pairs.append(Pair(a_RK[row : row + pair.lora_rank], b_OR, pair.scale, pair.out_begin))
-        slot, row = slot + pair.num_tiles, row + pair.groups * GROUP
+        tile, row = tile + pair.num_tiles, row + pair.groups * GROUP
     return stack(pairs)
 
 
@@ -157,14 +158,14 @@ def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return pad(matrix, (0, -matrix.shape[1] % columns, 0, -matrix.shape[0] % rows))
 
 
-def _slots_of_a(shape: BlockShape) -> list[int]:
-    """The slot of tile (chunk, group), for all chunks and in each for all groups."""
-    slots = []
+def _order_of_a(shape: BlockShape) -> list[int]:
+    """Which of the block's tiles is (chunk, group), for all chunks and in each for all groups."""
+    order = []
     for chunk in range(shape.num_chunks):
         base = chunk // CHUNKS * CHUNKS
         length = min(CHUNKS, shape.num_chunks - base)
-        slots += [base * shape.groups + group * length + chunk - base for group in range(shape.groups)]
-    return slots
+        order += [base * shape.groups + group * length + chunk - base for group in range(shape.groups)]
+    return order
 
 
 # rank = 16 g + 8 half + line; column = 256 c + 32 j + 8 quad + 4 step + 2 register + element; fragment = 2 j + step
@@ -175,7 +176,7 @@ def _pack_a(a_RK: torch.Tensor, shape: BlockShape) -> torch.Tensor:
     half, line, *columns = _A_DIMS
     tiles = a_RK.view(shape.groups, half, line, shape.num_chunks, *columns).permute(_A_TO_TILES)
     out = torch.empty(shape.num_chunks * shape.groups, _TILE_ELEMENTS, dtype=a_RK.dtype, device=a_RK.device)
-    out[torch.tensor(_slots_of_a(shape), device=out.device)] = tiles.reshape(-1, _TILE_ELEMENTS)
+    out[torch.tensor(_order_of_a(shape), device=out.device)] = tiles.reshape(-1, _TILE_ELEMENTS)
     return out
 
 
@@ -183,7 +184,7 @@ def _unpack_a(tiles: torch.Tensor, shape: BlockShape) -> torch.Tensor:
     half, line, *columns = _A_DIMS
     permuted = [(shape.groups, half, line, shape.num_chunks, *columns)[dim] for dim in _A_TO_TILES]
     inverse = [_A_TO_TILES.index(dim) for dim in range(len(_A_TO_TILES))]
-    ordered = tiles[torch.tensor(_slots_of_a(shape), dtype=torch.int64, device=tiles.device)]
+    ordered = tiles[torch.tensor(_order_of_a(shape), dtype=torch.int64, device=tiles.device)]
     a_RK = ordered.view(permuted).permute(inverse).reshape(shape.groups * GROUP, shape.num_chunks * CHUNK)
     return a_RK[:, : shape.in_width]
 

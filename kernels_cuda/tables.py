@@ -23,14 +23,14 @@ BLOCK = np.dtype(
         ("pairs", PAIR, MAX_PAIRS),
     ]
 )
-SEGMENT_INTS = 4  # block, slot, first, rows
+SEGMENT_INTS = 4  # block, first tile, first entry, entries
 
 
 class Packed(NamedTuple):
-    """A block in device memory: a row of a BlockTable, and the block's first slot in that row's pages."""
+    """A block in device memory: a row of a BlockTable, and the block's first tile in that row's pages."""
 
     row: int
-    slot: int
+    first_tile: int
     max_rank: int
 
 
@@ -66,5 +66,5 @@ class BlockTable:
 
 def segment_table(segments: Sequence[Segment[Packed]]) -> torch.Tensor:
     """int32 [segments, 4] as the kernels read it, on the CPU."""
-    rows = [(block.row, block.slot, first, num_entries) for block, first, num_entries in segments]
+    rows = [(block.row, block.first_tile, first, num_entries) for block, first, num_entries in segments]
     return torch.tensor(rows, dtype=torch.int32).view(-1, SEGMENT_INTS)

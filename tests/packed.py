@@ -20,27 +20,27 @@ class Pages:
 
     device: str
     num_pages: int = 0
-    free_slot: int = 0
+    free_tile: int = 0
     memory: list[torch.Tensor] = field(default_factory=list)
     addresses: torch.Tensor | None = None
 
-    def reserve(self, first_slot: int, num_slots: int) -> None:
-        """Pages for slots [first_slot, first_slot + num_slots), before any is added."""
-        self.free_slot = first_slot
-        while self.num_pages * PAGE_TILES < first_slot + num_slots:
+    def reserve(self, first_tile: int, num_tiles: int) -> None:
+        """Pages for tiles [first_tile, first_tile + num_tiles), before any is added."""
+        self.free_tile = first_tile
+        while self.num_pages * PAGE_TILES < first_tile + num_tiles:
             self.memory.insert(0, torch.full((PAGE_BYTES + 512,), POISON, dtype=torch.uint8, device=self.device))
             self.num_pages += 1
         starts = [page.data_ptr() + -page.data_ptr() % 512 for page in self.memory]
         self.addresses = torch.tensor(starts, dtype=torch.int64, device=self.device)
 
     def write(self, tiles: torch.Tensor) -> int:
-        """Store tiles in the next slots; the first one."""
-        first = self.free_slot
+        """Store tiles one after the other; the number of the first."""
+        first = self.free_tile
         for i, tile in enumerate(tiles):
             page = self.memory[(first + i) // PAGE_TILES]
             at = -page.data_ptr() % 512 + (first + i) % PAGE_TILES * TILE_BYTES
             page[at : at + TILE_BYTES] = tile
-        self.free_slot += len(tiles)
+        self.free_tile += len(tiles)
         return first
 
 
@@ -71,19 +71,19 @@ class PackedStep:
 
 
 def pack_step(
-    step: Step[Block], in_width: int, out_width: int, device: str = "cpu", first_slot: int = PAGE_TILES - 3
+    step: Step[Block], in_width: int, out_width: int, device: str = "cpu", first_tile: int = PAGE_TILES - 3
 ) -> PackedStep:
     """The same step for the kernels; its first blocks cross the border of a page."""
     dtype = step.rows_TK.dtype
     blocks = {id(segment.block): segment.block for segment in step.segments}
     shapes = {key: shape_of(block, in_width, out_width) for key, block in blocks.items()}
     pages, table = Pages(device), BlockTable(max(1, len(blocks)), device)
-    pages.reserve(first_slot, sum(shape.num_tiles for shape in shapes.values()))
+    pages.reserve(first_tile, sum(shape.num_tiles for shape in shapes.values()))
     assert pages.addresses is not None
     packed = {}
     for key, block in blocks.items():
-        slot = pages.write(pack(block, shapes[key], dtype).to(device))
-        packed[key] = Packed(table.add(pages.addresses.data_ptr(), shapes[key]), slot, shapes[key].groups * 16)
+        tile = pages.write(pack(block, shapes[key], dtype).to(device))
+        packed[key] = Packed(table.add(pages.addresses.data_ptr(), shapes[key]), tile, shapes[key].groups * 16)
     segments = segment_table([Segment(packed[id(s.block)], s.first, s.num_entries) for s in step.segments])
     counts = torch.tensor([len(step.segments), step.num_entries, step.num_out_rows], dtype=torch.int32)
 

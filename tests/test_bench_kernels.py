@@ -75,7 +75,7 @@ def test_draws_match_the_formula(model):
     assert abs(np.mean(counts) - expected) < 4 * deviation + 1
     step = draws.draw(model, 256, 3)
     assert all(len(set(experts)) == model.top_k for experts in step.experts_Tk)
-    assert step.slots_T.min() >= 0 and step.slots_T.max() < NUM_ADAPTERS
+    assert step.adapters_T.min() >= 0 and step.adapters_T.max() < NUM_ADAPTERS
     np.testing.assert_allclose(step.weights_Tk.sum(axis=1), 1, rtol=1e-6)
     again = draws.draw(model, 256, 3)
     assert all(np.array_equal(a, b) for a, b in zip(step, again, strict=True)), "a seed is a draw"
@@ -112,17 +112,17 @@ def test_a_step_of_the_bench_is_right(site):
     generator = torch.Generator().manual_seed(1)
     adapters = ours.Adapters(TINY, site, generator, num_adapters=5)
     rng = np.random.default_rng(2)
-    draw = draws.draw(TINY, 12, 0)._replace(slots_T=rng.integers(0, 5, 12).astype(np.int32))
+    drawn = draws.draw(TINY, 12, 0)._replace(adapters_T=rng.integers(0, 5, 12).astype(np.int32))
     rows = torch.randn(24 if site.combine else 12, site.in_width, generator=generator).to(ours.DTYPE)
-    step = ours.make_step(TINY, adapters, draw, rows)
-    step.out.fill_(float("nan"))
-    ours.route(step, EmulatedRouter())
-    ours.launch(step, Emulated(), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
-    assert ours.sampled_error(step, adapters, 100, 0) < 3e-3
-    step.out[5] *= 1.1
-    assert ours.sampled_error(step, adapters, 100, 0) > 0.09, "the check must see one wrong row"
-    step.out[5] = float("nan")
-    assert ours.sampled_error(step, adapters, 100, 0) == float("inf")
+    draw = ours.device_draw(TINY, adapters, drawn, rows)
+    draw.out.fill_(float("nan"))
+    ours.route(draw, EmulatedRouter())
+    ours.launch(draw, Emulated(), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
+    assert ours.sampled_error(draw, adapters, 100, 0) < 3e-3
+    draw.out[5] *= 1.1
+    assert ours.sampled_error(draw, adapters, 100, 0) > 0.09, "the check must see one wrong row"
+    draw.out[5] = float("nan")
+    assert ours.sampled_error(draw, adapters, 100, 0) == float("inf")
 
 
 @needs_emulator
@@ -166,13 +166,13 @@ def test_vllms_sorted_layout_holds_every_pair_once(block):
     sorted_ids, expert_ids, padded = vllm.align(step, TINY.num_experts, NUM_ADAPTERS, block)
     pairs = step.experts_Tk.size
     assert np.array_equal(np.sort(sorted_ids[sorted_ids < pairs]), np.arange(pairs))
-    for slot in np.flatnonzero(padded):
-        assert padded[slot] % block == 0
-        for at in range(padded[slot]):
-            pair = sorted_ids[slot, at]
+    for adapter in np.flatnonzero(padded):
+        assert padded[adapter] % block == 0
+        for at in range(padded[adapter]):
+            pair = sorted_ids[adapter, at]
             if pair < pairs:
-                assert step.slots_T[pair // TINY.top_k] == slot
-                assert step.experts_Tk.reshape(-1)[pair] == expert_ids[slot, at // block]
+                assert step.adapters_T[pair // TINY.top_k] == adapter
+                assert step.experts_Tk.reshape(-1)[pair] == expert_ids[adapter, at // block]
 
 
 def test_a_peer_that_cannot_be_loaded_says_why(tmp_path):

@@ -56,7 +56,7 @@ def stored(store, packed, shape):
     """The block that lies in the pages, read back through the page table."""
     place = next(e.place for e in store._entries.values() if packed in e.place._blocks.values())
     tiles = []
-    for at in range(packed.slot, packed.slot + shape.num_tiles):
+    for at in range(packed.first_tile, packed.first_tile + shape.num_tiles):
         page, tile = divmod(at, PAGE_TILES)
         assert int(place._table[page]) == store.pool.address(place.pages[page])
         tiles.append(store.pool.memory[place.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])

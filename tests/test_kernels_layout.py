@@ -49,16 +49,16 @@ def test_fragments_follow_the_mma_layout():
     halves = [t.to(torch.int16).view(torch.bfloat16) for t in (a_RK, b_OR)]  # numbers as bit patterns
     shape = shape_of(stack([Pair(*halves, 1.0, 0)]), in_width, rows)
     tiles = pack(stack([Pair(*halves, 1.0, 0)]), shape, torch.bfloat16).view(torch.int16).view(-1, 16, 32, 8).numpy()
-    slots = {(0, 0): 0, (1, 0): 1, (0, 2): 4, (2, 0): 6, (2, 1): 7}
+    tiles_of_a = {(0, 0): 0, (1, 0): 1, (0, 2): 4, (2, 0): 6, (2, 1): 7}
     for lane in range(32):
         line, quad = divmod(lane, 4)
         for element in range(8):
             row, k = line + 8 * (element // 2 % 2), element % 2 + 2 * (element // 4)
-            for (chunk, group), slot in slots.items():
+            for (chunk, group), tile_of_a in tiles_of_a.items():
                 for fragment in range(16):
                     column = chunk * 256 + fragment // 2 * 32 + 8 * quad + fragment % 2 * 4 + k
                     expected = int(a_RK[group * 16 + row, column].short()) if group * 16 + row < rank else 0
-                    assert tiles[slot, fragment, lane, element] == expected
+                    assert tiles[tile_of_a, fragment, lane, element] == expected
             for tile in range(2):  # 3 groups: 5 blocks of 16 rows, in bands of 4 and 1; the second tile has 2
                 bands = [(0, 4), (4, 1)] if tile == 0 else [(0, 2)]
                 for first, blocks in bands:

@@ -24,17 +24,19 @@ def garbage(pairs):
     return route
 
 
-def inputs(tokens, top_k, adapters, num_experts, seed, popularity="zipf", absent=0.1):
+def inputs(tokens, top_k, num_adapters, num_experts, seed, popularity="zipf", absent=0.1):
     rng = np.random.default_rng(seed)
-    weight = np.ones(adapters) if popularity == "uniform" else np.arange(1, adapters + 1) ** -1.2
-    slots = (
-        rng.choice(adapters, tokens, p=weight / weight.sum()) if popularity != "one" else np.full(tokens, adapters - 1)
+    weight = np.ones(num_adapters) if popularity == "uniform" else np.arange(1, num_adapters + 1) ** -1.2
+    adapters = (
+        rng.choice(num_adapters, tokens, p=weight / weight.sum())
+        if popularity != "one"
+        else np.full(tokens, num_adapters - 1)
     )
-    slots[rng.random(tokens) < absent] = -1
+    adapters[rng.random(tokens) < absent] = -1
     experts = rng.integers(-1 if absent else 0, num_experts, (tokens, top_k))
-    directory = rng.integers(0, 1 << 20, (adapters, routing.DIRECTORY_INTS))
+    directory = rng.integers(0, 1 << 20, (num_adapters, routing.DIRECTORY_INTS))
     weights = rng.random((tokens, top_k), np.float32)
-    return experts.astype(np.int32), weights, slots.astype(np.int32), directory.astype(np.int32)
+    return experts.astype(np.int32), weights, adapters.astype(np.int32), directory.astype(np.int32)
 
 
 def launch(arrays, num_experts, route, variant=VARIANT):
@@ -43,12 +45,12 @@ def launch(arrays, num_experts, route, variant=VARIANT):
 
 
 def check(arrays, num_experts, variant=VARIANT, spare=3):
-    experts, _, slots, _ = arrays
+    experts, _, adapters, _ = arrays
     route = garbage(experts.size + spare)
     launch(arrays, num_experts, route, variant)
     expected = routing.reference(*arrays, num_experts)
     segments, entries = len(expected.segments), len(expected.pair_N)
-    assert route.counts.tolist() == [segments, entries, len(slots)]
+    assert route.counts.tolist() == [segments, entries, len(adapters)]
     for tensor, wanted in zip((route.segments, route.token_N, route.pair_N, route.weights_N), expected, strict=True):
         np.testing.assert_array_equal(tensor[: len(wanted)].numpy(), wanted)
         assert (tensor[len(wanted) :] == GARBAGE).all(), "wrote beyond what there is"
@@ -58,7 +60,7 @@ def check(arrays, num_experts, variant=VARIANT, spare=3):
 @given(
     tokens=st.integers(1, 70),
     top_k=st.integers(1, 8),
-    adapters=st.integers(1, 600),
+    num_adapters=st.integers(1, 600),
     num_experts=st.integers(1, 128),
     seed=st.integers(0, 2**31),
     popularity=st.sampled_from(["zipf", "uniform", "one"]),
@@ -67,8 +69,8 @@ def check(arrays, num_experts, variant=VARIANT, spare=3):
 @example(1, 1, 1, 1, 0, "one", 0.0)
 @example(1, 1, 1, 1, 0, "one", 1.0)
 @example(64, 8, 4095, 128, 7, "uniform", 0.0)
-def test_equals_the_reference(tokens, top_k, adapters, num_experts, seed, popularity, absent):
-    check(inputs(tokens, top_k, adapters, num_experts, seed, popularity, absent), num_experts)
+def test_equals_the_reference(tokens, top_k, num_adapters, num_experts, seed, popularity, absent):
+    check(inputs(tokens, top_k, num_adapters, num_experts, seed, popularity, absent), num_experts)
 
 
 @pytest.mark.parametrize("warps", [4, 6, 8])
@@ -98,7 +100,7 @@ def test_a_second_step_in_the_same_memory():
     [
         (lambda a: (a[0].astype(np.int64), *a[1:]), "experts is torch.int64"),
         (lambda a: (a[0], a[1][:, :1].copy(), *a[2:]), r"weights is torch.float32 \(4, 1\)"),
-        (lambda a: (*a[:2], a[2][:3], a[3]), r"slots is torch.int32 \(3,\)"),
+        (lambda a: (*a[:2], a[2][:3], a[3]), r"adapters is torch.int32 \(3,\)"),
         (lambda a: (*a[:3], np.zeros((1 << 19, 3), np.int32)), "list only those that are in use"),
         (lambda a: (np.zeros((9, 2), np.int32), np.zeros((9, 2), np.float32), *a[2:]), "cut the step"),
     ],

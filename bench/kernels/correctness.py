@@ -113,13 +113,13 @@ def make(case: Case, device: torch.device) -> Made:
     pages = aligned_pages(-(-total // PAGE_TILES), device).fill_(0xFF)
     order = torch.arange(len(pages) - 1, -1, -1, device=device)
     addresses = pages.data_ptr() + order * PAGE_BYTES
-    table, slot, packed = BlockTable(max(1, len(blocks)), device), 0, {}
+    table, first_tile, packed = BlockTable(max(1, len(blocks)), device), 0, {}
     tiles_of_pages = pages.view(len(pages), PAGE_TILES, TILE_BYTES)
     for adapter, shape in shapes.items():
-        slots = torch.arange(slot, slot + shape.num_tiles, device=device)
-        tiles_of_pages[order[slots // PAGE_TILES], slots % PAGE_TILES] = pack(blocks[adapter], shape, case.dtype)
-        packed[adapter] = Packed(table.add(addresses.data_ptr(), shape), slot, shape.groups * 16)
-        slot += shape.num_tiles
+        tile = torch.arange(first_tile, first_tile + shape.num_tiles, device=device)
+        tiles_of_pages[order[tile // PAGE_TILES], tile % PAGE_TILES] = pack(blocks[adapter], shape, case.dtype)
+        packed[adapter] = Packed(table.add(addresses.data_ptr(), shape), first_tile, shape.groups * 16)
+        first_tile += shape.num_tiles
     firsts = np.cumsum([0, *(size for _, size in sizes)])
     described = [(adapter, int(first), size) for (adapter, size), first in zip(sizes, firsts, strict=False)]
     tokens = max(1, case.entries // 2)

@@ -24,17 +24,17 @@ class Draw(NamedTuple):
 
     experts_Tk: npt.NDArray[np.int32]
     weights_Tk: npt.NDArray[np.float32]
-    slots_T: npt.NDArray[np.int32]
+    adapters_T: npt.NDArray[np.int32]
 
 
 def draw(model: Model, tokens: int, seed: int) -> Draw:
     """Every token has an adapter and k different experts; weights are positive and sum to 1."""
     rng = np.random.default_rng([seed, tokens])
-    slots = rng.choice(NUM_ADAPTERS, tokens, p=popularity())
+    adapters = rng.choice(NUM_ADAPTERS, tokens, p=popularity())
     experts = np.argsort(rng.random((tokens, model.num_experts)), axis=1)[:, : model.top_k]
     weights = rng.random((tokens, model.top_k)) + 0.1
     weights /= weights.sum(axis=1, keepdims=True)
-    return Draw(experts.astype(np.int32), weights.astype(np.float32), slots.astype(np.int32))
+    return Draw(experts.astype(np.int32), weights.astype(np.float32), adapters.astype(np.int32))
 
 
 def draws(model: Model, tokens: int, count: int = NUM_DRAWS) -> list[Draw]:
@@ -49,4 +49,4 @@ def routed(step: Draw, directory: npt.NDArray[np.int32], num_experts: int) -> ro
 
 def distinct_pairs(step: Draw, num_experts: int) -> int:
     """How many (adapter, expert) pairs it meets."""
-    return len(np.unique(step.slots_T[:, None].astype(np.int64) * num_experts + step.experts_Tk))
+    return len(np.unique(step.adapters_T[:, None].astype(np.int64) * num_experts + step.experts_Tk))

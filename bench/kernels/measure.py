@@ -40,24 +40,25 @@ def site_result(model: Model, site: Site, tokens: int, adapters: ours.Adapters, 
     """One model, number of tokens and site; times are medians per draw, averaged over the draws."""
     generator = torch.Generator(gpu.device).manual_seed(SEED)
     workspace = ours.workspace_for(model, site, tokens, gpu.device)
-    steps = [
-        ours.make_step(model, adapters, draw, rows_of(model, site, tokens, generator)) for draw in draws(model, tokens)
+    on_device = [
+        ours.device_draw(model, adapters, drawn, rows_of(model, site, tokens, generator))
+        for drawn in draws(model, tokens)
     ]
     errors = []
-    for seed, step in enumerate(steps):
-        step.out.fill_(float("nan"))
+    for seed, draw in enumerate(on_device):
+        draw.out.fill_(float("nan"))
         for tensor in (workspace.partial, workspace.v, workspace.delta):
             tensor.fill_(float("nan"))
-        ours.route(step, gpu.router)
-        ours.launch(step, gpu.kernels, workspace)
-        errors.append(ours.sampled_error(step, adapters, SAMPLES, seed))
+        ours.route(draw, gpu.router)
+        ours.launch(draw, gpu.kernels, workspace)
+        errors.append(ours.sampled_error(draw, adapters, SAMPLES, seed))
 
-    def routed(step: ours.Step) -> None:
-        ours.route(step, gpu.router)
-        ours.launch(step, gpu.kernels, workspace)
+    def routed(draw: ours.DeviceDraw) -> None:
+        ours.route(draw, gpu.router)
+        ours.launch(draw, gpu.kernels, workspace)
 
-    bare = [capture(lambda step=step: ours.launch(step, gpu.kernels, workspace), gpu.device) for step in steps]
-    whole = [capture(lambda step=step: routed(step), gpu.device) for step in steps]
+    bare = [capture(lambda draw=draw: ours.launch(draw, gpu.kernels, workspace), gpu.device) for draw in on_device]
+    whole = [capture(lambda draw=draw: routed(draw), gpu.device) for draw in on_device]
     bare_us, whole_us = replay_us(bare, gpu.flush, gpu.device), replay_us(whole, gpu.flush, gpu.device)
     nbytes = statistics.mean(floor_bytes(model, site, tokens))
     us, floor_us = statistics.mean(bare_us), nbytes / gpu.read_gbps / 1e3

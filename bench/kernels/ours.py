@@ -1,4 +1,4 @@
-"""512 adapters of one site in device memory, packed as the server packs them, and steps over them."""
+"""512 adapters of one site in device memory, packed as the server packs them, and draws over them."""
 
 from __future__ import annotations
 
@@ -57,31 +57,31 @@ class Adapters:
     def block(self, adapter: int, expert: int) -> Block:
         """The weights of one expert, as the kernels must understand them."""
         first = expert * self.shape.num_tiles
-        slots = torch.arange(first, first + self.shape.num_tiles)
-        page = self.order[adapter][slots // PAGE_TILES].to(self.pages.device)
+        tile = torch.arange(first, first + self.shape.num_tiles)
+        page = self.order[adapter][tile // PAGE_TILES].to(self.pages.device)
         tiles = self.pages.view(-1, PAGE_TILES, TILE_BYTES)
-        return unpack(tiles[page, (slots % PAGE_TILES).to(page.device)], self.shape, DTYPE)
+        return unpack(tiles[page, (tile % PAGE_TILES).to(page.device)], self.shape, DTYPE)
 
 
 @dataclass
-class Step:
+class DeviceDraw:
     """One draw on the device, with everything that a graph's launch needs."""
 
-    draw: Draw
+    drawn: Draw
     rows: torch.Tensor
     out: torch.Tensor
     route: Route
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    device_step: DeviceStep
+    step: DeviceStep
     num_experts: int
 
 
-def make_step(model: Model, adapters: Adapters, draw: Draw, rows: torch.Tensor) -> Step:
+def device_draw(model: Model, adapters: Adapters, drawn: Draw, rows: torch.Tensor) -> DeviceDraw:
     """gate_up: a row per token, a result per entry; down: a row per (token, expert), a result per token."""
     site, device = adapters.site, rows.device
-    tokens, top_k = draw.experts_Tk.shape
+    tokens, top_k = drawn.experts_Tk.shape
     route = Route.empty(tokens * top_k, device)
-    arrays = (*draw, adapters.directory)
+    arrays = (*drawn, adapters.directory)
     inputs = tuple(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
     maps = (
         {"in_map_N": route.pair_N, "out_map_N": route.token_N, "weights_N": route.weights_N}
@@ -98,11 +98,11 @@ def make_step(model: Model, adapters: Adapters, draw: Draw, rows: torch.Tensor) 
         **maps,
     )
     out = torch.empty(tokens if site.combine else tokens * top_k, site.out_width, dtype=rows.dtype, device=device)
-    return Step(draw, rows, out, route, inputs, step, model.num_experts)  # type: ignore[arg-type]
+    return DeviceDraw(drawn, rows, out, route, inputs, step, model.num_experts)  # type: ignore[arg-type]
 
 
 def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -> Workspace:
-    """What every step of a cell fits into."""
+    """What every draw of a cell fits into."""
     return Workspace.new(
         max_entries=tokens * model.top_k,
         max_rank=site.shape.groups * 16,
@@ -112,31 +112,31 @@ def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -
     )
 
 
-def route(step: Step, router: Router) -> None:
-    """Fills the step's segments and maps on the device."""
-    router.launch(*step.inputs, step.num_experts, step.route)
+def route(draw: DeviceDraw, router: Router) -> None:
+    """Fills the draw's segments and maps on the device."""
+    router.launch(*draw.inputs, draw.num_experts, draw.route)
 
 
-def launch(step: Step, kernels: CudaKernels, workspace: Workspace) -> None:
-    """The step itself; its route must have been filled."""
-    kernels.launch(step.device_step, step.out, workspace)
+def launch(draw: DeviceDraw, kernels: CudaKernels, workspace: Workspace) -> None:
+    """The draw's step itself; its route must have been filled."""
+    kernels.launch(draw.step, draw.out, workspace)
 
 
-def sampled_error(step: Step, adapters: Adapters, count: int, seed: int) -> float:
+def sampled_error(draw: DeviceDraw, adapters: Adapters, count: int, seed: int) -> float:
     """The largest norm-wise relative error of sampled rows of the result, against float64 of unpacked weights."""
-    site, (experts, weights, slots) = adapters.site, step.draw
+    site, (experts, weights, adapters_T) = adapters.site, draw.drawn
     top_k = experts.shape[1]
-    order = np.arange(experts.size) if site.combine else step.route.pair_N.cpu().numpy()
+    order = np.arange(experts.size) if site.combine else draw.route.pair_N.cpu().numpy()
     worst = 0.0
-    for result in np.random.default_rng(seed).choice(step.out.shape[0], min(count, step.out.shape[0]), replace=False):
+    for result in np.random.default_rng(seed).choice(draw.out.shape[0], min(count, draw.out.shape[0]), replace=False):
         pairs = range(result * top_k, (result + 1) * top_k) if site.combine else [int(order[result])]
-        expected = torch.zeros(site.out_width, dtype=torch.float64, device=step.rows.device)
+        expected = torch.zeros(site.out_width, dtype=torch.float64, device=draw.rows.device)
         for pair in pairs:
             token = pair // top_k
-            x = step.rows[pair if site.combine else token].double()
+            x = draw.rows[pair if site.combine else token].double()
             scale = float(weights.reshape(-1)[pair]) if site.combine else 1.0
-            expected += delta(adapters.block(int(slots[token]), int(experts.reshape(-1)[pair])), x, site) * scale
-        worst = max(worst, relative_error(step.out[result], expected))
+            expected += delta(adapters.block(int(adapters_T[token]), int(experts.reshape(-1)[pair])), x, site) * scale
+        worst = max(worst, relative_error(draw.out[result], expected))
     return worst
 
 

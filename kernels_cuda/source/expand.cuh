@@ -5,7 +5,9 @@
 // A warp's expand jobs, one tile each, for up to JOB_ROWS entries.
 struct ExpandWalk {
     const Args& a;
-    int left = 0, segment = 0, row = 0, pair = 0, window = 0, tile = 0, end = 0, slot = 0, rank = 0;
+    int left = 0, segment = 0, row = 0, pair = 0, window = 0;
+    int tile = 0, end = 0, base_tile = 0;  // a range of the pair's tiles, counted from base_tile: its first in the pages
+    int rank = 0;
     Segment s = {};
 
     DEVICE explicit ExpandWalk(const Args& args) : a(args) {}
@@ -26,7 +28,7 @@ struct ExpandWalk {
     // To the first tile for the entries from `row` on; false if the segment has none.
     DEVICE bool enter() {
         pair = window = end = rank = 0;
-        slot = s.slot + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups;
+        base_tile = s.first_tile + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups;
         return find_range();
     }
 
@@ -44,7 +46,7 @@ struct ExpandWalk {
                 tile = end;
                 if (tiles_of(a, p, window, tile, end)) return true;
             }
-            if (p.groups) slot += div_up(p.out_rows, 16 * tile_blocks(p.groups));
+            if (p.groups) base_tile += div_up(p.out_rows, 16 * tile_blocks(p.groups));
             rank += 16 * p.groups;
             window = end = 0;
         }
@@ -55,7 +57,7 @@ struct ExpandWalk {
         const Block& block = a.blocks[s.block];
         const Pair p = block.pairs[pair];
         const int blocks = tile_blocks(p.groups), first = tile * 16 * blocks;
-        from = p.groups ? tile_at(block, slot + tile) : nullptr;
+        from = p.groups ? tile_at(block, base_tile + tile) : nullptr;
         Record record;
         ExpandTile& t = record.expand;
         t.kind = EXPAND;

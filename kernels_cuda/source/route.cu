@@ -11,9 +11,9 @@ constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
 struct RouteArgs {
     const int* experts;    // [tokens, top_k]
     const float* weights;  // [tokens, top_k]
-    const int* slots;      // [tokens]
-    const int* directory;  // [adapters, 3]: row of the block table, first slot, slots of each expert
-    uint4* segments;       // block, slot, first, rows
+    const int* adapters;   // [tokens]: rows of `directory`, or -1
+    const int* directory;  // [num_adapters, 3]: row of the block table, first tile, tiles of each expert
+    uint4* segments;       // block, first tile, first entry, entries
     int* counts;           // segments, entries, output rows
     int* token;            // of each entry, like the following
     int* pair;
@@ -83,9 +83,9 @@ DEVICE void sort_pass(BlockMemory& memory, const unsigned* from, unsigned* to, i
 }
 
 DEVICE void write_segment(const RouteArgs& a, int segment, int key, int first, int end) {
-    const int* adapter = a.directory + key / a.num_experts * 3;
-    a.segments[segment] = {static_cast<unsigned>(adapter[0]),
-                           static_cast<unsigned>(adapter[1] + key % a.num_experts * adapter[2]),
+    const int* row = a.directory + key / a.num_experts * 3;
+    a.segments[segment] = {static_cast<unsigned>(row[0]),
+                           static_cast<unsigned>(row[1] + key % a.num_experts * row[2]),
                            static_cast<unsigned>(first), static_cast<unsigned>(end - first)};
 }
 
@@ -94,9 +94,10 @@ DEVICE void route_pairs(const RouteArgs& a, BlockMemory& memory) {
     const int nobody = a.num_adapters * a.num_experts;  // the key of pairs without an adapter: they sort last
     unsigned *items = memory.items[0], *others = memory.items[1];
     for (int pair = thread; pair < pairs; pair += THREADS) {
-        const int slot = a.slots[pair / a.top_k], expert = a.experts[pair];
-        const bool live = slot >= 0 && slot < a.num_adapters && expert >= 0 && expert < a.num_experts;
-        items[place(pair)] = static_cast<unsigned>(live ? slot * a.num_experts + expert : nobody) << PAIR_BITS | pair;
+        const int adapter = a.adapters[pair / a.top_k], expert = a.experts[pair];
+        const bool live = adapter >= 0 && adapter < a.num_adapters && expert >= 0 && expert < a.num_experts;
+        const int key = live ? adapter * a.num_experts + expert : nobody;
+        items[place(pair)] = static_cast<unsigned>(key) << PAIR_BITS | pair;
     }
     const int share = (pairs + THREADS - 1) / THREADS;
     const int begin = share * thread, end = begin + share < pairs ? begin + share : pairs;
@@ -136,10 +137,11 @@ DEVICE void route_pairs(const RouteArgs& a, BlockMemory& memory) {
 
 // Arguments are all 64 bits wide. Grid: one block. Shared memory: sizeof(BlockMemory).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    route(const int* experts, const float* weights, const int* slots, const int* directory, uint4* segments, int* counts,
-          int* token, int* pair, float* weight, int64 tokens, int64 top_k, int64 num_experts, int64 num_adapters) {
+    route(const int* experts, const float* weights, const int* adapters, const int* directory, uint4* segments,
+          int* counts, int* token, int* pair, float* weight, int64 tokens, int64 top_k, int64 num_experts,
+          int64 num_adapters) {
     SHARED_MEMORY(shared);
-    const RouteArgs a = {experts, weights,     slots,      directory,        segments,         counts, token, pair,
+    const RouteArgs a = {experts, weights,     adapters,   directory,        segments,         counts, token, pair,
                          weight,  int(tokens), int(top_k), int(num_experts), int(num_adapters)};
     route_pairs(a, *reinterpret_cast<BlockMemory*>(shared));
 }

@@ -31,7 +31,7 @@ struct ShrinkWalk {
     DEVICE Record next(const unsigned char*& from) {
         const Block& block = a.blocks[s.block];
         const int base = (depth.first_partial + partial) * CHUNKS, length = lesser(CHUNKS, num_chunks - base);
-        from = tile_at(block, s.slot + base * block.groups + group * length + chunk - base);
+        from = tile_at(block, s.first_tile + base * block.groups + group * length + chunk - base);
         Record record;
         ShrinkTile& t = record.shrink;
         t.kind = SHRINK;

@@ -20,7 +20,7 @@ struct alignas(16) Block {
     int unused[2];
     Pair pairs[MAX_PAIRS];
 };
-struct alignas(16) Segment { int block, slot, first, rows; };  // slot: the block's first tile in its pages
+struct alignas(16) Segment { int block, first_tile, first, rows; };  // first_tile: the block's, in its pages
 
 struct Args {
     const void* rows;        // [rows, row_width] 16-bit
@@ -137,9 +137,9 @@ DEVICE void find_job(const Args& a, bool shrink, const int* through, int job, in
 }
 
 // Where a tile lies. Pages are anywhere; a tile never crosses one.
-DEVICE const unsigned char* tile_at(const Block& block, int slot) {
-    const uint64 page = block.pages[slot / PAGE_TILES];
-    return reinterpret_cast<const unsigned char*>(page) + static_cast<int64>(slot % PAGE_TILES) * TILE_BYTES;
+DEVICE const unsigned char* tile_at(const Block& block, int tile) {
+    const uint64 page = block.pages[tile / PAGE_TILES];
+    return reinterpret_cast<const unsigned char*>(page) + static_cast<int64>(tile % PAGE_TILES) * TILE_BYTES;
 }
 
 // All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running.

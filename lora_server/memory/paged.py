@@ -113,7 +113,7 @@ class _Pages(Place):
     def __init__(self, store: PagedStore) -> None:
         self._store = store
         self.pages: list[int] = []
-        self._used = 0  # slots
+        self._used = 0  # tiles
         self._rows: dict[BlockShape, int] = {}
         self._blocks: dict[tuple[Site, int], Packed] = {}
         self._table: torch.Tensor | None = None
@@ -139,9 +139,9 @@ class _Pages(Place):
             self._table = torch.zeros(self._store.pool.num_pages, dtype=torch.int64, device=self._store.device)
         return self._table
 
-    def _reserve(self, slots: int) -> None:
+    def _reserve(self, num_tiles: int) -> None:
         pool, first_new = self._store.pool, len(self.pages)
-        self._used += slots
+        self._used += num_tiles
         while len(self.pages) * PAGE_TILES < self._used:
             page = pool.allocate()
             if page is None:
@@ -154,13 +154,13 @@ class _Pages(Place):
         self.nbytes = self._used * TILE_BYTES
 
     def _copy(self, tiles: torch.Tensor, first: int) -> None:
-        """Tiles to slots [first, ...), page by page."""
+        """Fills the adapter's tiles [first, ...), page by page."""
         memory = self._store.pool.memory
         with self._store.on_stream():
             while len(tiles):
-                page, slot = divmod(first, PAGE_TILES)
-                count = min(len(tiles), PAGE_TILES - slot)
-                target = memory[self.pages[page], slot * TILE_BYTES : (slot + count) * TILE_BYTES]
+                page, tile = divmod(first, PAGE_TILES)
+                count = min(len(tiles), PAGE_TILES - tile)
+                target = memory[self.pages[page], tile * TILE_BYTES : (tile + count) * TILE_BYTES]
                 target.copy_(tiles[:count].reshape(-1))
                 tiles, first = tiles[count:], first + count
 

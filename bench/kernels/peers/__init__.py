@@ -55,7 +55,7 @@ class PeerStep:
     out: torch.Tensor
     experts_Tk: torch.Tensor
     weights_Tk: torch.Tensor
-    slots_T: torch.Tensor
+    adapters_T: torch.Tensor
 
     @staticmethod
     def make(site: Site, draw: Draw, rows: torch.Tensor) -> PeerStep:
@@ -106,12 +106,12 @@ def load(name: str, directory: Path) -> Peer:
 def sampled_error(weights: PeerWeights, step: PeerStep, weighted: bool, count: int, seed: int) -> float:
     """The largest norm-wise relative error of sampled rows, against fp32 of the same weights."""
     site, model = weights.site, weights.model
-    (experts, factors, slots), rank = step.draw, weights.site.lora_rank
+    (experts, factors, adapters), rank = step.draw, weights.site.lora_rank
     generator = torch.Generator().manual_seed(seed)
     worst = 0.0
     for pair in torch.randperm(experts.size, generator=generator)[:count].tolist():
         token = pair // model.top_k
-        plane = int(slots[token]) * model.num_experts + int(experts.reshape(-1)[pair])
+        plane = int(adapters[token]) * model.num_experts + int(experts.reshape(-1)[pair])
         x = step.rows[pair if site.combine else token].float()
         v = weights.a_XRK[plane].float() @ x
         parts = [

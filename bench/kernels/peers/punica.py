@@ -39,7 +39,7 @@ class Punica:
     def prepare(self, weights: PeerWeights, step: PeerStep, options: dict[str, Any]) -> Prepared:
         model, site, device = weights.model, weights.site, step.rows.device
         pairs, rank, slices = step.out.shape[0], site.lora_rank, site.slices
-        keys = step.draw.slots_T.repeat(model.top_k).astype(np.int64) * model.num_experts
+        keys = step.draw.adapters_T.repeat(model.top_k).astype(np.int64) * model.num_experts
         keys += step.draw.experts_Tk.reshape(-1)
         ids, counts = np.unique(keys, return_counts=True)
         starts = np.concatenate([[0], np.cumsum(counts)])

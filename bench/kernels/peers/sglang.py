@@ -62,7 +62,7 @@ class Sglang:
 
         def route() -> Any:
             return self.routing.build_route(
-                step.slots_T,
+                step.adapters_T,
                 group_ids=step.experts_Tk,
                 groups_per_slot=weights.model.num_experts,
                 max_loras=weights.num_adapters,

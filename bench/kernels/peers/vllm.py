@@ -33,15 +33,15 @@ def align(draw: Draw, num_experts: int, num_adapters: int, block: int) -> tuple[
     sorted_ids = np.full((num_adapters, width), pairs, np.int32)
     expert_ids = np.full((num_adapters, width // block), -1, np.int32)
     padded = np.zeros(num_adapters, np.int32)
-    keys = draw.slots_T.repeat(draw.experts_Tk.shape[1]).astype(np.int64) * num_experts + draw.experts_Tk.reshape(-1)
+    keys = draw.adapters_T.repeat(draw.experts_Tk.shape[1]).astype(np.int64) * num_experts + draw.experts_Tk.reshape(-1)
     order = np.argsort(keys, kind="stable")
     bounds = np.flatnonzero(np.diff(keys[order], prepend=-1, append=-1))
     for first, end in pairwise(bounds.tolist()):
-        slot, expert = divmod(int(keys[order[first]]), num_experts)
-        at, blocks = int(padded[slot]), -(-(end - first) // block)
-        sorted_ids[slot, at : at + end - first] = order[first:end]
-        expert_ids[slot, at // block : at // block + blocks] = expert
-        padded[slot] += blocks * block
+        adapter, expert = divmod(int(keys[order[first]]), num_experts)
+        at, blocks = int(padded[adapter]), -(-(end - first) // block)
+        sorted_ids[adapter, at : at + end - first] = order[first:end]
+        expert_ids[adapter, at // block : at // block + blocks] = expert
+        padded[adapter] += blocks * block
     return sorted_ids, expert_ids, padded
 
 
@@ -65,19 +65,19 @@ class Vllm:
         a_slices = [a[:, :, i * rank : (i + 1) * rank] for i in range(site.slices)]
         b_slices = [b[:, :, i * width : (i + 1) * width] for i in range(site.slices)]
         out = step.out.view(*step.experts_Tk.shape, site.out_width)
-        slots, experts = step.slots_T.long(), step.experts_Tk.reshape(-1)
+        adapters, experts = step.adapters_T.long(), step.experts_Tk.reshape(-1)
         enabled = torch.ones(weights.num_adapters + 1, dtype=torch.int32, device=device)
         naive = options["mode"] == "naive"
         if naive and step.experts_Tk.numel() * rank <= SMALL_BATCH and rank <= SMALL_RANK:
 
             def small() -> None:
                 self.module._run_fused_moe_lora_small_batch(
-                    out, step.rows, a_slices, b_slices, step.weights_Tk, experts, slots, model.top_k, enabled,
+                    out, step.rows, a_slices, b_slices, step.weights_Tk, experts, adapters, model.top_k, enabled,
                     site.combine, add_inputs=False,
                 )  # fmt: skip
 
             return Prepared(small, small, site.combine)
-        active = np.unique(step.draw.slots_T)
+        active = np.unique(step.draw.adapters_T)
         sorted_ids, expert_ids, padded, block = None, experts, None, 16
         if not naive:
             block = options["block_m"]
@@ -88,7 +88,7 @@ class Vllm:
 
         def run() -> None:
             self.module._run_fused_moe_lora_one_shot(
-                out, step.rows, a_slices, b_slices, step.weights_Tk, sorted_ids, expert_ids, padded, slots, rank,
+                out, step.rows, a_slices, b_slices, step.weights_Tk, sorted_ids, expert_ids, padded, adapters, rank,
                 model.top_k, lora_ids, num_active, enabled, site.combine, block, add_inputs=False,
             )  # fmt: skip
 
