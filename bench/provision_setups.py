@@ -14,8 +14,8 @@ from lora_server.placement import Layout
 from lora_server.spec import PRESETS, ModelSpec
 from provisioning import memory
 from provisioning.hardware import GPUS, Cluster
-from provisioning.judge import adapters_within
 from provisioning.latency import StepModel
+from provisioning.measure import adapters_within
 from provisioning.requests import Lengths
 from provisioning.simulate import Outcome, System, assign_greedily, run
 from provisioning.workload import Workload, zipf

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from provisioning.arrays import Floats
 from provisioning.plan import candidates
-from provisioning.poisson_binomial import Floats
 from provisioning.result import Result
 
 Draw = Callable[[Any, Result], None]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from provisioning.arrays import Floats
 from provisioning.inputs import InputError
-from provisioning.poisson_binomial import Floats
 from provisioning.workload import from_counts
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from provisioning import memory
+from provisioning.arrays import Floats
 from provisioning.iar_models import offered_curve
 from provisioning.judge import Verdict, judge
 from provisioning.plan import Candidate, Scenario
-from provisioning.poisson_binomial import Floats
 from provisioning.simulate import System, assign_greedily
 
 _MEMORY_SHARE = 0.5

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
-from provisioning.requests import Ints, Requests
+from provisioning.arrays import Ints
+from provisioning.requests import Requests
 
 _ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: without it a long run stops moving
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from provisioning.iar import Model, immediate_admissibility
 from provisioning.inputs import InputError, count, non_negative, positive
-from provisioning.judge import Estimate, adapters_within, measured, rotated
-from provisioning.requests import Requests
+from provisioning.measure import Estimate, adapters_within, measured
+from provisioning.requests import Requests, rotated
 from provisioning.scenario import Flags, workload
 from provisioning.simulate import System, assign_greedily
 from provisioning.simulate import run as play

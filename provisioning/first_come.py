@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy.optimize import brentq
 
-from provisioning.poisson_binomial import Floats
+from provisioning.arrays import Floats
 
 
 def misses(p_N: Floats, cache_slots: int) -> float:

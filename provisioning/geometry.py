@@ -12,7 +12,7 @@ from math import comb
 import numpy as np
 
 from lora_server.spec import ModelSpec
-from provisioning.poisson_binomial import Floats
+from provisioning.arrays import Floats
 
 
 @dataclass(frozen=True, kw_only=True)

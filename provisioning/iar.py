@@ -21,9 +21,9 @@ import numpy as np
 from scipy.special import ndtri
 
 from provisioning import first_come, iar_literal, iar_models, iar_queued
+from provisioning.arrays import Floats
 from provisioning.iar_search import literal_min
 from provisioning.inputs import InputError, count, normalised, positive, share
-from provisioning.poisson_binomial import Floats
 
 Model = Literal["offered", "literal", "queued"]
 _MODELS = {"literal": iar_literal.literal, "queued": iar_queued.queued}

@@ -12,8 +12,9 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import gammainc
 
+from provisioning.arrays import Floats
 from provisioning.iar_models import admitted
-from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
+from provisioning.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
 _FEW = 4096  # rates up to which each stands for itself
 _WIDTH, _NODES = 0.4, 10

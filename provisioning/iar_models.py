@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
+from provisioning.arrays import Floats
+from provisioning.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
 _ALMOST_ONE = math.nextafter(1.0, 0.0)
 

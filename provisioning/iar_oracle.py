@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import gammainc
 
-from provisioning.poisson_binomial import Floats
+from provisioning.arrays import Floats
 
 
 def leave_one_out_pmf(q_N: Floats, left_out: int) -> Floats:

@@ -39,8 +39,9 @@ from scipy.optimize import brentq
 from scipy.special import gammaln, logsumexp
 
 from provisioning import first_come
+from provisioning.arrays import Floats
 from provisioning.iar_models import admitted
-from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
+from provisioning.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
 _NO_WAIT = math.log(1e-12)
 _NOISE = 1e-15

@@ -25,7 +25,8 @@ import numpy as np
 from scipy.special import ndtr
 
 from provisioning import iar_literal, iar_models
-from provisioning.poisson_binomial import Floats, PoissonBinomial, leave_one_out, poisson_binomial
+from provisioning.arrays import Floats
+from provisioning.poisson_binomial import PoissonBinomial, leave_one_out, poisson_binomial
 
 _BERRY_ESSEEN, _EDGEWORTH = 0.56, 0.5
 _SKEW_PEAK = 0.5 - math.sqrt(1 / 12)  # where q (1-q) (1-2q) is largest

@@ -8,41 +8,19 @@ given or seen. The share of requests that are admitted at once has a t interval 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from provisioning.arrays import Floats
+from provisioning.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, measured
 from provisioning.plan import Scenario
-from provisioning.poisson_binomial import Floats
-from provisioning.requests import Requests
-from provisioning.simulate import Outcome, System, run
+from provisioning.requests import Requests, rotated
+from provisioning.simulate import System, run
 
-_WARM_UP_RESIDENCES = 3.0
 _MOST_SEEDS = 10
 _FAR_BELOW = 0.03
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A mean over seeds with its 95 % t interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], top: float = np.inf) -> Estimate:
-        """Of at least two seeds; of one, the interval is the whole line. Values lie in [0, top]."""
-        sample = np.asarray(values, dtype=float)
-        mean = float(sample.mean())
-        if sample.size < 2:
-            return cls(mean=mean, low=-np.inf, high=np.inf)
-        from scipy.special import stdtrit  # slow to import, and of no use without a simulation
-
-        reach = float(stdtrit(sample.size - 1, 0.975) * sample.std(ddof=1) / np.sqrt(sample.size))
-        return cls(mean=mean, low=max(mean - reach, 0.0), high=min(mean + reach, top))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,43 +47,10 @@ def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     workload = scenario.workload
     residence_s = workload.lengths.mean_tokens * step_us * 1e-6
     rate = scenario.global_batch / residence_s
-    num = int(30_000 + (_WARM_UP_RESIDENCES + 4) * scenario.global_batch)
+    num = int(30_000 + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
     if workload.trace is None:
         return workload.sample(rate=rate, num_requests=num, seed=seed)
     return rotated(workload.trace, seed, num).scaled_to(rate)
-
-
-def rotated(trace: Requests, seed: int, num: int) -> Requests:
-    """The trace from a point that the seed draws, round its end; at most once through."""
-    start = int(np.random.default_rng(seed).integers(len(trace)))
-    index = (start + np.arange(min(num, len(trace)))) % len(trace)
-    gap_s = trace.span_s / max(len(trace) - 1, 1)
-    arrival_s = trace.arrival_s[index] - trace.arrival_s[start]
-    arrival_s = np.where(index < start, arrival_s + trace.span_s + gap_s, arrival_s)
-    return Requests(
-        arrival_s=arrival_s,
-        adapter=trace.adapter[index],
-        output_tokens=trace.output_tokens[index],
-        num_adapters=trace.num_adapters,
-        names=trace.names,
-    )
-
-
-def measured(outcome: Outcome) -> slice:
-    """The requests after the warm-up, three mean residences but at most a third of the run."""
-    arrival_s = outcome.requests.arrival_s
-    residence_s = float(np.nanmean(outcome.finish_s - outcome.admit_s))
-    settled_s = min(_WARM_UP_RESIDENCES * residence_s, outcome.requests.span_s / 3)
-    return slice(int(np.searchsorted(arrival_s, settled_s)), len(outcome.requests))
-
-
-def adapters_within(outcome: Outcome, kept: slice, ttft_slo_s: float, share: float = 0.9) -> float:
-    """Share of adapters of whom at least 90 % of the requests meet the TTFT SLO (the paper's attainment)."""
-    adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
-    calls = np.bincount(adapter, minlength=outcome.requests.num_adapters)
-    good = np.bincount(adapter, weights=met, minlength=outcome.requests.num_adapters)
-    called = calls > 0
-    return float((good[called] >= share * calls[called]).mean())
 
 
 def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, give_up: bool = False) -> Verdict:

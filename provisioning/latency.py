@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 from provisioning import geometry
+from provisioning.arrays import Floats
 from provisioning.hardware import Cluster, Efficiency
-from provisioning.poisson_binomial import Floats
 from provisioning.profile import Profile, Quantity
 
 

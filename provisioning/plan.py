@@ -17,10 +17,10 @@ import numpy as np
 
 from lora_server.placement import Layout
 from provisioning import memory
+from provisioning.arrays import Floats
 from provisioning.iar_models import offered_curve
 from provisioning.latency import Budget, Latency, StepModel, budget, violations
 from provisioning.loading import visible_load_us
-from provisioning.poisson_binomial import Floats
 from provisioning.slo import Slo
 from provisioning.workload import Workload
 

@@ -19,10 +19,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.fft import next_fast_len
 
-Floats = NDArray[np.float64]
+from provisioning.arrays import Floats
 
 _LOG_TAIL = math.log(2e18)
 _MAX_DIRECT_NODES = 1024

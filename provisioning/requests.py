@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from provisioning.arrays import Floats, Ints
 from provisioning.inputs import InputError, positive
-from provisioning.poisson_binomial import Floats
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,6 +48,22 @@ class Requests:
         """The same calls with outputs longer, or shorter, by one factor: to this mean, rounding apart."""
         longer = np.maximum(self.output_tokens, 1) * (mean_tokens / np.maximum(self.output_tokens, 1).mean())
         return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
+
+
+def rotated(trace: Requests, seed: int, num: int) -> Requests:
+    """The trace from a point that the seed draws, round its end; at most once through."""
+    start = int(np.random.default_rng(seed).integers(len(trace)))
+    index = (start + np.arange(min(num, len(trace)))) % len(trace)
+    gap_s = trace.span_s / max(len(trace) - 1, 1)
+    arrival_s = trace.arrival_s[index] - trace.arrival_s[start]
+    arrival_s = np.where(index < start, arrival_s + trace.span_s + gap_s, arrival_s)
+    return Requests(
+        arrival_s=arrival_s,
+        adapter=trace.adapter[index],
+        output_tokens=trace.output_tokens[index],
+        num_adapters=trace.num_adapters,
+        names=trace.names,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

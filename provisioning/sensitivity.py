@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from provisioning.arrays import Floats
 from provisioning.plan import Candidate, Scenario, candidates, evaluate, smallest
-from provisioning.poisson_binomial import Floats
 from provisioning.workload import zipf
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from provisioning.arrays import Floats
 from provisioning.inputs import InputError, normalised
-from provisioning.poisson_binomial import Floats
 from provisioning.requests import Lengths, Requests
 from provisioning.workload import Workload
 

@@ -23,10 +23,10 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from provisioning.arrays import Floats, Ints
 from provisioning.engine import Engine, System
 from provisioning.inputs import InputError, count
-from provisioning.poisson_binomial import Floats
-from provisioning.requests import Ints, Requests
+from provisioning.requests import Requests
 
 __all__ = ["Outcome", "System", "assign_greedily", "run"]
 

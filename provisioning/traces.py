@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from provisioning.arrays import Ints
 from provisioning.inputs import InputError
-from provisioning.requests import Ints, Lengths, Requests
+from provisioning.requests import Lengths, Requests
 from provisioning.workload import Workload, from_requests, zipf
 
 _NAMES = {

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from provisioning.arrays import Floats, Ints
 from provisioning.inputs import InputError, count, non_negative, normalised, positive
-from provisioning.poisson_binomial import Floats
-from provisioning.requests import Ints, Lengths, Requests, renewal_gaps
+from provisioning.requests import Lengths, Requests, renewal_gaps
 
 __all__ = [
     "Lengths",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
 from provisioning.inputs import InputError
-from provisioning.judge import Estimate, measured
+from provisioning.measure import Estimate, measured
 from provisioning.requests import Lengths, Requests
 from provisioning.simulate import System, assign_greedily, run
 from provisioning.workload import Workload, zipf
