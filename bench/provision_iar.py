@@ -18,14 +18,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.special import pdtrc
 
+from provisioning.arrays import Floats
 from provisioning.iar import immediate_admissibility, min_cache_slots
-from provisioning.iar_literal import literal_missed
-from provisioning.iar_models import offered_curve
-from provisioning.judge import Estimate, measured
-from provisioning.poisson_binomial import Floats, poisson_binomial
-from provisioning.requests import Lengths
-from provisioning.simulate import System, run
-from provisioning.workload import Workload, zipf
+from provisioning.iar.literal import literal_missed
+from provisioning.iar.models import offered_curve
+from provisioning.iar.poisson_binomial import poisson_binomial
+from provisioning.simulation.measure import Estimate, measured
+from provisioning.simulation.run import System, run
+from provisioning.workload.requests import Lengths
+from provisioning.workload.workload import Workload, zipf
 
 MODELS = ("literal", "offered", "queued")
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from lora_server.placement import Layout
 from lora_server.spec import PRESETS, ModelSpec
-from provisioning import memory
-from provisioning.hardware import GPUS, Cluster
-from provisioning.judge import adapters_within
-from provisioning.latency import StepModel
-from provisioning.requests import Lengths
-from provisioning.simulate import Outcome, System, assign_greedily, run
-from provisioning.workload import Workload, zipf
+from provisioning.model import memory
+from provisioning.model.hardware import GPUS, Cluster
+from provisioning.model.latency import StepModel
+from provisioning.simulation.measure import adapters_within
+from provisioning.simulation.run import Outcome, System, assign_greedily, run
+from provisioning.workload.requests import Lengths
+from provisioning.workload.workload import Workload, zipf
 
 ASSUMPTIONS = """\
 From the paper: 16 GPUs of 96 GB and 4.0 TB/s in nodes of four (GPT-OSS-20B: 8 GPUs), one 400 Gb/s NIC each; Table 3's
@@ -28,7 +28,8 @@ adapters are split over instances greedily; half of the GPUs are the LoRA Server
 Ours, where it is silent:
 1. Output lengths: log-normal, mean 211 tokens, CV 0.77 (those of Azure's 2023 conversations; BurstGPT is not here).
 2. Context: 1,024 tokens per request, for KV cache size and attention time.
-3. Decode steps take what `provisioning.latency` models on its `hopper-96`, with constants from Table 4 (one model).
+3. Decode steps take what `provisioning.model.latency` models on its `hopper-96`,
+   with constants from Table 4 (one model).
    S-LoRA's kernels are as fast as the LoRA Server's, and run after the base GEMM; its LoRA is spread over the instance.
 4. The LoRA Server sends rows as in the paper, one per expert. A layer takes at least L times its longest stage (Eq. 6).
 5. GPU memory usable for weights, adapters and KV cache: 92 % of 95.6 GiB. Adapters have an own A for gate and up.

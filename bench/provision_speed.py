@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from provisioning.iar import immediate_admissibility, min_cache_slots
-from provisioning.result import answer
-from provisioning.scenario import Flags, scenario
-from provisioning.simulate import System, assign_greedily, run
-from provisioning.workload import Workload, zipf
+from provisioning.plan.scenario import Flags, scenario
+from provisioning.report.result import answer
+from provisioning.simulation.run import System, assign_greedily, run
+from provisioning.workload.workload import Workload, zipf
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
 

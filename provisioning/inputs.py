@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lora_server.errors import ConfigError
-from provisioning.poisson_binomial import Floats
+from provisioning.arrays import Floats
 
 
 class InputError(ConfigError, ValueError):

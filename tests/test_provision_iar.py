@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from scipy.special import gammainc, ndtr
 
 from lora_server.errors import ConfigError
-from provisioning import iar_oracle
-from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
-from provisioning.iar_literal import condensed
-from provisioning.poisson_binomial import poisson_binomial
+from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots, oracle
+from provisioning.iar.literal import condensed
+from provisioning.iar.poisson_binomial import poisson_binomial
 
 SLACK = 4  # this machine may be shared; bench/provision_speed.py measures the bars of 50 ms and 5 s themselves
 
@@ -35,11 +34,9 @@ def test_equals_the_oracle(popularity, load, data):
     slots = data.draw(st.integers(0, len(popularity)))
     p = np.array(popularity) / sum(popularity)
     assert immediate_admissibility(popularity, load, slots, "literal") == pytest.approx(
-        iar_oracle.literal(p, load, slots), abs=1e-9
+        oracle.literal(p, load, slots), abs=1e-9
     )
-    assert immediate_admissibility(popularity, load, slots) == pytest.approx(
-        iar_oracle.offered(p, load, slots), abs=1e-9
-    )
+    assert immediate_admissibility(popularity, load, slots) == pytest.approx(oracle.offered(p, load, slots), abs=1e-9)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.2, 2.5])
@@ -48,16 +45,16 @@ def test_equals_the_oracle_at_150(skew, load):
     p = zipf(150, skew)
     for slots in (1, 40, 149):
         assert immediate_admissibility(p, load, slots, "literal") == pytest.approx(
-            iar_oracle.literal(p, load, slots), abs=1e-6
+            oracle.literal(p, load, slots), abs=1e-6
         )
-        assert immediate_admissibility(p, load, slots) == pytest.approx(iar_oracle.offered(p, load, slots), abs=1e-6)
+        assert immediate_admissibility(p, load, slots) == pytest.approx(oracle.offered(p, load, slots), abs=1e-6)
 
 
 @pytest.mark.parametrize("load", [5.0, 300.0, 1500.0])
 def test_chebyshev_points_stand_for_all_distinct_rates(load, monkeypatch):
     p = zipf(900, 1.1)
     direct = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
-    monkeypatch.setattr("provisioning.poisson_binomial._MAX_DIRECT_NODES", 100)
+    monkeypatch.setattr("provisioning.iar.poisson_binomial._MAX_DIRECT_NODES", 100)
     few = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
     assert few == pytest.approx(direct, abs=1e-9)
 

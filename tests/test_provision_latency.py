@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from lora_server import spec
 from lora_server.placement import Layout, Placement
-from provisioning import geometry, memory, profile, table1, table4
-from provisioning.hardware import GPUS, Cluster
 from provisioning.inputs import InputError
-from provisioning.latency import StepModel, budget, violations
-from provisioning.workload import zipf
+from provisioning.model import geometry, memory, profile, table1, table4
+from provisioning.model.hardware import GPUS, Cluster
+from provisioning.model.latency import StepModel, budget, violations
+from provisioning.workload.workload import zipf
 
 MIXTRAL = spec.PRESETS["mixtral-8x7b"]
 

@@ -13,14 +13,14 @@ import yaml
 from typer.testing import CliRunner
 
 from lora_server.placement import Layout
-from provisioning import slo
 from provisioning.cli import app
 from provisioning.inputs import InputError
-from provisioning.plan import evaluate, smallest
-from provisioning.result import answer
-from provisioning.scenario import Flags, scenario
-from provisioning.sensitivity import headroom
-from provisioning.verify import verify
+from provisioning.plan import slo
+from provisioning.plan.candidates import evaluate, smallest
+from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.sensitivity import headroom
+from provisioning.plan.verify import verify
+from provisioning.report.result import answer
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
 BASE = ["--slo", SLO, "--model", "mixtral-8x7b", "--adapters", "512", "--zipf", "1.2"]

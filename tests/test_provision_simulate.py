@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
 from provisioning.inputs import InputError
-from provisioning.judge import Estimate, measured
-from provisioning.requests import Lengths, Requests
-from provisioning.simulate import System, assign_greedily, run
-from provisioning.workload import Workload, zipf
+from provisioning.simulation.measure import Estimate, measured
+from provisioning.simulation.run import System, assign_greedily, run
+from provisioning.workload.requests import Lengths, Requests
+from provisioning.workload.workload import Workload, zipf
 
 
 def calls(*rows: tuple[float, int, int], num_adapters: int) -> Requests:

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from provisioning import servegen, traces
-from provisioning.counts import read_counts
 from provisioning.inputs import InputError
-from provisioning.requests import Lengths, renewal_gaps
-from provisioning.scenario import Flags, scenario, workload
-from provisioning.workload import Workload, from_counts, littles_law_batch, zipf
+from provisioning.plan.scenario import Flags, scenario, workload
+from provisioning.workload import servegen, traces
+from provisioning.workload.counts import read_counts
+from provisioning.workload.requests import Lengths, renewal_gaps
+from provisioning.workload.workload import Workload, from_counts, littles_law_batch, zipf
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")

@@ -1,0 +1,35 @@
+"""The `provision` command: what its subcommands are, and how it ends on a usage error."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from provisioning.cli.errors import BAD_INPUT
+from provisioning.cli.models import models
+from provisioning.cli.plan import plan
+from provisioning.cli.simulate import simulate
+from provisioning.cli.table4 import table4
+
+# Of the click that typer uses, bundled or not: ClickException.
+_UsageError: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(add_completion=False, help="Plan the GPUs of a LoRA server.")
+app.callback(invoke_without_command=True)(plan)
+app.command("models")(models)
+app.command("simulate")(simulate)
+app.command("table4")(table4)
+
+
+def main() -> None:
+    """Console script: usage errors, too, are one line that names the flag."""
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
+        sys.exit(BAD_INPUT)
+    except typer.Abort:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,131 @@
+"""What `provision simulate` runs: a workload, a system, seeds; and the models' IAR beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from provisioning.iar.admissibility import Model, immediate_admissibility
+from provisioning.inputs import InputError, count, non_negative, positive
+from provisioning.plan.scenario import Flags, workload
+from provisioning.simulation.measure import Estimate, adapters_within, measured
+from provisioning.simulation.run import System, assign_greedily
+from provisioning.simulation.run import run as play
+from provisioning.workload.requests import Requests, rotated
+from provisioning.workload.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """The flags of `provision simulate`."""
+
+    cache_slots: int
+    adapters: int | None = None
+    zipf: float | None = None
+    counts: Path | None = None
+    trace: Path | None = None
+    instances: int = 1
+    batch_size: float | None = None
+    request_rate: float | None = None
+    max_batch: int | None = None
+    mode: str = "disaggregated"
+    order: str = "fcfs"
+    step_ms: float = 25.0
+    load_ms: float = 0.0
+    mean_output_tokens: float | None = None
+    burst_cv: float = 1.0
+    requests: int = 50_000
+    seeds: int = 5
+    ttft_slo_ms: float = 250.0
+
+
+def run(experiment: Experiment) -> dict[str, Any]:
+    """{"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
+    found, system, rate = _prepare(experiment)
+    slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms") * 1e-3
+    rows = []
+    for seed in range(count(experiment.seeds, "--seeds", 2, 1000)):
+        outcome = play(_requests(experiment, found, rate, seed), system)
+        kept = measured(outcome)
+        ttft_s = outcome.ttft_s[kept]
+        rows.append(
+            {
+                "immediate_rate": float(outcome.immediate[kept].mean()),
+                "ttft_p50_s": float(np.percentile(ttft_s, 50)),
+                "ttft_p95_s": float(np.percentile(ttft_s, 95)),
+                "ttft_p99_s": float(np.percentile(ttft_s, 99)),
+                "share_within_slo": float((ttft_s <= slo_s).mean()),
+                "adapters_with_90_percent_within_slo": adapters_within(outcome, kept, slo_s),
+            }
+        )
+    estimates = {name: _estimate(name, [row[name] for row in rows]) for name in rows[0]}
+    in_flight = rate * found.lengths.mean_tokens * system.step_s[0]
+    shown = min(experiment.cache_slots, found.num_adapters)
+    return {
+        "simulated": {name: {"mean": e.mean, "interval": [e.low, e.high]} for name, e in estimates.items()},
+        "model_iar": {
+            model: immediate_admissibility(found.popularity, in_flight, shown, model)
+            for model in (get_args(Model) if system.shared else ())
+        },
+        "load": {"request_rate": rate, "global_batch": in_flight, "adapters": found.num_adapters},
+        "seeds": experiment.seeds,
+    }
+
+
+def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
+    found = workload(
+        Flags(
+            slo="",
+            model="",
+            adapters=experiment.adapters,
+            zipf=experiment.zipf,
+            counts=experiment.counts,
+            trace=experiment.trace,
+            mean_output_tokens=experiment.mean_output_tokens,
+            burst_cv=experiment.burst_cv,
+        )
+    )
+    for flag, value, known in (
+        ("--mode", experiment.mode, ("disaggregated", "coupled")),
+        ("--order", experiment.order, ("fcfs", "sjf")),
+    ):
+        if value not in known:
+            raise InputError(f"{flag}: got {value!r}, expected {' or '.join(known)}")
+    step_s = positive(experiment.step_ms, "--step-ms") * 1e-3
+    instances = count(experiment.instances, "--instances", 1)
+    system = System(
+        instance_of=assign_greedily(found.popularity, instances),
+        step_s=[step_s],
+        cache_slots=count(experiment.cache_slots, "--cache-slots", 1),
+        shared=experiment.mode == "disaggregated",
+        max_batch=None if experiment.max_batch is None else count(experiment.max_batch, "--max-batch", 1),
+        load_s=non_negative(experiment.load_ms, "--load-ms") * 1e-3,
+        order="sjf" if experiment.order == "sjf" else "fcfs",
+    )
+    return found, system, _rate(experiment, found, step_s * found.lengths.mean_tokens)
+
+
+def _estimate(name: str, values: list[float]) -> Estimate:
+    return Estimate.of(values) if name.endswith("_s") else Estimate.of(values, top=1.0)
+
+
+def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
+    if (experiment.request_rate is None) == (experiment.batch_size is None):
+        if experiment.request_rate is None and found.trace is not None:
+            return found.trace.mean_rate()
+        if experiment.request_rate is None and found.given_rate is not None:
+            return found.given_rate
+        raise InputError("--request-rate: give either it or --batch-size (with --instances)")
+    if experiment.request_rate is not None:
+        return positive(experiment.request_rate, "--request-rate")
+    return experiment.instances * positive(experiment.batch_size, "--batch-size") / residence_s
+
+
+def _requests(experiment: Experiment, found: Workload, rate: float, seed: int) -> Requests:
+    num = count(experiment.requests, "--requests", 100)
+    if found.trace is None:
+        return found.sample(rate=rate, num_requests=num, seed=seed)
+    return rotated(found.trace, seed, num).scaled_to(rate)

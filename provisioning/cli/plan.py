@@ -1,0 +1,115 @@
+"""`provision` on its own: the plan. Heavy imports wait until it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from provisioning.cli.errors import one_line_errors
+
+INFEASIBLE = 3
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def plan(
+    context: typer.Context,
+    slo: Annotated[str | None, typer.Option(help="Such as 'ttft_p95=250ms,tpot_avg=100ms'.")] = None,
+    model: Annotated[str | None, typer.Option(help="Preset (see `provision models`) or model directory.")] = None,
+    gpu: Annotated[str, typer.Option(help="h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300, l40s.")] = "h200",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 64,
+    adapters: Annotated[int | None, typer.Option(help="Number of adapters N.")] = None,
+    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S; 1.2 if not given, 0 is uniform.")] = None,
+    counts: Annotated[Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count`.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory.")] = None,
+    instances: Annotated[int | None, typer.Option(help="LLM instances L.")] = None,
+    batch_size: Annotated[float | None, typer.Option(help="Requests in flight per instance, on average.")] = None,
+    request_rate: Annotated[float | None, typer.Option(help="Requests/s in all, instead of a batch.")] = None,
+    mean_output_tokens: Annotated[float | None, typer.Option(help="Of a request; 256, or the trace's.")] = None,
+    burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
+    iar: Annotated[float | None, typer.Option(help="IAR target, instead of ttft's percentile.")] = None,
+    instance_gpus: Annotated[int | None, typer.Option(help="GPUs of an LLM instance.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Node size.")] = 8,
+    whole_nodes: Annotated[bool, typer.Option("--whole-nodes", help="Only whole nodes for the server.")] = False,
+    max_gpus: Annotated[int, typer.Option(help="Most GPUs to consider.")] = 64,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="Instead of the preset's.")] = None,
+    link_gbps: Annotated[float, typer.Option(help="Per GPU and direction, Gb/s.")] = 400.0,
+    host_link_gb_per_s: Annotated[float, typer.Option(help="Host to GPU, GB/s.")] = 50.0,
+    context_tokens: Annotated[float, typer.Option(help="KV cache per request, for the base layer's time.")] = 1024.0,
+    shared_a: Annotated[bool, typer.Option("--shared-a", help="gate and up share one A (fused layout).")] = False,
+    profile: Annotated[Path | None, typer.Option(help="Measured times (JSON of bench/).")] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency.")] = None,
+    seed: Annotated[int, typer.Option(help="For adapters drawn for a trace.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Simulated seeds, at least 5.")] = 5,
+    no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Model only.")] = False,
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="Write a file for `lora-server serve --config`.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
+) -> None:
+    """From SLOs to LoRA Server GPUs. Exit codes: 0 feasible, 2 bad input, 3 infeasible."""
+    if context.invoked_subcommand is not None:
+        return
+    if len(sys.argv) == 1 and slo is None and model is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+    given = dict(context.params)
+    with one_line_errors():
+        _plan(given)
+
+
+def _plan(given: dict[str, Any]) -> None:
+    from dataclasses import fields
+
+    from provisioning.inputs import InputError, count, positive
+    from provisioning.plan.scenario import Flags, scenario
+    from provisioning.report.result import answer
+
+    for name in ("slo", "model"):
+        if given[name] is None:
+            raise InputError(f"--{name}: missing; see provision --help")
+    question = scenario(Flags(**{item.name: given[item.name] for item in fields(Flags)}))
+    price = given["price_per_gpu_hour"]
+    if price is not None:
+        price = positive(price, "--price-per-gpu-hour")
+    seeds = count(given["seeds"], "--seeds", 5, 1000)
+    for name in ("out", "report"):
+        if given[name] is not None and not given[name].parent.is_dir():
+            raise InputError(f"--{name}: no directory {given[name].parent}; create it first")
+    seeds = 0 if given["no_simulate"] else seeds
+    result = answer(question, seeds=seeds, price_per_gpu_hour=price, base_model=given["model"])
+    _write(result, given)
+    if not result.feasible:
+        raise typer.Exit(INFEASIBLE)
+
+
+def _write(result: Any, given: dict[str, Any]) -> None:
+    from provisioning.report import render
+
+    if given["out"] is not None and result.feasible:
+        _save(given["out"], render.plan_yaml(result), "--out")
+    elif given["out"] is not None:
+        typer.echo(f"out: {given['out']} not written, there is no plan", err=True)
+    if given["report"] is not None:
+        from provisioning.report.html import html
+
+        _save(given["report"], html(result), "--report")
+    if given["as_json"]:
+        import json
+
+        typer.echo(json.dumps(result.as_json(), indent=2, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        render.print_table(result, Console())
+
+
+def _save(path: Path, text: str, flag: str) -> None:
+    from provisioning.inputs import InputError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{flag}: {path} cannot be written: {error.strerror}") from None
+    typer.echo(f"{flag[2:]}: {path}", err=True)

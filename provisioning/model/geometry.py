@@ -1,0 +1,112 @@
+"""Bytes and FLOPs of one layer's LoRA step and of the base layer beside it, from the model's geometry.
+
+b tokens of one LLM instance, E experts, k per token, h hidden, f one expert's width, r lora_rank,
+x shards per stage. Uniform routing. Layers with and without experts are averaged by number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+import numpy as np
+
+from lora_server.spec import ModelSpec
+from provisioning.arrays import Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Of one layer, all shards of the stage together; `weights` are read from HBM, `flops` computed."""
+
+    receive: float
+    send: float
+    weights: float
+    flops: float
+
+
+def expected_pairs(popularity: Floats, *, batch: float, experts: int, top_k: int) -> float:
+    """Distinct (adapter, expert) pairs among b tokens: sum_i E (1 - (1 - p_i k/E)^b)."""
+    absent_N = np.exp(batch * np.log1p(-np.minimum(popularity * top_k / experts, 1 - 1e-15)))
+    return float(experts * (1 - absent_N).sum())
+
+
+def shard_tokens(*, experts: int, top_k: int, ep: int) -> float:
+    """Expected shards of a stage that one token needs, its k experts being distinct."""
+    shards = 0.0
+    for rank in range(ep):
+        owned = experts // ep + (rank < experts % ep)
+        missed = comb(experts - owned, top_k) / comb(experts, top_k)
+        shards += 1 - missed
+    return shards
+
+
+def lora_step(
+    spec: ModelSpec,
+    popularity: Floats,
+    *,
+    batch: float,
+    lora_rank: int,
+    ep: int,
+    element_bytes: int = 2,
+    shared_a: bool = False,
+    once_per_shard: bool = True,
+) -> StepBytes:
+    """gate_up and down of one layer, for one instance's batch.
+
+    `once_per_shard` is our wire: gate_up carries a token once per shard, and down returns the weighted
+    sum per token and shard. Otherwise, as in the paper, both carry one row per expert.
+    """
+    moe = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=False)
+    dense = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=True)
+    share = len(spec.moe_layers) / spec.layers
+    mixed = {name: share * getattr(moe, name) + (1 - share) * getattr(dense, name) for name in vars(moe)}
+    return StepBytes(**mixed)
+
+
+def _layer_step(
+    spec: ModelSpec,
+    popularity: Floats,
+    batch: float,
+    lora_rank: int,
+    ep: int,
+    element_bytes: int,
+    shared_a: bool,
+    once_per_shard: bool,
+    *,
+    dense: bool,
+) -> StepBytes:
+    experts, top_k, ffn = (1, 1, spec.dense_ffn) if dense else (spec.experts, spec.top_k, spec.ffn)
+    rows, hidden = batch * top_k, spec.hidden
+    tokens = batch * shard_tokens(experts=experts, top_k=top_k, ep=min(ep, experts)) if once_per_shard else rows
+    num_a = 1 if shared_a else 2
+    elements = lora_rank * (num_a * hidden + 2 * ffn + ffn + hidden)
+    pairs = expected_pairs(popularity, batch=batch, experts=experts, top_k=top_k)
+    return StepBytes(
+        receive=element_bytes * (tokens * hidden + rows * ffn),
+        send=element_bytes * (rows * 2 * ffn + tokens * hidden),
+        weights=element_bytes * pairs * elements,
+        flops=2.0 * rows * elements,
+    )
+
+
+def ffn_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+    """Base weights of one layer's experts or MLP, averaged over layers."""
+    share = len(spec.moe_layers) / spec.layers
+    moe, dense = spec.experts * spec.ffn, spec.dense_ffn
+    return element_bytes * 3 * spec.hidden * (share * moe + (1 - share) * dense)
+
+
+def attention_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+    """Base weights of one layer's q, k, v and o."""
+    return element_bytes * spec.hidden * (2.0 * spec.q_width + 2.0 * spec.kv_width)
+
+
+def model_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+    """All layers; without embeddings and norms, which the geometry does not hold."""
+    return spec.layers * (ffn_weight_bytes(spec, element_bytes) + attention_weight_bytes(spec, element_bytes))
+
+
+def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
+    """Of one layer."""
+    return element_bytes * 2.0 * spec.kv_width

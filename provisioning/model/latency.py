@@ -1,0 +1,169 @@
+"""Section 4.2.2: what one layer's LoRA step takes, and whether Eq. 5 and Eq. 6 hold.
+
+    T_recv = bytes in  / (min(p, x) link) + overhead      the NICs of p clients or x shards bind
+    T_comp = max(weights / (x HBM), FLOPs / (x peak)) + overhead
+    T_send = bytes out / (min(p, x) link) + overhead
+    Eq. 5   T_recv + T_comp + T_send <= SLO_FFN
+    Eq. 6   max(T_recv, T_comp, T_send) * L <= SLO_Layer
+
+T sums gate_up and down. SLO_Layer = tpot / layers; SLO_FFN = SLO_Layer times the FFN's share of the
+modelled base layer. Eq. 6 is taken as printed: the y stages of a pipeline could serve y layers of
+different instances at once, which is not counted on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lora_server.placement import Layout
+from lora_server.spec import ModelSpec
+from provisioning.arrays import Floats
+from provisioning.model import geometry
+from provisioning.model.hardware import Cluster, Efficiency
+from provisioning.model.profile import Profile, Quantity
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepModel:
+    """Everything that a step's time depends on but the batch and the layout."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    popularity: Floats
+    lora_rank: int
+    instance_gpus: int
+    context_tokens: float = 1024.0
+    shared_a: bool = False
+    once_per_shard: bool = True
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    profile: Profile = field(default_factory=Profile)
+
+    def lora(self, batch: float, layout: Layout) -> Latency:
+        """Receive, compute and send of one layer for one instance's batch, in us."""
+        bytes_ = self._bytes(batch, layout.ep)
+        cluster, reach, x = self.cluster, self.efficiency, layout.ep
+        across = x > cluster.gpus_per_node
+        wire = min(self.instance_gpus, self._active(x)) * cluster.link_bytes_per_us * reach.link
+        memory_us = bytes_.weights / (self._active(x) * cluster.hbm_bytes_per_us * reach.hbm)
+        math_us = bytes_.flops / (self._active(x) * cluster.flops_per_us * reach.tensor_cores)
+        return Latency(
+            receive=self._term(
+                "receive", batch, x, bytes_.receive / wire + reach.receive_us + across * reach.across_receive_us
+            ),
+            compute=self._term(
+                "compute", batch, x, max(memory_us, math_us) + reach.compute_us + across * reach.across_compute_us
+            ),
+            send=self._term("send", batch, x, bytes_.send / wire + reach.send_us + across * reach.across_send_us),
+        )
+
+    def coupled_lora_us(self, batch: float) -> Quantity:
+        """LoRA inside the engine, after the base GEMM and spread over its own GPUs; no wire."""
+        bytes_, p = self._bytes(batch, self.instance_gpus), self._active(self.instance_gpus)
+        memory_us = bytes_.weights / (p * self.cluster.hbm_bytes_per_us * self.efficiency.hbm)
+        math_us = bytes_.flops / (p * self.cluster.flops_per_us * self.efficiency.tensor_cores)
+        return Quantity(max(memory_us, math_us) + self.efficiency.compute_us, "extrapolated", self.efficiency.source)
+
+    def base_ffn_us(self, batch: float) -> Quantity:
+        """The base layer's experts (or MLP): weights touched over HBM, or FLOPs."""
+        touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec)
+        share = len(self.spec.moe_layers) / self.spec.layers
+        width = share * self.spec.top_k * self.spec.ffn + (1 - share) * self.spec.dense_ffn
+        modelled = self._base_us(touched, 6.0 * batch * self.spec.hidden * width)
+        return self._term("base_ffn", batch, 0, modelled)
+
+    def base_attention_us(self, batch: float) -> Quantity:
+        """Weights once per GPU (attention is data parallel), KV cache of the batch, FLOPs."""
+        p, weights = self.instance_gpus, geometry.attention_weight_bytes(self.spec)
+        cache = batch * self.context_tokens * geometry.kv_bytes_per_token(self.spec)
+        return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, batch * weights))
+
+    def base_layer_us(self, batch: float) -> float:
+        """Attention and FFN of the base model."""
+        return self.base_ffn_us(batch).value + self.base_attention_us(batch).value
+
+    def ffn_share(self, batch: float) -> float:
+        """Of the base layer's time."""
+        return self.base_ffn_us(batch).value / self.base_layer_us(batch)
+
+    def step_us(self, batch: float, layout: Layout | None) -> float:
+        """One decode step: LoRA beside the FFN on a server, or after it in a coupled engine (None)."""
+        ffn_us, attention_us = self.base_ffn_us(batch).value, self.base_attention_us(batch).value
+        if layout is None:
+            return self.spec.layers * (attention_us + ffn_us + self.coupled_lora_us(batch).value)
+        return self.spec.layers * (attention_us + max(ffn_us, self.lora(batch, layout).total))
+
+    def _base_us(self, bytes_: float, flops: float) -> float:
+        cluster, p = self.cluster, self.instance_gpus
+        memory_us = bytes_ / (p * cluster.hbm_bytes_per_us * self.efficiency.base_hbm)
+        return max(memory_us, flops / (p * cluster.flops_per_us * self.efficiency.tensor_cores))
+
+    def _touched(self, batch: float) -> float:
+        """Share of the FFN weights that a step reads: experts that at least one token chose."""
+        if not self.spec.moe_layers:
+            return 1.0
+        return 1.0 - math.pow(1.0 - self.spec.top_k / self.spec.experts, max(batch, 1.0))
+
+    def _active(self, x: int) -> int:
+        """Shards or GPUs that share a layer's work; one where a layer has one weight for all rows."""
+        return min(x, self.spec.experts) if self.spec.moe_layers else 1
+
+    def _bytes(self, batch: float, ep: int) -> geometry.StepBytes:
+        return geometry.lora_step(
+            self.spec,
+            self.popularity,
+            batch=batch,
+            lora_rank=self.lora_rank,
+            ep=ep,
+            shared_a=self.shared_a,
+            once_per_shard=self.once_per_shard,
+        )
+
+    def _term(self, name: str, batch: float, ep: int, modelled_us: float) -> Quantity:
+        known = self.profile.lookup(name, batch=batch, ep=ep)
+        return known or Quantity(modelled_us, "extrapolated", self.efficiency.source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """Of one layer, both projections, one instance's batch."""
+
+    receive: Quantity
+    compute: Quantity
+    send: Quantity
+
+    @property
+    def total(self) -> float:
+        """Left side of Eq. 5, us."""
+        return self.receive.value + self.compute.value + self.send.value
+
+    @property
+    def longest(self) -> float:
+        """The stage that Eq. 6 multiplies by L, us."""
+        return max(self.receive.value, self.compute.value, self.send.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The two right sides, us."""
+
+    layer: float
+    ffn: float
+
+
+def budget(model: StepModel, batch: float, tpot_us: float) -> Budget:
+    """SLO_Layer and SLO_FFN from the average TPOT."""
+    layer = tpot_us / model.spec.layers
+    return Budget(layer=layer, ffn=layer * model.ffn_share(batch))
+
+
+def violations(latency: Latency, limit: Budget, instances: int) -> list[str]:
+    """Which of Eq. 5 and Eq. 6 fail, by the largest term: `network` or `compute`."""
+    failed = []
+    if latency.total > limit.ffn:
+        worst = "compute" if latency.compute.value == latency.longest else "network"
+        failed.append(f"eq5:{worst}")
+    if latency.longest * instances > limit.layer:
+        worst = "compute" if latency.compute.value == latency.longest else "network"
+        failed.append(f"eq6:{worst}")
+    return failed

@@ -1,0 +1,86 @@
+"""How many adapters fit: in a LoRA Server, by its fullest shard, and in a coupled engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from lora_server.placement import Layout, Placement
+from lora_server.spec import EXPERT_PROJECTIONS, ModelSpec
+from provisioning.model import geometry
+from provisioning.model.hardware import Cluster
+
+PAGE_BYTES = 2 << 20
+
+
+def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
+    """All EPx-PPy with x * y = gpus in which every shard owns something: x <= experts, y <= layers."""
+    most = spec.experts if spec.moe_layers else 1
+    for ep in range(1, min(gpus, most) + 1):
+        if gpus % ep == 0 and gpus // ep <= spec.layers:
+            yield Layout(ep, gpus // ep)
+
+
+def site_bytes(spec: ModelSpec, layer: int, lora_rank: int, shared_a: bool) -> int:
+    """Of one expert at one layer, gate_up and down, 2-byte elements."""
+    ffn, num_a = spec.ffn_at(layer), 1 if shared_a else 2
+    return 2 * lora_rank * (num_a * spec.hidden + 2 * ffn + ffn + spec.hidden)
+
+
+@lru_cache(maxsize=4096)
+def fullest_shard_bytes(spec: ModelSpec, layout: Layout, lora_rank: int, shared_a: bool = False) -> int:
+    """Bytes that one adapter takes on the shard that holds most of it, in whole pages.
+
+    ceil(layers / y) layers of ceil(experts / x) experts where all layers have experts; with dense
+    layers among them, the shards are counted one by one.
+    """
+    if len(spec.moe_layers) == spec.layers:
+        owned = -(-spec.layers // layout.pp) * -(-spec.experts // layout.ep)
+        largest = owned * site_bytes(spec, 0, lora_rank, shared_a)
+    else:
+        placement = Placement(spec, layout)
+        largest = max(_shard_bytes(placement, shard, lora_rank, shared_a) for shard in range(layout.num_shards))
+    return -(-largest // PAGE_BYTES) * PAGE_BYTES
+
+
+def _shard_bytes(placement: Placement, shard: int, lora_rank: int, shared_a: bool) -> int:
+    spec, total = placement.spec, 0
+    for site in spec.sites(EXPERT_PROJECTIONS):
+        ffn, experts = spec.ffn_at(site.layer), len(placement.experts(site, shard))
+        if site.projection == "gate_up":
+            total += experts * 2 * lora_rank * ((1 if shared_a else 2) * spec.hidden + 2 * ffn)
+        else:
+            total += experts * 2 * lora_rank * (ffn + spec.hidden)
+    return total
+
+
+def cache_slots(spec: ModelSpec, layout: Layout, cluster: Cluster, lora_rank: int, shared_a: bool = False) -> int:
+    """M of a layout: what the fullest shard holds."""
+    return int(cluster.adapter_memory_bytes // fullest_shard_bytes(spec, layout, lora_rank, shared_a))
+
+
+def instance_free_bytes(spec: ModelSpec, cluster: Cluster, instance_gpus: int) -> float:
+    """Memory of one LLM instance that its base weights leave."""
+    return instance_gpus * cluster.adapter_memory_bytes - geometry.model_weight_bytes(spec)
+
+
+def smallest_instance(spec: ModelSpec, cluster: Cluster) -> int:
+    """The fewest GPUs (a power of two) whose memory is at least 1.25 times the base weights."""
+    gpus = 1
+    while gpus * cluster.adapter_memory_bytes < 1.25 * geometry.model_weight_bytes(spec):
+        gpus *= 2
+    return gpus
+
+
+def coupled_slots(
+    spec: ModelSpec, cluster: Cluster, instance_gpus: int, lora_rank: int, shared_a: bool = False, share: float = 0.5
+) -> int:
+    """Adapters per coupled instance: `share` of what the weights leave (S-LoRA as in section 6.1)."""
+    adapter = spec.adapter_bytes(lora_rank, shared_a=shared_a)
+    return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // adapter), 0)
+
+
+def kv_batch(spec: ModelSpec, cluster: Cluster, instance_gpus: int, context_tokens: float, share: float = 0.5) -> int:
+    """Requests of an instance whose KV cache fits in `share` of what the weights leave."""
+    request = context_tokens * spec.layers * geometry.kv_bytes_per_token(spec)
+    return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // request), 0)

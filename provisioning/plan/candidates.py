@@ -1,0 +1,199 @@
+"""The fewest GPUs and the layout that meet both SLOs by the model. `verify` then tries to refute it.
+
+A layout is accepted when
+    cache    its fullest shard holds M >= min_cache_slots(popularity, LB, target), by `offered`
+    network, compute    Eq. 5 and Eq. 6 hold, each named after its largest term
+    ttft     the SLO exceeds one decode step plus what prefetch cannot hide of an adapter's load
+    tpot     the base model's own step fits the SLO
+Among the accepted layouts of one GPU count, the fastest step wins, then the larger cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lora_server.placement import Layout
+from provisioning.arrays import Floats
+from provisioning.iar.models import offered_curve
+from provisioning.model import memory
+from provisioning.model.latency import Budget, Latency, StepModel, budget, violations
+from provisioning.model.loading import visible_load_us
+from provisioning.plan.slo import Slo
+from provisioning.workload.workload import Workload
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scenario:
+    """One question to the planner."""
+
+    slo: Slo
+    workload: Workload
+    model: StepModel
+    instances: int
+    global_batch: float
+    iar_target: float
+    max_gpus: int = 64
+    whole_nodes: bool = False
+
+    @property
+    def batch(self) -> float:
+        """B, of one instance."""
+        return self.global_batch / self.instances
+
+    @cached_property
+    def curve(self) -> Floats:
+        """`offered` for M = 0..N."""
+        return offered_curve(self.workload.popularity, self.global_batch)
+
+    @cached_property
+    def min_cache_slots(self) -> int:
+        """The smallest M >= 1 that reaches the target by `offered`."""
+        return max(int(np.argmax(self.curve >= self.iar_target)), 1)
+
+    def iar(self, cache_slots: int) -> float:
+        """`offered` at what a layout holds; more slots than adapters are of no use."""
+        return float(self.curve[min(cache_slots, self.workload.num_adapters)])
+
+    @cached_property
+    def limit(self) -> Budget:
+        """Right sides of Eq. 5 and 6."""
+        return budget(self.model, self.batch, self.slo.tpot_us)
+
+    def lora(self, layout: Layout) -> Latency:
+        """Of one layer's LoRA step; worked out once per ep, since pp has no part in it."""
+        if layout.ep not in self._latencies:
+            self._latencies[layout.ep] = self.model.lora(self.batch, layout)
+        return self._latencies[layout.ep]
+
+    @cached_property
+    def _latencies(self) -> dict[int, Latency]:
+        return {}
+
+    @cached_property
+    def base_us(self) -> tuple[float, float]:
+        """The base layer's attention and FFN at this batch."""
+        return self.model.base_attention_us(self.batch).value, self.model.base_ffn_us(self.batch).value
+
+    def step_us(self, layout: Layout) -> float:
+        """One decode step, LoRA beside the FFN."""
+        attention_us, ffn_us = self.base_us
+        return self.model.spec.layers * (attention_us + max(ffn_us, self.lora(layout).total))
+
+    def slots(self, layout: Layout) -> int:
+        """M of a layout."""
+        model = self.model
+        return memory.cache_slots(model.spec, layout, model.cluster, model.lora_rank, model.shared_a)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout, what it offers, and the constraints that it fails."""
+
+    layout: Layout
+    slots: int
+    latency: Latency
+    step_us: float
+    load_us: float
+    failed: tuple[str, ...]
+
+    @property
+    def gpus(self) -> int:
+        """x * y."""
+        return self.layout.num_shards
+
+
+def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
+    """One layout against all constraints, the base model's first."""
+    model, slo = scenario.model, scenario.slo
+    latency, slots, step_us = scenario.lora(layout), scenario.slots(layout), scenario.step_us(layout)
+    load_us = visible_load_us(model, layout, step_us)
+    failed = violations(latency, scenario.limit, scenario.instances)
+    if model.spec.layers * sum(scenario.base_us) > slo.tpot_us:
+        failed.insert(0, "tpot")
+    if slo.ttft_us <= step_us + load_us:
+        failed.append("ttft")
+    if slots < scenario.min_cache_slots:
+        failed.append("cache")
+    return Candidate(
+        layout=layout, slots=slots, latency=latency, step_us=step_us, load_us=load_us, failed=tuple(failed)
+    )
+
+
+def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
+    """All layouts of one GPU count, best first: fewest failures, fastest step, largest cache."""
+    found = [evaluate(scenario, layout) for layout in memory.layouts(scenario.model.spec, gpus)]
+    return sorted(found, key=lambda item: (len(item.failed), item.latency.total, -item.slots))
+
+
+def all_but_cache(scenario: Scenario) -> list[list[Candidate]]:
+    """Per GPU count the layouts that meet all but, perhaps, the model's cache test; counts without one are left out."""
+    step = _step(scenario)
+    found = (
+        [item for item in candidates(scenario, gpus) if set(item.failed) <= {"cache"}]
+        for gpus in range(step, scenario.max_gpus + 1, step)
+    )
+    return [layouts for layouts in found if layouts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The model's plan: `chosen` meets everything, or nothing up to `max_gpus` does."""
+
+    chosen: Candidate | None
+    closest: Candidate
+    binding: str
+
+    @property
+    def feasible(self) -> bool:
+        """Whether there is a plan."""
+        return self.chosen is not None
+
+
+def smallest(scenario: Scenario) -> Choice:
+    """The first GPU count with an accepted layout, and what kept the one before from it."""
+    step, closest = _step(scenario), None
+    for gpus in range(step, scenario.max_gpus + 1, step):
+        found = candidates(scenario, gpus)
+        if not found:
+            continue
+        if not found[0].failed:
+            return Choice(chosen=found[0], closest=found[0], binding=binding(scenario, found[0]))
+        if closest is None or len(found[0].failed) <= len(closest.failed):
+            closest = found[0]
+    if closest is None:
+        closest = candidates(scenario, max(step, 1))[0] if step == 1 else evaluate(scenario, Layout(1, 1))
+        return Choice(chosen=None, closest=closest, binding="node_granularity" if step > 1 else "cache")
+    return Choice(chosen=None, closest=closest, binding=_kind(closest.failed[0]))
+
+
+def _step(scenario: Scenario) -> int:
+    return scenario.model.cluster.gpus_per_node if scenario.whole_nodes else 1
+
+
+def binding(scenario: Scenario, chosen: Candidate) -> str:
+    """What asks for the chosen GPU count: why the count below it fails, or what is nearest to its limit."""
+    if scenario.whole_nodes:
+        alone = [item for item in candidates(scenario, chosen.gpus - 1) if not item.failed] if chosen.gpus > 1 else []
+        if alone:
+            return "node_granularity"
+    step = _step(scenario)
+    below = (candidates(scenario, gpus) for gpus in range(chosen.gpus - step, 0, -step))
+    previous = next((found[0] for found in below if found), None)
+    if previous is not None and previous.failed:
+        return _kind(previous.failed[0])
+    latency, limit = chosen.latency, scenario.limit
+    used = {
+        "cache": scenario.min_cache_slots / max(chosen.slots, 1),
+        "compute" if latency.compute.value == latency.longest else "network": max(
+            latency.total / limit.ffn, latency.longest * scenario.instances / limit.layer
+        ),
+        "ttft": (chosen.step_us + chosen.load_us) / scenario.slo.ttft_us,
+    }
+    return max(used, key=lambda name: used[name])
+
+
+def _kind(failure: str) -> str:
+    return failure.rpartition(":")[2]

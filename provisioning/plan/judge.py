@@ -1,0 +1,112 @@
+"""What a simulation says of one system, over several seeds.
+
+What is simulated: the rules of `simulation.run`; L instances; arrivals so that LB requests are in flight on
+average (a request stays output tokens times the modelled step; its batch may exceed B for a while);
+the workload's burstiness, or the trace itself from a different point per seed; output lengths as
+given or seen. The share of requests that are admitted at once has a t interval over seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from provisioning.arrays import Floats
+from provisioning.plan.candidates import Scenario
+from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, measured
+from provisioning.simulation.run import System, run
+from provisioning.workload.requests import Requests, rotated
+
+_MOST_SEEDS = 10
+_FAR_BELOW = 0.03
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Verdict:
+    """What the simulation of one system says; `ttft_s` of all measured requests for the CDF."""
+
+    immediate: Estimate
+    ttft_s_at_percentile: Estimate
+    within_ttft: Estimate
+    adapters_within_slo: Estimate
+    seeds: int
+    requests_per_seed: int
+    target: float
+    ttft_s: Floats = field(repr=False)
+
+    @property
+    def holds(self) -> bool:
+        """The whole interval of the admitted share is at the target or above, and so is that of the TTFT SLO."""
+        return self.immediate.low >= self.target and self.within_ttft.low >= self.target
+
+
+def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
+    """One seed's requests: LB in flight on average, long enough for 30,000 after the warm-up."""
+    workload = scenario.workload
+    residence_s = workload.lengths.mean_tokens * step_us * 1e-6
+    rate = scenario.global_batch / residence_s
+    num = int(30_000 + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
+    if workload.trace is None:
+        return workload.sample(rate=rate, num_requests=num, seed=seed)
+    return rotated(workload.trace, seed, num).scaled_to(rate)
+
+
+def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, give_up: bool = False) -> Verdict:
+    """Runs the seeds; more of them, up to ten, while the interval straddles the target.
+
+    `give_up`: two seeds are enough if both are three points below the target or more.
+    """
+    rows: list[tuple[float, float, float, float]] = []
+    ttft_s: list[Floats] = []
+    slo_s, num = scenario.slo.ttft_us * 1e-6, 0
+    while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(rows, scenario.iar_target)):
+        outcome = run(played(scenario, step_us, seed=len(rows)), system)
+        kept = measured(outcome)
+        times = outcome.ttft_s[kept]
+        num = times.size
+        ttft_s.append(times)
+        percentile = float(np.percentile(times, scenario.slo.percentile))
+        within = float((times <= slo_s).mean())
+        adapters = adapters_within(outcome, kept, slo_s)
+        rows.append((float(outcome.immediate[kept].mean()), percentile, within, adapters))
+        if give_up and len(rows) == 2 and max(rows)[0] < scenario.iar_target - _FAR_BELOW:
+            break
+    columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0), strict=True)
+    immediate, percentile_s, within_slo, adapters_slo = (Estimate.of(column, top) for column, top in columns)
+    return Verdict(
+        immediate=immediate,
+        ttft_s_at_percentile=percentile_s,
+        within_ttft=within_slo,
+        adapters_within_slo=adapters_slo,
+        seeds=len(rows),
+        requests_per_seed=num,
+        target=scenario.iar_target,
+        ttft_s=np.concatenate(ttft_s),
+    )
+
+
+def _straddles(rows: list[tuple[float, float, float, float]], target: float) -> bool:
+    estimates = [Estimate.of([row[column] for row in rows], top=1.0) for column in (0, 2)]
+    return any(estimate.low < target <= estimate.high for estimate in estimates)
+
+
+def estimate_json(estimate: Estimate) -> dict[str, Any]:
+    """Mean and 95 % interval."""
+    return {"mean": estimate.mean, "interval": [estimate.low, estimate.high]}
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """Plain values."""
+    return {
+        "seeds": verdict.seeds,
+        "requests_per_seed": verdict.requests_per_seed,
+        "immediate_rate": verdict.immediate.mean,
+        "interval": [verdict.immediate.low, verdict.immediate.high],
+        "target": verdict.target,
+        "holds_target": verdict.holds,
+        "ttft_s_at_percentile": estimate_json(verdict.ttft_s_at_percentile),
+        "share_within_ttft_slo": estimate_json(verdict.within_ttft),
+        "adapters_with_90_percent_within_slo": estimate_json(verdict.adapters_within_slo),
+    }

@@ -1,0 +1,177 @@
+"""From flags to a `Scenario`: every check on a flag is here, or in `inputs` with the flag's name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lora_server import spec as specs
+from lora_server.errors import ConfigError
+from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
+from provisioning.model import memory
+from provisioning.model.hardware import Cluster, gpu_named
+from provisioning.model.latency import StepModel
+from provisioning.model.profile import Profile
+from provisioning.model.profile import load as load_profile
+from provisioning.plan import slo
+from provisioning.plan.candidates import Scenario
+from provisioning.workload.counts import read_counts
+from provisioning.workload.requests import Lengths
+from provisioning.workload.workload import Workload, littles_law_batch, zipf
+
+MOST_ADAPTERS = 10_000_000
+# Instance #GPU of the paper's Table 3.
+_INSTANCE_GPUS = {
+    "gpt-oss-20b": 1,
+    "gpt-oss-20b-paper": 1,
+    "qwen3-30b-a3b": 2,
+    "mixtral-8x7b": 2,
+    "scaled-moe": 4,
+    "dbrx": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What the command line says, unchecked; None where a flag was not given."""
+
+    slo: str
+    model: str
+    gpu: str = "h200"
+    lora_rank: int = 64
+    adapters: int | None = None
+    zipf: float | None = None
+    counts: Path | None = None
+    trace: Path | None = None
+    instances: int | None = None
+    batch_size: float | None = None
+    request_rate: float | None = None
+    mean_output_tokens: float | None = None
+    burst_cv: float = 1.0
+    iar: float | None = None
+    instance_gpus: int | None = None
+    gpus_per_node: int = 8
+    whole_nodes: bool = False
+    max_gpus: int = 64
+    gpu_memory_gib: float | None = None
+    link_gbps: float = 400.0
+    host_link_gb_per_s: float = 50.0
+    context_tokens: float = 1024.0
+    shared_a: bool = False
+    profile: Path | None = None
+    seed: int = 0
+
+
+def workload(flags: Flags) -> Workload:
+    """Popularity, lengths and burstiness from --adapters and --zipf, --counts or --trace."""
+    if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
+        raise InputError("--counts: give it alone, without --trace, --adapters or --zipf")
+    seed = count(flags.seed, "--seed", 0)
+    skew = non_negative(1.2 if flags.zipf is None else flags.zipf, "--zipf")
+    if flags.trace is not None:
+        from provisioning.workload import traces
+
+        num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
+        found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed))
+        if found.zipf_skew is None and (flags.adapters is not None or flags.zipf is not None):
+            flag = "--zipf" if flags.adapters is None else "--adapters"
+            raise InputError(f"{flag}: {flags.trace} says which adapters are called, and how often; leave it out")
+        return _with_lengths(found, flags)
+    if flags.counts is not None:
+        return _with_lengths(Workload(popularity=read_counts(flags.counts), source=str(flags.counts)), flags)
+    if flags.adapters is None:
+        raise InputError("--adapters: missing; give --adapters N with --zipf S, or --counts FILE, or --trace FILE")
+    num = count(flags.adapters, "--adapters", 1, MOST_ADAPTERS)
+    popularity = normalised(zipf(skew, num), "--zipf")
+    return _with_lengths(Workload(popularity=popularity, source=f"Zipf({skew:g}, {num}), given", zipf_skew=skew), flags)
+
+
+def _with_lengths(found: Workload, flags: Flags) -> Workload:
+    cv = non_negative(flags.burst_cv, "--burst-cv")
+    if cv != 1.0 and found.trace is not None:
+        raise InputError("--burst-cv: a trace is replayed with its own gaps; leave it out")
+    if cv != 1.0:
+        found = replace(found, cv=cv)
+    if flags.mean_output_tokens is None:
+        return found
+    mean = positive(flags.mean_output_tokens, "--mean-output-tokens")
+    if found.trace is None:
+        return replace(found, lengths=Lengths(mean_tokens=mean))
+    stretched = found.trace.stretched_to(mean)
+    return replace(found, trace=stretched, lengths=Lengths.of(stretched.output_tokens))
+
+
+def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]:
+    """(L, LB): instances and global batch, from --instances * --batch-size or by Little's law."""
+    instances = None if flags.instances is None else count(flags.instances, "--instances", 1)
+    batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size")
+    rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate")
+    if rate is None and (instances is None or batch is None):
+        rate = found.own_rate
+    if rate is None:
+        if instances is None or batch is None:
+            missing = "--instances" if instances is None else "--batch-size"
+            raise InputError(f"{missing}: missing; give --instances and --batch-size, or --request-rate")
+        return instances, instances * batch
+    if instances is not None and batch is not None:
+        raise InputError("--request-rate: give it, or --instances and --batch-size, not all three")
+    in_flight = littles_law_batch(
+        request_rate=rate, mean_output_tokens=found.lengths.mean_tokens, tpot_s=objective.tpot_us * 1e-6
+    )
+    if instances is None:
+        instances = max(math.ceil(in_flight / (batch or 64.0)), 1)
+    return instances, in_flight
+
+
+def model_spec(name: str) -> specs.ModelSpec:
+    """A preset or a directory with a config.json."""
+    try:
+        return specs.load(name)
+    except ConfigError as error:
+        raise InputError(f"--model: {error}") from None
+
+
+def scenario(flags: Flags) -> Scenario:
+    """The planner's question; raises InputError with one line that names the flag."""
+    objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
+    found = workload(flags)
+    cluster = Cluster(
+        gpu=gpu_named(flags.gpu, flags.gpu_memory_gib),
+        gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1),
+        link_gbps=positive(flags.link_gbps, "--link-gbps"),
+        host_link_gb_per_s=positive(flags.host_link_gb_per_s, "--host-link-gb-per-s"),
+    )
+    instances, global_batch = load(flags, found, objective)
+    target = objective.share if flags.iar is None else share(flags.iar, "--iar")
+    return Scenario(
+        slo=objective,
+        workload=found,
+        model=StepModel(
+            spec=geometry,
+            cluster=cluster,
+            popularity=found.popularity,
+            lora_rank=count(flags.lora_rank, "--lora-rank", 1),
+            instance_gpus=_instance_gpus(flags, geometry, cluster),
+            context_tokens=positive(flags.context_tokens, "--context-tokens"),
+            shared_a=flags.shared_a,
+            profile=Profile() if flags.profile is None else load_profile(flags.profile),
+        ),
+        instances=instances,
+        global_batch=global_batch,
+        iar_target=target,
+        max_gpus=count(flags.max_gpus, "--max-gpus", 1, 1024),
+        whole_nodes=flags.whole_nodes,
+    )
+
+
+def _instance_gpus(flags: Flags, geometry: specs.ModelSpec, cluster: Cluster) -> int:
+    if flags.instance_gpus is None:
+        return max(_INSTANCE_GPUS.get(geometry.name, 1), memory.smallest_instance(geometry, cluster))
+    gpus = count(flags.instance_gpus, "--instance-gpus", 1)
+    if memory.instance_free_bytes(geometry, cluster, gpus) <= 0:
+        needed = memory.smallest_instance(geometry, cluster)
+        raise InputError(
+            f"--instance-gpus: got {gpus}, but the weights of {geometry.name} do not fit; give {needed} or more"
+        )
+    return gpus

@@ -1,0 +1,116 @@
+"""What changes if the question changes a little: by the model alone, each time planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from provisioning.arrays import Floats
+from provisioning.plan.candidates import Candidate, Scenario, candidates, evaluate, smallest
+from provisioning.workload.workload import zipf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """`gpus` is what the changed question needs (None: infeasible); `iar_at_plan` what the planned layout gives it."""
+
+    change: str
+    gpus: int | None
+    layout: str | None
+    min_cache_slots: int
+    iar_at_plan: float
+    meets_at_plan: bool
+    binding_constraint: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[Variant]:
+    """GPUs +-1, one GPU lost, N, s, rank, batch and link; where nothing is feasible, also what is asked for itself.
+
+    `chosen` is then the layout that came closest, and a variant with `gpus` is one that would have a plan.
+    """
+    rows = [
+        _resized(scenario, chosen.gpus + 1, "gpus +1"),
+        *([_resized(scenario, chosen.gpus - 1, "gpus -1")] if chosen.gpus > 1 else []),
+        _resized(scenario, chosen.gpus - 1, "one GPU fails, the rest laid out anew"),
+    ]
+    changes = [*_changes(scenario), *(() if feasible else _relaxed(scenario))]
+    return rows + [_replanned(name, changed, chosen) for name, changed in changes]
+
+
+def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float:
+    """The largest factor on the load, to 1 %, at which the planned layout still meets everything by the model."""
+    low, high = 1.0, most
+    while high / low > 1.01:
+        factor = (low * high) ** 0.5
+        grown = replace(scenario, global_batch=scenario.global_batch * factor)
+        low, high = (low, factor) if evaluate(grown, chosen.layout).failed else (factor, high)
+    return low
+
+
+def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
+    found = candidates(scenario, gpus) if gpus > 0 else []
+    best = found[0] if found else None
+    return Variant(
+        change=change,
+        gpus=gpus,
+        layout=str(best.layout) if best else None,
+        min_cache_slots=scenario.min_cache_slots,
+        iar_at_plan=scenario.iar(best.slots) if best else 0.0,
+        meets_at_plan=best is not None and not best.failed,
+        binding_constraint=",".join(best.failed) if best else "cache",
+    )
+
+
+def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> Variant:
+    choice, slots = smallest(scenario), scenario.slots(chosen.layout)
+    return Variant(
+        change=change,
+        gpus=choice.chosen.gpus if choice.chosen else None,
+        layout=str(choice.chosen.layout) if choice.chosen else None,
+        min_cache_slots=scenario.min_cache_slots,
+        iar_at_plan=scenario.iar(slots),
+        meets_at_plan=not evaluate(scenario, chosen.layout).failed,
+        binding_constraint=choice.binding,
+    )
+
+
+def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    workload, model, num = scenario.workload, scenario.model, scenario.workload.num_adapters
+    skew = workload.zipf_skew
+    if skew is not None:
+        for factor in (0.5, 2.0):
+            changed = max(round(num * factor), 1)
+            yield f"adapters {changed}", _with_popularity(scenario, zipf(skew, changed))
+        for change in (-0.2, 0.2):
+            yield f"zipf s {max(skew + change, 0):g}", _with_popularity(scenario, zipf(max(skew + change, 0), num))
+    for rank in sorted({max(model.lora_rank // 2, 1), model.lora_rank * 2}):
+        yield f"rank {rank}", replace(scenario, model=replace(model, lora_rank=rank))
+    for factor in (0.5, 2.0):
+        yield f"batch {scenario.batch * factor:g}", replace(scenario, global_batch=scenario.global_batch * factor)
+    for factor in (0.5, 2.0):
+        gbps = model.cluster.link_gbps * factor
+        cluster = replace(model.cluster, link_gbps=gbps)
+        yield f"link {gbps:g} Gb/s", replace(scenario, model=replace(model, cluster=cluster))
+
+
+def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    slo, cluster = scenario.slo, scenario.model.cluster
+    yield f"max GPUs {2 * scenario.max_gpus}", replace(scenario, max_gpus=2 * scenario.max_gpus)
+    yield f"TTFT SLO {slo.ttft_us / 500:g} ms", replace(scenario, slo=replace(slo, ttft_us=2 * slo.ttft_us))
+    yield f"TPOT SLO {slo.tpot_us / 500:g} ms", replace(scenario, slo=replace(slo, tpot_us=2 * slo.tpot_us))
+    target = round(2 * scenario.iar_target - 1, 12)
+    if 0 < target < 1:
+        yield f"IAR target {target:g}", replace(scenario, iar_target=target)
+    gpu = replace(cluster.gpu, memory_bytes=2 * cluster.gpu.memory_bytes)
+    model = replace(scenario.model, cluster=replace(cluster, gpu=gpu))
+    yield "memory per GPU x2", replace(scenario, model=model)
+
+
+def _with_popularity(scenario: Scenario, popularity: Floats) -> Scenario:
+    workload = replace(scenario.workload, popularity=popularity, trace=None)
+    return replace(scenario, workload=workload, model=replace(scenario.model, popularity=popularity))

@@ -1,0 +1,119 @@
+"""The plots of a report, each a PNG. matplotlib is imported here and only when a report is asked for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from provisioning.arrays import Floats
+from provisioning.plan.candidates import candidates
+from provisioning.report.result import Result
+
+Draw = Callable[[Any, Result], None]
+
+
+def png(draw: Draw, result: Result) -> bytes:
+    """One plot."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    draw(axes, result)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=110)
+    return stream.getvalue()
+
+
+def iar_over_slots(axes: Any, result: Result) -> None:
+    """`offered` for every M, the target, M* and the plan."""
+    scenario, candidate = result.scenario, result.candidate
+    axes.plot(scenario.curve, label="offered (model)")
+    axes.axhline(scenario.iar_target, color="grey", linestyle=":", label=f"target {scenario.iar_target:g}")
+    axes.axvline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots}")
+    axes.axvline(candidate.slots, color="tab:green", linestyle="--", label=f"this layout: {candidate.slots}")
+    verdict = result.verified.verdict
+    if verdict is not None:
+        mean, low, high = verdict.immediate.mean, verdict.immediate.low, verdict.immediate.high
+        x = min(candidate.slots, scenario.workload.num_adapters)
+        axes.errorbar([x], [mean], [[mean - low], [high - mean]], fmt="o", color="black", label="simulated, 95 %")
+    axes.set(xlabel="cache slots M", ylabel="immediate admissibility", ylim=(0, 1.03))
+    axes.legend(fontsize=8)
+
+
+def region(axes: Any, result: Result) -> None:
+    """Slots that each GPU count offers, and which layouts meet everything."""
+    scenario = result.scenario
+    most = min(max(2 * result.candidate.gpus, 8), scenario.max_gpus)
+    for gpus in range(1, most + 1):
+        for item in candidates(scenario, gpus):
+            met = not item.failed
+            axes.scatter(gpus, item.slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
+    axes.axhspan(scenario.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
+    axes.axhline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots}")
+    axes.scatter([], [], color="tab:green", label="meets both SLOs")
+    axes.scatter([], [], color="tab:red", marker="x", label="does not")
+    axes.set(xlabel="LoRA Server GPUs (all layouts)", ylabel="cache slots M")
+    axes.legend(fontsize=8)
+
+
+def latency_stack(axes: Any, result: Result) -> None:
+    """Receive, compute and send per layout of the plan's GPU count, against Eq. 5."""
+    scenario = result.scenario
+    found = sorted(candidates(scenario, result.candidate.gpus), key=lambda item: item.layout.ep)
+    names = [str(item.layout) for item in found]
+    base = np.zeros(len(found))
+    for part in ("receive", "compute", "send"):
+        heights = np.array([getattr(item.latency, part).value for item in found])
+        axes.bar(names, heights, bottom=base, label=part)
+        base += heights
+    axes.axhline(scenario.limit.ffn, color="grey", linestyle=":", label=f"SLO_FFN {scenario.limit.ffn:.0f} us")
+    axes.set_ylabel("us per layer")
+    axes.tick_params(axis="x", rotation=30)
+    axes.legend(fontsize=8)
+
+
+def coupled_bars(axes: Any, result: Result) -> None:
+    """Immediate rate and adapters within the SLO, this plan and coupled on the same GPUs."""
+    verdict, coupled = result.verified.verdict, result.coupled
+    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.iar]]
+    if verdict is not None and coupled.verdict is not None:
+        names += ["immediate, simulated", "adapters within SLO"]
+        for values, seen in zip(series, (verdict, coupled.verdict), strict=True):
+            values += [seen.immediate.mean, seen.adapters_within_slo.mean]
+    places = np.arange(len(names))
+    for offset, label, values in zip((-0.2, 0.2), ("LoRA Server", "coupled"), series, strict=True):
+        axes.bar(places + offset, values, 0.4, label=label)
+    axes.set_xticks(places, names)
+    axes.set_ylim(0, 1.05)
+    axes.axhline(result.scenario.iar_target, color="grey", linestyle=":")
+    axes.legend(fontsize=8)
+
+
+def ttft_cdf(axes: Any, result: Result) -> None:
+    """Simulated TTFT of all seeds."""
+    pairs = [("LoRA Server", result.verified.verdict), ("coupled", result.coupled.verdict)]
+    for label, verdict in pairs:
+        if verdict is not None:
+            _cdf(axes, verdict.ttft_s, label)
+    slo_s = result.scenario.slo.ttft_us * 1e-6
+    axes.axvline(slo_s, color="grey", linestyle=":", label=f"SLO {slo_s:g} s")
+    axes.axhline(result.scenario.slo.share, color="grey", linewidth=0.5)
+    axes.set(xlabel="TTFT in s (queueing + first decode step)", ylabel="share of requests", xscale="log")
+    axes.legend(fontsize=8)
+
+
+def _cdf(axes: Any, values: Floats, label: str) -> None:
+    shares = np.unique(np.r_[np.linspace(0, 0.99, 300), np.linspace(0.99, 1, 100)])
+    axes.plot(np.quantile(values, shares), shares, label=label)
+
+
+CHARTS: tuple[tuple[str, Draw], ...] = (
+    ("IAR over cache slots", iar_over_slots),
+    ("Feasible (M, GPUs)", region),
+    ("Latency per layout", latency_stack),
+    ("Coupled and disaggregated on the same GPUs", coupled_bars),
+    ("Simulated TTFT", ttft_cdf),
+)

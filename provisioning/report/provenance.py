@@ -1,0 +1,112 @@
+"""Where each number comes from: measured on a machine, extrapolated from measurements, or assumed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from provisioning.model import geometry, memory
+from provisioning.model.profile import Quantity
+from provisioning.plan.candidates import Candidate, Scenario
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """kind: measured, extrapolated or assumed."""
+
+    value: float
+    unit: str
+    kind: str
+    source: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def _us(quantity: Quantity) -> Entry:
+    return Entry(value=quantity.value, unit="us", kind=quantity.kind, source=quantity.source)
+
+
+def provenance(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
+    """All inputs of the plan that the user did not state as the question itself."""
+    return {**_times(scenario, candidate), **_machine(scenario), **_sizes(scenario, candidate), **_workload(scenario)}
+
+
+def _times(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
+    model, latency = scenario.model, candidate.latency
+    return {
+        "latency_us.recv": _us(latency.receive),
+        "latency_us.compute": _us(latency.compute),
+        "latency_us.send": _us(latency.send),
+        "base_ffn_us": _us(model.base_ffn_us(scenario.batch)),
+        "base_attention_us": _us(model.base_attention_us(scenario.batch)),
+        "coupled_lora_us": _us(model.coupled_lora_us(scenario.batch)),
+        "visible_load_us": Entry(
+            value=candidate.load_us, unit="us", kind="assumed", source="bytes over the host link, no prefetch signal"
+        ),
+    }
+
+
+def _machine(scenario: Scenario) -> dict[str, Entry]:
+    cluster = scenario.model.cluster
+    gpu, given = cluster.gpu, "--gpu-memory-gib" if cluster.gpu.source == "given" else cluster.gpu.source
+    return {
+        "gpu_memory_bytes": Entry(value=gpu.memory_bytes, unit="bytes", kind="assumed", source=f"{gpu.name}, {given}"),
+        "usable_memory": Entry(
+            value=cluster.usable_memory,
+            unit="share",
+            kind="extrapolated",
+            source="paper 6.4: 104 Mixtral adapters in two 96 GB GPUs",
+        ),
+        "hbm_gb_per_s": Entry(value=gpu.hbm_gb_per_s, unit="GB/s", kind="assumed", source=gpu.source),
+        "bf16_tflops": Entry(value=gpu.bf16_tflops, unit="TFLOP/s", kind="assumed", source=gpu.source),
+        "link_gbps": Entry(value=cluster.link_gbps, unit="Gb/s", kind="assumed", source="per GPU; --link-gbps"),
+        "host_link_gb_per_s": Entry(
+            value=cluster.host_link_gb_per_s,
+            unit="GB/s",
+            kind="assumed",
+            source="paper 5.3, PCIe 5; --host-link-gb-per-s",
+        ),
+    }
+
+
+def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
+    model = scenario.model
+    assumed = ", ".join(model.spec.assumed)
+    source = f"geometry of {model.spec.name}" + (f", with assumed {assumed}" if assumed else "")
+    layout, rank, shared_a = candidate.layout, model.lora_rank, model.shared_a
+    kind = "assumed" if assumed else "extrapolated"
+
+    def entry(value: float, note: str) -> Entry:
+        return Entry(value=value, unit="bytes", kind=kind, source=f"{source}; {note}")
+
+    return {
+        "adapter_bytes": entry(model.spec.adapter_bytes(rank, shared_a=shared_a), "all experts, 2-byte elements"),
+        "fullest_shard_bytes": entry(
+            memory.fullest_shard_bytes(model.spec, layout, rank, shared_a), f"one adapter on {layout}"
+        ),
+        "model_weight_bytes": entry(geometry.model_weight_bytes(model.spec), "2-byte elements, no embeddings"),
+    }
+
+
+def _workload(scenario: Scenario) -> dict[str, Entry]:
+    workload, lengths = scenario.workload, scenario.workload.lengths
+    seen = bool(lengths.observed)
+    return {
+        "popularity": Entry(
+            value=workload.num_adapters,
+            unit="adapters",
+            kind="assumed" if workload.zipf_skew is not None else "measured",
+            source=workload.source,
+        ),
+        "output_tokens": Entry(
+            value=lengths.mean_tokens,
+            unit="tokens, mean",
+            kind="measured" if seen else "assumed",
+            source=workload.source if seen else f"log-normal, CV {lengths.cv:g}; --mean-output-tokens or --trace",
+        ),
+        "context_tokens": Entry(
+            value=scenario.model.context_tokens, unit="tokens", kind="assumed", source="--context-tokens"
+        ),
+    }

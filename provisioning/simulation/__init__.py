@@ -1,0 +1,6 @@
+"""Decode instances with continuous batching, over coupled or shared adapter caches, event by event.
+
+run       the rules, and a run from requests to times
+engine    the event loop
+measure   what is read off a run, with an interval over seeds
+"""

@@ -1,0 +1,50 @@
+"""What is read off a simulated run: which requests count, who was served in time, and an interval over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from provisioning.simulation.run import Outcome
+
+WARM_UP_RESIDENCES = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over seeds with its 95 % t interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], top: float = np.inf) -> Estimate:
+        """Of at least two seeds; of one, the interval is the whole line. Values lie in [0, top]."""
+        sample = np.asarray(values, dtype=float)
+        mean = float(sample.mean())
+        if sample.size < 2:
+            return cls(mean=mean, low=-np.inf, high=np.inf)
+        from scipy.special import stdtrit  # slow to import, and of no use without a simulation
+
+        reach = float(stdtrit(sample.size - 1, 0.975) * sample.std(ddof=1) / np.sqrt(sample.size))
+        return cls(mean=mean, low=max(mean - reach, 0.0), high=min(mean + reach, top))
+
+
+def measured(outcome: Outcome) -> slice:
+    """The requests after the warm-up, three mean residences but at most a third of the run."""
+    arrival_s = outcome.requests.arrival_s
+    residence_s = float(np.nanmean(outcome.finish_s - outcome.admit_s))
+    settled_s = min(WARM_UP_RESIDENCES * residence_s, outcome.requests.span_s / 3)
+    return slice(int(np.searchsorted(arrival_s, settled_s)), len(outcome.requests))
+
+
+def adapters_within(outcome: Outcome, kept: slice, ttft_slo_s: float, share: float = 0.9) -> float:
+    """Share of adapters of whom at least 90 % of the requests meet the TTFT SLO (the paper's attainment)."""
+    adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
+    calls = np.bincount(adapter, minlength=outcome.requests.num_adapters)
+    good = np.bincount(adapter, weights=met, minlength=outcome.requests.num_adapters)
+    called = calls > 0
+    return float((good[called] >= share * calls[called]).mean())

@@ -1,0 +1,102 @@
+"""A sequence of calls, and the laws that lengths and gaps are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from provisioning.arrays import Floats, Ints
+from provisioning.inputs import InputError, positive
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """Calls in order of arrival; `adapter` indexes adapters 0..num_adapters-1, in `names` where known."""
+
+    arrival_s: Floats
+    adapter: Ints
+    output_tokens: Ints
+    num_adapters: int
+    input_tokens: Ints | None = None
+    names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return int(self.arrival_s.size)
+
+    def counts(self) -> Ints:
+        """Calls per adapter."""
+        return np.bincount(self.adapter, minlength=self.num_adapters)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+
+    def mean_rate(self) -> float:
+        """Requests/s over the span; raises InputError where all came at once."""
+        if self.span_s <= 0:
+            raise InputError("--trace: all requests have one timestamp, so that no rate follows; give distinct ones")
+        return (len(self) - 1) / self.span_s
+
+    def scaled_to(self, rate: float) -> Requests:
+        """The same calls, with time stretched to a mean rate (requests/s)."""
+        factor = self.mean_rate() / positive(rate, "request_rate")
+        return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
+
+    def stretched_to(self, mean_tokens: float) -> Requests:
+        """The same calls with outputs longer, or shorter, by one factor: to this mean, rounding apart."""
+        longer = np.maximum(self.output_tokens, 1) * (mean_tokens / np.maximum(self.output_tokens, 1).mean())
+        return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
+
+
+def rotated(trace: Requests, seed: int, num: int) -> Requests:
+    """The trace from a point that the seed draws, round its end; at most once through."""
+    start = int(np.random.default_rng(seed).integers(len(trace)))
+    index = (start + np.arange(min(num, len(trace)))) % len(trace)
+    gap_s = trace.span_s / max(len(trace) - 1, 1)
+    arrival_s = trace.arrival_s[index] - trace.arrival_s[start]
+    arrival_s = np.where(index < start, arrival_s + trace.span_s + gap_s, arrival_s)
+    return Requests(
+        arrival_s=arrival_s,
+        adapter=trace.adapter[index],
+        output_tokens=trace.output_tokens[index],
+        num_adapters=trace.num_adapters,
+        names=trace.names,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Output lengths: log-normal with a mean and a coefficient of variation, or drawn from `observed`."""
+
+    mean_tokens: float = 256.0
+    cv: float = 1.0
+    observed: tuple[int, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, output_tokens: Ints) -> Lengths:
+        """The lengths seen in a trace."""
+        values = np.maximum(output_tokens, 1)
+        return cls(
+            mean_tokens=float(values.mean()), cv=float(values.std() / values.mean()), observed=tuple(map(int, values))
+        )
+
+    def sample(self, rng: np.random.Generator, num: int) -> Ints:
+        """At least one token each."""
+        if self.observed:
+            return rng.choice(np.asarray(self.observed, dtype=np.int64), num)
+        if self.cv == 0:
+            return np.full(num, max(round(self.mean_tokens), 1), dtype=np.int64)
+        spread = np.log1p(self.cv**2)
+        drawn = rng.lognormal(np.log(self.mean_tokens) - spread / 2, np.sqrt(spread), num)
+        return np.maximum(np.rint(drawn), 1).astype(np.int64)
+
+
+def renewal_gaps(rng: np.random.Generator, cv: float, num: int) -> Floats:
+    """Gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0 gives a metronome."""
+    if cv == 0:
+        return np.ones(num)
+    if cv == 1:
+        return rng.exponential(size=num)
+    return rng.gamma(1 / cv**2, cv**2, num)
