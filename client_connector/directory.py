@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from client_connector.remote import CALL_SECONDS
 from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call
+from lora_server.wire.rpc import call, open_channel
 
 ADD_SECONDS, READY_SECONDS = 120.0, 0.5
-# a server that comes back must be seen soon, not after gRPC's usual backoff of up to two minutes
-OPTIONS = (("grpc.max_reconnect_backoff_ms", 500),)
 
 
 class Directory:
@@ -22,7 +18,7 @@ class Directory:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, OPTIONS)
+        self._channel = open_channel(address)
         self._adapters = rpc.AdaptersStub(self._channel)
         self._server = rpc.ServerStub(self._channel)
 

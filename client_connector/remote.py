@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-import grpc
 import tenacity
-import zmq
 from typing_extensions import override
 
+from client_connector.prefetch import PrefetchSender
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
@@ -21,12 +21,12 @@ from lora_server.transport.connect import check_transport, connect
 from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire import messages
-from lora_server.wire.messages import Hello, Prefetch
-from lora_server.wire.rpc import call
+from lora_server.wire.messages import Hello
+from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
-CALL_SECONDS = 10.0
+CALL_SECONDS, LEAVE_SECONDS = 10.0, 1.0
+HEARTBEAT_SECONDS = 1.0  # or a quarter of the lease: a restarted controller soon knows what is held
 
 
 class RemoteServer(Server):
@@ -50,15 +50,20 @@ class RemoteServer(Server):
 
 
 class RemoteSession(Session):
-    """A lease on a running server, kept alive by a heartbeat thread."""
+    """A lease on a running server, kept alive by a heartbeat thread. It outlives the server's controller: while
+    that is away steps go on, and one that was restarted is told what is held here."""
 
     def __init__(self, server: RemoteServer, seconds: float) -> None:
         """One attempt; a call takes at most `seconds`."""
         self._server = server
-        self._channel = grpc.insecure_channel(server.address)
+        self._channel = open_channel(server.address)
         self._clients = rpc.ClientsStub(self._channel)
         self._left = threading.Event()
         self._lost: LoraServerError | None = None
+        self._prefetches: PrefetchSender | None = None
+        self._holding: Counter[int] = Counter()  # handle -> times acquired and not released
+        self._unreleased: list[int] = []  # let go while the controller was away
+        self._lock = threading.Lock()  # the two above, and the calls that tell of them
         self.links: list[Link] = []
         request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
         try:
@@ -82,55 +87,69 @@ class RemoteSession(Session):
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard)
         for endpoint in endpoints if self._server.links else ():
             self.links.append(connect(endpoint, hello, self._server.transport, self._server.device))
-        self._prefetches: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._prefetches.setsockopt(zmq.LINGER, 0)
-        self._prefetches.connect(lease.prefetch_address)
-        self._prefetch_lock = threading.Lock()
+        self._prefetches = PrefetchSender(lease.prefetch_address)
+
+    def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
+        return call(method, request, server=self._server.address, seconds=seconds)
 
     def _heartbeat(self, lease_seconds: float) -> None:
-        last_answer = time.monotonic()
         beat = pb.HeartbeatRequest(client=self.terms.client, epoch=self.terms.epoch)
-        while not self._left.wait(lease_seconds / 4):
+        while not self._left.wait(min(lease_seconds / 4, HEARTBEAT_SECONDS)):
             try:
-                call(self._clients.Heartbeat, beat, server=self._server.address, seconds=lease_seconds / 2)
-                last_answer = time.monotonic()
+                reply = self._call(self._clients.Heartbeat, beat, lease_seconds / 2)
+                self._tell(reply.forgot)
+                if self._prefetches is not None:
+                    self._prefetches.move(reply.prefetch_address)
             except LeaseError as error:
                 self._lost = error
                 return
             except ValueError:  # left in this moment: the channel is closed
                 return
-            except LoraServerError as error:
-                if time.monotonic() - last_answer > lease_seconds:
-                    self._lost = LeaseError(f"client {self.terms.client}: no heartbeat got through: {error}")
-                    return
+            except LoraServerError:  # it may come back: only the server itself ends a lease
+                continue
+
+    def _tell(self, forgot: bool) -> None:
+        """What is held, to a controller that does not know; what was let go, to one that was away."""
+        client = {"client": self.terms.client, "epoch": self.terms.epoch}
+        with self._lock:
+            if forgot:
+                self._call(self._clients.Restore, pb.RestoreRequest(**client, handles=self._holding.elements()))
+                self._unreleased = []
+            elif self._unreleased:
+                self._call(self._clients.Release, pb.ReleaseRequest(**client, handles=self._unreleased))
+                self._unreleased = []
 
     @override
     def acquire(self, names: Sequence[str]) -> list[Held]:
         request = pb.AcquireRequest(client=self.terms.client, epoch=self.terms.epoch, names=names)
         try:
-            reply = call(self._clients.Acquire, request, server=self._server.address, seconds=CALL_SECONDS)
+            reply = self._call(self._clients.Acquire, request)
         except LeaseError as error:
             self._lost = error
             raise
-        return [_held(one) for one in reply.adapters]
+        held = [_held(one) for one in reply.adapters]
+        with self._lock:
+            self._holding.update(one.handle for one in held)
+        return held
 
     @override
     def release(self, handles: Sequence[int]) -> None:
-        """A lease that is gone holds nothing."""
-        request = pb.ReleaseRequest(client=self.terms.client, epoch=self.terms.epoch, handles=handles)
+        """A lease that is gone holds nothing; a controller that is away is told later."""
+        with self._lock:
+            self._holding.subtract(handles)
+            self._holding = +self._holding
+            self._unreleased += handles
         try:
-            call(self._clients.Release, request, server=self._server.address, seconds=CALL_SECONDS)
-        except (LeaseError, ServerUnavailableError) as error:
+            self._tell(forgot=False)
+        except LeaseError as error:
             self._lost = self._lost or error
+        except LoraServerError:
+            return  # the next heartbeat tells it
 
     @override
     def prefetch(self, handles: Sequence[int]) -> None:
-        message = messages.encode(Prefetch(list(handles)))
-        with self._prefetch_lock:
-            try:
-                self._prefetches.send(message, zmq.DONTWAIT)
-            except zmq.Again:
-                return  # a hint: the step itself asks again
+        if self._prefetches is not None:
+            self._prefetches.send(handles)
 
     @override
     def check(self) -> None:
@@ -139,22 +158,23 @@ class RemoteSession(Session):
 
     @override
     def leave(self) -> None:
+        """Gives up what is here first; a server that is away notices by itself."""
         if self._left.is_set():
             return
+        self._left.set()
+        for link in self.links:
+            link.close()
         request = pb.LeaveRequest(client=self.terms.client, epoch=self.terms.epoch)
         try:
-            call(self._clients.Leave, request, server=self._server.address, seconds=CALL_SECONDS)
+            self._call(self._clients.Leave, request, LEAVE_SECONDS)
         except LoraServerError as error:
-            self._lost = self._lost or error  # the server is gone: so is the lease
+            self._lost = self._lost or error
         self._close()
 
     def _close(self) -> None:
         self._left.set()
-        for link in self.links:
-            link.close()
-        prefetches = getattr(self, "_prefetches", None)
-        if prefetches is not None:
-            prefetches.close()
+        if self._prefetches is not None:
+            self._prefetches.close()
         self._channel.close()
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lora_server.config import ServeConfig, load
 from lora_server.errors import ConfigError, LoraServerError
+from lora_server.flags import flags_of
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
@@ -32,42 +34,19 @@ def root() -> None:
 
 
 @app.command()
+@flags_of(ServeConfig)
 def serve(
-    context: typer.Context,
-    base_model: Annotated[str | None, typer.Option(help="Model directory (its config.json), or a preset name.")] = None,
-    adapters: Annotated[Path | None, typer.Option(help="Directory whose sub-directories are PEFT adapters.")] = None,
-    layout: Annotated[str | None, typer.Option(help="epX-ppY: X shards per stage, Y stages. [ep1-pp1]")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or cuda: weights and kernels on GPUs. [cpu]")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Weights in memory: float32, bfloat16, float16. [float32; bfloat16 on cuda]")
-    ] = None,
-    pool_gib: Annotated[
-        float | None, typer.Option(help="Device memory for adapters, per shard. [80 % of what is free, shared]")
-    ] = None,
-    listen: Annotated[str | None, typer.Option(help="gRPC address. [127.0.0.1:7400]")] = None,
-    http: Annotated[str | None, typer.Option(help="/livez /readyz /metrics. [127.0.0.1:7401]")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where this node keeps its sockets. [temporary]")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes that form this server. [1]")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="This node; 0 runs the controller. [0]")] = None,
-    controller: Annotated[str | None, typer.Option(help="Node 0's --listen, for the other nodes.")] = None,
-    advertise: Annotated[str | None, typer.Option(help="Address at which other hosts reach this node.")] = None,
-    max_step_rows: Annotated[int | None, typer.Option(help="Rows times experts of one message. [256]")] = None,
-    slots: Annotated[int | None, typer.Option(help="Messages in flight per client and shard. [4]")] = None,
-    coordination: Annotated[str | None, typer.Option(help="independent or leader. [independent]")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads per shard. [1]")] = None,
-    lease_seconds: Annotated[float | None, typer.Option(help="Silence after which a client is cut off. [10]")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these; flags and env win.")] = None,
+    **flags: Any,
 ) -> None:
     """Run one node of a LoRA server until Ctrl-C or SIGTERM."""
 
     def run() -> None:
-        from lora_server import config as configs
         from lora_server import logs
         from lora_server.daemon.node import serve as serve_node
 
         logs.configure()
-        flags = {key: value for key, value in context.params.items() if value is not None and key != "config"}
-        failure = serve_node(configs.load(flags, config))
+        failure = serve_node(load({name: value for name, value in flags.items() if value is not None}, config))
         if failure:
             raise LoraServerError(failure)
 
@@ -200,12 +179,10 @@ def _run(command: Callable[[], None]) -> None:
 
 
 def _call(server: str, service: str, method: str, request: Any, seconds: float = 10.0) -> Any:
-    import grpc
-
     from lora_server.wire import lora_server_pb2_grpc as rpc
-    from lora_server.wire.rpc import call
+    from lora_server.wire.rpc import call, open_channel
 
-    with grpc.insecure_channel(server) as channel:
+    with open_channel(server) as channel:
         stub = getattr(rpc, f"{service}Stub")(channel)
         return call(getattr(stub, method), request, server=server, seconds=seconds)
 

@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from lora_server.address import Address
 from lora_server.errors import ConfigError
-from lora_server.placement import Layout
+from lora_server.placement import Layout, share
 
 
-def split_address(text: str, what: str) -> tuple[str, int]:
-    """host:port; raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{what}: got {text!r}, expected HOST:PORT such as 127.0.0.1:7400")
-    return host.strip("[]"), int(port)
+def _address(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return Address.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+Listens = Annotated[Address, BeforeValidator(_address), PlainSerializer(str)]
 
 
 class ServeConfig(BaseSettings):
-    """One node of a server. Rank 0 also runs the controller."""
+    """One node of a server; rank 0 also runs the controller. Flags, their help and defaults come from here."""
 
     model_config = SettingsConfigDict(env_prefix="LORA_SERVER_", extra="forbid", frozen=True)
 
-    base_model: str
-    adapters: Path | None = None
-    layout: str = "ep1-pp1"
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    pool_gib: float = Field(0.0, ge=0)
-    listen: str = "127.0.0.1:7400"
-    http: str = "127.0.0.1:7401"
-    data_dir: Path | None = None
-    nodes: int = Field(1, ge=1)
-    node_rank: int = Field(0, ge=0)
-    controller: str = ""
-    advertise: str = ""
-    max_step_rows: int = Field(256, ge=1, le=65536)
-    slots: int = Field(4, ge=1, le=64)
-    coordination: Literal["independent", "leader"] = "independent"
-    threads: int = Field(1, ge=1)
-    lease_seconds: float = Field(10.0, gt=0)
+    base_model: str = Field(description="Model directory (its config.json), or a preset name.")
+    adapters: Path | None = Field(None, description="Directory whose sub-directories are PEFT adapters.")
+    layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Weights in memory; bfloat16 by default with --device cuda."
+    )
+    pool_gib: float = Field(0.0, ge=0, description="GPU memory for adapters, per shard; 0: 80 % of what is free.")
+    listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
+    http: Listens = Field(Address("127.0.0.1", 7401), description="Where /livez, /readyz and /metrics are.")
+    data_dir: Path | None = Field(None, description="Where this node keeps its sockets; temporary by default.")
+    nodes: int = Field(1, ge=1, description="Nodes that form this server.")
+    node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")
+    controller: Listens | None = Field(None, description="Node 0's --listen, for the other nodes.")
+    advertise: str = Field("", description="Address at which other hosts reach this node.")
+    max_step_rows: int = Field(256, ge=1, le=65536, description="Rows times experts of one message.")
+    slots: int = Field(4, ge=1, le=64, description="Messages in flight per client and shard.")
+    coordination: Literal["independent", "leader"] = Field(
+        "independent", description="In which order the shards of a stage serve: independent, or leader."
+    )
+    threads: int = Field(1, ge=1, description="CPU threads per shard.")
+    lease_seconds: float = Field(10.0, gt=0, description="Silence after which a client is cut off.")
 
     @model_validator(mode="before")
     @classmethod
@@ -56,12 +65,6 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _layout(cls, text: str) -> str:
         return str(Layout.parse(text))
-
-    @field_validator("listen", "http")
-    @classmethod
-    def _address(cls, text: str) -> str:
-        split_address(text, "address")
-        return text
 
     @model_validator(mode="after")
     def _numbers(self) -> ServeConfig:
@@ -92,6 +95,20 @@ class ServeConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags come as init; `load` puts the file below the environment."""
         return init_settings, env_settings
+
+
+class ProcessConfig(ServeConfig):
+    """What a node tells the processes that it starts: its own settings, and what it found out."""
+
+    spec_json: str  # of the base model
+    bind_host: str  # where shards listen; `advertise` is where others reach them, `controller` is rank 0's also there
+    run_dir: Path  # of the node's sockets
+    shard: int = -1  # of a shard process
+
+    @property
+    def local_shards(self) -> range:
+        """The shards of this node."""
+        return share(Layout.parse(self.layout).num_shards, self.nodes, self.node_rank)
 
 
 def load(flags: dict[str, Any], file: Path | None = None) -> ServeConfig:

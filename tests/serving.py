@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 
-import grpc
 import psutil
 
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import open_channel
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,7 @@ def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def status(address: str) -> pb.StatusReply:
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
 
 
@@ -45,6 +45,11 @@ def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> 
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.02)
+
+
+def shard_processes(address: str) -> list[psutil.Process]:
+    """Of a server whose shards are up, by index."""
+    return [psutil.Process(shard.pid) for shard in status(address).shards]
 
 
 def descendants(pid: int) -> list[psutil.Process]:

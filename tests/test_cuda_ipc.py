@@ -10,7 +10,7 @@ from lora_server.demo import tiny
 from lora_server.demo.engine import pad
 from lora_server.demo.launch import running_server
 from lora_server.errors import ConfigError, StepError
-from tests.serving import descendants, until
+from tests.serving import shard_processes, until
 from tests.workload import workload
 
 
@@ -66,7 +66,7 @@ def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(tmp_path):
         with attach(model, server=server.address, transport="cuda_ipc", timeout_seconds=60) as lora:
             with lora.adapters(load.names):
                 before = model(ids, attention_mask=mask).logits
-            (shard,) = [p for p in descendants(server.process.pid) if "shard_main" in " ".join(p.cmdline())]
+            (shard,) = shard_processes(server.address)
             shard.kill()
             until(lambda: server.get("/readyz")[0] != 200, "the shard is missed")
             server.wait_ready()

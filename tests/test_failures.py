@@ -16,7 +16,7 @@ from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import AdapterLoadError, LoraServerError, ServerUnavailableError, StepError
-from tests.serving import cli, descendants, start_engine, status, until
+from tests.serving import cli, shard_processes, start_engine, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 TRANSPORTS = ("shm", "zmq")
@@ -106,7 +106,7 @@ def test_a_stopped_shard_times_out_with_names(tmp_path):
         with attach(load.model, server=server.address, timeout_seconds=1) as lora, lora.adapters(["fused"]):
             ids = torch.tensor([[5, 6, 7]])
             expected = load.model(ids).logits
-            (shard,) = descendants(server.process.pid)
+            (shard,) = shard_processes(server.address)
             shard.suspend()
             try:
                 with pytest.raises(StepError, match=r"shard 0 slot \d+ seq \d+"):
@@ -189,7 +189,7 @@ def test_sigterm_ends_a_server_that_somebody_waits_for(tmp_path):
 def test_a_stopped_shard_is_not_ready(tmp_path):
     load = workload("mixtral")
     with running_server(tmp_path / "log", flags(load)) as server:
-        (shard,) = descendants(server.process.pid)
+        (shard,) = shard_processes(server.address)
         shard.suspend()
         try:
             until(lambda: server.get("/readyz") == (503, "shards not up: [0]\n"), "/readyz sees it", 40)

@@ -12,7 +12,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-LEAVES = {"lora_server", "lora_server.spec", "lora_server.placement", "lora_server.errors", "lora_server.config"}
+LEAVES = {
+    "lora_server",
+    "lora_server.spec",
+    "lora_server.placement",
+    "lora_server.errors",
+    "lora_server.config",
+    "lora_server.address",
+}
 ENGINES = ("transformers", "vllm")
 # who may import what of ours; a longer prefix goes before a shorter one
 RULES = {

@@ -4,7 +4,6 @@ import json
 import signal
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -14,7 +13,8 @@ from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import UnknownAdapterError
-from tests.serving import cli, descendants, status, until
+from lora_server.wire.rpc import open_channel
+from tests.serving import cli, descendants, shard_processes, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -133,8 +133,8 @@ def test_nothing_is_left_behind(tmp_path, number):
     server.wait_ready()
     with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
         processes = descendants(server.process.pid)
-        assert len(processes) == 4
-        maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+        assert len(processes) == 5, "a controller and four shards"
+        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
         assert "memfd:lora-client" in maps
         assert "/dev/shm/" not in maps
         server.process.send_signal(number)
@@ -151,7 +151,7 @@ def test_http(tmp_path):
         until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
         metrics = server.get("/metrics")[1]
         assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
-        with grpc.insecure_channel(server.address) as channel:
+        with open_channel(server.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             serving = health_pb2.HealthCheckResponse.SERVING
             until(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving, "gRPC health")

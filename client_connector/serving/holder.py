@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import structlog
+import tenacity
 
 from client_connector.alora import invocation_start
 from client_connector.directory import Directory
@@ -53,7 +54,7 @@ class Holder:
         self._uses: dict[str, Use] = {}
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
-        self._rejoin = Rejoin(self._rejoined)
+        self._rejoin = Rejoin(self._regain)
         self._directory = Directory(settings.address)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
@@ -170,7 +171,7 @@ class Holder:
                 self._join_anew()
             try:
                 (held,) = self._session.acquire([name])
-            except (LeaseError, ServerUnavailableError):  # it restarted since: once more, under a new lease
+            except (LeaseError, ServerUnavailableError):  # it restarted since, or is away: once more
                 self._join_anew()
                 (held,) = self._session.acquire([name])
             self._session.prefetch([held.handle])
@@ -200,6 +201,22 @@ class Holder:
                 f"server {self._settings.address}: went away and is being joined anew"
                 + (f" ({self._rejoin.error})" if self._rejoin.error is not None else "")
             )
+
+    def _regain(self) -> None:
+        """The server is there: under the old lease where it is still good, else under a new one."""
+        retry = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(ServerUnavailableError),
+            stop=tenacity.stop_after_delay(self._settings.timeout_seconds),
+            wait=tenacity.wait_random(0.1, 0.4),
+            reraise=True,
+        )
+        try:
+            self._session.check()
+            retry(self._session.acquire, [])
+        except LeaseError:
+            self._rejoined()
+        else:
+            self._suspect = False
 
     def _rejoined(self) -> None:
         """A new lease; what was held under the old one is acquired again when it is next scheduled."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from lora_server.adapters.config import CONFIG, parse_config
 from lora_server.adapters.files import WeightFiles, read_json_file
@@ -18,7 +19,16 @@ from lora_server.adapters.settings import LoraSettings
 from lora_server.errors import AdapterFormatError
 from lora_server.spec import ModelSpec, Site
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# bits of the exponent, all of them set in NaN and Inf
+_EXPONENTS: dict[str, np.unsignedinteger[Any]] = {
+    "F32": np.uint32(0x7F80_0000),
+    "F16": np.uint16(0x7C00),
+    "BF16": np.uint16(0x7F80),
+}
 
 
 class Adapter:
@@ -86,7 +96,7 @@ class Adapter:
         else:
             b = self._slice(stored.b, expert if _is_per_expert(stored, stored.b) else 0, shape)
         if self._spec.interleaved_gate_up and stored.target.section == "gate_up":
-            b = torch.cat((b[0::2], b[1::2]))
+            b = b.view(-1, 2, shape[1]).transpose(0, 1).reshape(shape)
         return b.clone() if stored.target.form is Form.FLAT else b
 
     def _slice(self, entry: TensorEntry, index: int, shape: tuple[int, int]) -> torch.Tensor:
@@ -109,7 +119,7 @@ class Adapter:
         try:
             for entry, piece in self._files.chunks():
                 digest.update(piece)
-                if entry is not None and not bool(torch.isfinite(_tensor(piece, entry)).all()):
+                if entry is not None and not _is_finite(piece, entry):
                     raise refusal(entry.name, got="NaN or Inf", expected="finite numbers", do="retrain or save again")
         except AdapterFormatError as error:
             raise AdapterFormatError(f"adapter {self.path}: {error}") from None
@@ -162,8 +172,16 @@ def validate_adapter(path: str | Path, spec: ModelSpec) -> tuple[Adapter, str]:
         raise
 
 
+def _is_finite(data: bytearray, entry: TensorEntry) -> bool:
+    exponent = _EXPONENTS[entry.dtype]
+    return not bool(((np.frombuffer(data, exponent.dtype) & exponent) == exponent).any())
+
+
 def _tensor(data: bytearray, entry: TensorEntry) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=_DTYPES[entry.dtype])
+    """torch is imported here: the controller, which reads no tensors, starts without it."""
+    import torch
+
+    return torch.frombuffer(data, dtype=getattr(torch, _DTYPES[entry.dtype]))
 
 
 def _is_per_expert(stored: StoredPart, entry: TensorEntry) -> bool:

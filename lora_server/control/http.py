@@ -42,9 +42,9 @@ class ControllerCollector(Collector):
         missing = set(controller.shards.missing())
         up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])
         restarts = CounterMetricFamily("lora_server_shard_restarts", "Restarts of a shard", labels=["shard"])
-        for shard, incarnations in controller.shards.incarnations.items():
+        for shard, claim in controller.shards.claims.items():
             up.add_metric([str(shard)], float(shard not in missing))
-            restarts.add_metric([str(shard)], max(0, incarnations - 1))
+            restarts.add_metric([str(shard)], max(0, claim - 1))
         weights = GaugeMetricFamily("lora_server_weight_bytes", "Adapter weights held", labels=["shard"])
         for shard, handle in live.items():
             weights.add_metric([str(shard)], handle.stats.weight_bytes)
@@ -54,8 +54,8 @@ class ControllerCollector(Collector):
             for shard, handle in live.items():
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
-        yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.leases))
-        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.records()))
+        yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
+        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
 
 
 class _Server(ThreadingMixIn, WSGIServer):

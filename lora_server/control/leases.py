@@ -43,6 +43,21 @@ class Leases:
             self._leases[client] = lease
             return lease
 
+    def adopt(self, client: int, epoch: int, key: bytes, instance: str) -> bool:
+        """A client that an earlier controller let in; False if it is known."""
+        with self._lock:
+            self._next_client = max(self._next_client, client + 1)
+            if client in self._leases:
+                return False
+            self._leases[client] = ClientLease(client, epoch, key, instance, self._horizon())
+            return True
+
+    def is_known(self, client: int, epoch: int) -> bool:
+        """Whether this lease is good."""
+        with self._lock:
+            lease = self._leases.get(client)
+            return lease is not None and lease.epoch == epoch
+
     def renew(self, client: int, epoch: int) -> ClientLease:
         """The client is alive; raises LeaseError if its lease is gone."""
         with self._lock:

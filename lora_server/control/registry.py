@@ -1,24 +1,26 @@
-"""Which adapters there are, who holds them, and what each shard has of them. In memory; not durable.
+"""Which adapters there are: what a restarted server has to know again. Shards keep it for their controller.
 
-Not thread-safe: the controller calls it under its lock.
+Not thread-safe: `adapters` calls it under its lock.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lora_server.errors import AdapterExistsError, AdapterFormatError, AdapterLoadError, UnknownAdapterError
+import msgspec
+
+from lora_server.errors import AdapterExistsError, AdapterFormatError, UnknownAdapterError
 from lora_server.spec import Invocation, Site
 
 _NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One registered version of an adapter; `stamp` tells whether its files were touched since."""
 
+    handle: int
     name: str
     version: str
     path: str
@@ -28,20 +30,15 @@ class Record:
     sites: tuple[Site, ...]
     warnings: tuple[str, ...]
     invocation: Invocation | None = None
-    handle: int = 0
-    listed: bool = True
-    error: str = ""
-    holders: Counter[int] = field(default_factory=Counter)  # client -> times acquired
-    layers: dict[int, int] = field(default_factory=dict)  # shard -> layers it has ready
-    loaded: set[int] = field(default_factory=set)  # shards that have all of theirs
 
-    def state(self, num_shards: int) -> str:
-        """In one word."""
-        if not self.listed:
-            return "draining"
-        if self.error:
-            return "failed"
-        return "ready" if len(self.loaded) == num_shards else "loading"
+    def encode(self) -> bytes:
+        """For a shard to keep."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Record:
+        """What `encode` made."""
+        return msgspec.json.decode(data, type=cls)
 
 
 def check_name(name: str) -> str:
@@ -63,6 +60,11 @@ class Registry:
         self._next_handle = 1
         self.refused: dict[str, str] = {}  # of the start-up directory: name -> why
 
+    def next_handle(self) -> int:
+        """One that nobody had."""
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        return handle
+
     def existing(self, name: str, version: str) -> Record | None:
         """The listed record of that name; raises AdapterExistsError if its content is another."""
         record = self._by_name.get(name)
@@ -73,14 +75,13 @@ class Registry:
             )
         return record
 
-    def add(self, record: Record) -> Record:
-        """List a record under a handle of its own."""
-        record.handle = self._next_handle
-        self._next_handle += 1
-        self.refused.pop(record.name, None)
-        self._by_name[record.name] = record
+    def add(self, record: Record, listed: bool = True) -> None:
+        """List a record, or, draining, only keep it."""
+        self._next_handle = max(self._next_handle, record.handle + 1)
         self._by_handle[record.handle] = record
-        return record
+        if listed:
+            self.refused.pop(record.name, None)
+            self._by_name[record.name] = record
 
     def get(self, name: str) -> Record:
         """A listed adapter; raises UnknownAdapterError."""
@@ -92,6 +93,10 @@ class Registry:
             raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
         return record
 
+    def is_listed(self, record: Record) -> bool:
+        """Whether its name is offered; otherwise it drains."""
+        return self._by_name.get(record.name) is record
+
     def by_handle(self, handle: int) -> Record | None:
         """Any record that still exists, listed or draining."""
         return self._by_handle.get(handle)
@@ -100,39 +105,12 @@ class Registry:
         """All that exist, by handle."""
         return list(self._by_handle.values())
 
-    def acquire(self, client: int, names: list[str]) -> list[Record]:
-        """Hold all of `names`, or none; raises UnknownAdapterError, or why one failed to load."""
-        records = [self.get(name) for name in names]
-        for record in records:
-            if record.error:
-                raise AdapterLoadError(f"adapter {record.name!r}: {record.error}")
-        for record in records:
-            record.holders[client] += 1
-        return records
-
-    def release(self, client: int, handles: list[int]) -> list[int]:
-        """Let go; returns the handles that nobody needs any more."""
-        for handle in handles:
-            record = self._by_handle.get(handle)
-            if record is not None and record.holders[client] > 0:
-                record.holders[client] -= 1
-        return self._collect()
-
-    def forget_client(self, client: int) -> list[int]:
-        """A client is gone; returns the handles that nobody needs any more."""
-        for record in self._by_handle.values():
-            record.holders.pop(client, None)
-        return self._collect()
-
-    def unlist(self, name: str) -> tuple[Record, list[int]]:
-        """Stop offering a name; returns its record and the handles that nobody needs any more."""
+    def unlist(self, name: str) -> Record:
+        """Stop offering a name; raises UnknownAdapterError."""
         record = self.get(name)
-        record.listed = False
         del self._by_name[name]
-        return record, self._collect()
+        return record
 
-    def _collect(self) -> list[int]:
-        free = [r.handle for r in self._by_handle.values() if not r.listed and not +r.holders]
-        for handle in free:
-            del self._by_handle[handle]
-        return free
+    def remove(self, handle: int) -> None:
+        """Forget a record that drained."""
+        del self._by_handle[handle]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -13,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
+from lora_server.control.adapters import Adapters, Listing
 from lora_server.control.controller import Controller
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle
@@ -48,63 +51,67 @@ def _guard(method: Callable[[Any, Any, grpc.ServicerContext], _T]) -> Callable[[
 class AdaptersService(rpc.AdaptersServicer):
     """The RPCs of this service, as the proto describes them."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-
-    def _message(self, record: Record, holders: int = 0) -> pb.Adapter:
-        return pb.Adapter(
-            name=record.name,
-            version=record.version,
-            handle=record.handle,
-            uri=record.path,
-            lora_rank=record.lora_rank,
-            bytes=record.nbytes,
-            state=record.state(self._controller.agreement.layout.num_shards),
-            resident_layers=self._controller.resident_layers(record),
-            warnings=record.warnings,
-            error=record.error,
-            holders=holders,
-            invocation=_invocation(record),
-        )
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
 
     @override
     @_guard
     def Add(self, request: pb.AddAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
         seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
-        return self._message(self._controller.add(request.name, request.uri, seconds))
+        record = self._adapters.add(request.name, request.uri, seconds)
+        return _adapter(self._adapters.get(record.name))
 
     @override
     @_guard
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:
-        return pb.ListAdaptersReply(adapters=[self._message(*record) for record in self._controller.records()])
+        return pb.ListAdaptersReply(adapters=[_adapter(listing) for listing in self._adapters.listings()])
 
     @override
     @_guard
     def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
-        return self._message(*self._controller.record(request.name))
+        return _adapter(self._adapters.get(request.name))
 
     @override
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:
-        return pb.RemoveAdapterReply(holders=self._controller.remove(request.name))
+        return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name))
+
+
+def _adapter(listing: Listing) -> pb.Adapter:
+    record = listing.record
+    return pb.Adapter(
+        name=record.name,
+        version=record.version,
+        handle=record.handle,
+        uri=record.path,
+        lora_rank=record.lora_rank,
+        bytes=record.nbytes,
+        state=listing.state,
+        resident_layers=listing.resident_layers,
+        warnings=record.warnings,
+        error=listing.error,
+        holders=listing.holders,
+        invocation=_invocation(record),
+    )
 
 
 class ClientsService(rpc.ClientsServicer):
     """The RPCs of this service, as the proto describes them."""
 
     def __init__(self, controller: Controller, prefetch_address: str) -> None:
-        self._controller, self._prefetch_address = controller, prefetch_address
+        self._controller, self._clients = controller, controller.clients
+        self._prefetch_address = prefetch_address
 
     @override
     @_guard
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:
-        lease, live = self._controller.join(request.instance)
+        lease, live = self._clients.join(request.instance)
         agreement = self._controller.agreement
         return pb.Lease(
             client=lease.client,
             epoch=lease.epoch,
             key=lease.key,
-            lease_seconds=self._controller.leases.seconds,
+            lease_seconds=self._clients.leases.seconds,
             spec_json=agreement.spec.to_json(),
             layout=str(agreement.layout),
             dtype=agreement.dtype,
@@ -112,39 +119,38 @@ class ClientsService(rpc.ClientsServicer):
             max_step_rows=agreement.max_step_rows,
             endpoints=[handle.registration.endpoint for handle in live.values()],
             prefetch_address=self._prefetch_address,
-            server=self._controller.run,
+            server=self._controller.arrivals.run,
         )
 
     @override
     @_guard
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
-        self._controller.leases.renew(request.client, request.epoch)
-        return pb.HeartbeatReply()
+        forgot = self._clients.renew(request.client, request.epoch)
+        return pb.HeartbeatReply(forgot=forgot, prefetch_address=self._prefetch_address)
 
     @override
     @_guard
     def Leave(self, request: pb.LeaveRequest, context: grpc.ServicerContext) -> pb.LeaveReply:
-        self._controller.end_lease(request.client, request.epoch)
+        self._clients.end(request.client, request.epoch)
         return pb.LeaveReply()
 
     @override
     @_guard
-    def Placement(self, request: pb.PlacementRequest, context: grpc.ServicerContext) -> pb.PlacementReply:
-        agreement, live = self._controller.agreement, self._controller.shards.live()
-        endpoints = [handle.registration.endpoint for handle in live.values()]
-        return pb.PlacementReply(spec_json=agreement.spec.to_json(), layout=str(agreement.layout), endpoints=endpoints)
-
-    @override
-    @_guard
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
-        records = self._controller.acquire(request.client, request.epoch, list(request.names))
+        records = self._clients.acquire(request.client, request.epoch, request.names)
         return pb.AcquireReply(adapters=[_held(record) for record in records])
 
     @override
     @_guard
     def Release(self, request: pb.ReleaseRequest, context: grpc.ServicerContext) -> pb.ReleaseReply:
-        self._controller.release(request.client, request.epoch, list(request.handles))
+        self._clients.release(request.client, request.epoch, request.handles)
         return pb.ReleaseReply()
+
+    @override
+    @_guard
+    def Restore(self, request: pb.RestoreRequest, context: grpc.ServicerContext) -> pb.RestoreReply:
+        self._clients.restore(request.client, request.epoch, request.handles)
+        return pb.RestoreReply()
 
 
 def _held(record: Record) -> pb.HeldAdapter:
@@ -173,20 +179,21 @@ class ServerService(rpc.ServerServicer):
     @override
     @_guard
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        controller = self._controller
+        controller, layout = self._controller, self._controller.agreement.layout
         live, missing = controller.shards.live(), set(controller.shards.missing())
-        layout = controller.agreement.layout
         reply = pb.StatusReply(
             model=controller.agreement.spec.name,
             layout=str(layout),
             ready=not controller.not_ready(),
-            clients=len(controller.leases),
-            adapters=len(controller.records()),
+            clients=len(controller.clients.leases),
+            adapters=len(controller.adapters),
+            pid=os.getpid(),
+            run=controller.arrivals.run,
         )
-        for shard, incarnations in controller.shards.incarnations.items():
+        for shard, claim in controller.shards.claims.items():
             row = reply.shards.add(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
             row.state = "starting" if shard in missing else "up"
-            row.restarts = max(0, incarnations - 1)
+            row.restarts = max(0, claim - 1)
             if shard in live:
                 row.node, row.pid = live[shard].node, live[shard].pid
                 row.stats.CopyFrom(live[shard].stats)
@@ -203,11 +210,14 @@ class ShardsService(rpc.ShardsServicer):
     def Register(
         self, request_iterator: Iterator[pb.ShardReport], context: grpc.ServicerContext
     ) -> Iterator[pb.ShardCommand]:
-        first = next(request_iterator, pb.ShardReport())
         try:
-            handle = self._controller.shard_arrived(first.registration)
+            registration = next(request_iterator, pb.ShardReport()).registration
+            kept = [report.kept for report in itertools.islice(request_iterator, registration.kept)]
+            handle = self._controller.arrivals.arrive(registration, kept)
         except LoraServerError as error:
             _abort(context, error)
+        except grpc.RpcError:  # it went away while it registered
+            return
         threading.Thread(target=self._reports, args=(handle, request_iterator), daemon=True).start()
         yield from handle.commands()
 
@@ -218,7 +228,7 @@ class ShardsService(rpc.ShardsServicer):
         except grpc.RpcError:
             log.debug("shard stream broke", shard=handle.shard)
         finally:
-            self._controller.shard_departed(handle)
+            self._controller.arrivals.depart(handle)
 
     def _on_report(self, handle: ShardHandle, report: pb.ShardReport) -> None:
         kind = report.WhichOneof("report")
@@ -227,9 +237,9 @@ class ShardsService(rpc.ShardsServicer):
         elif kind == "stats":
             self._controller.shards.update(handle, report.stats)
         elif kind == "layers_ready":
-            self._controller.on_layers_ready(handle.shard, report.layers_ready)
+            self._controller.adapters.on_layers_ready(handle.shard, report.layers_ready)
         elif kind == "client_gone":
-            self._controller.end_lease(report.client_gone.client, report.client_gone.epoch)
+            self._controller.clients.end(report.client_gone.client, report.client_gone.epoch)
 
 
 class ControlServer:
@@ -240,7 +250,7 @@ class ControlServer:
         pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         # without so_reuseport=0 a second server on the same port would start, and clients land on either
         self._server = grpc.server(pool, options=(*KEEPALIVE, ("grpc.so_reuseport", 0)))
-        rpc.add_AdaptersServicer_to_server(AdaptersService(controller), self._server)
+        rpc.add_AdaptersServicer_to_server(AdaptersService(controller.adapters), self._server)
         rpc.add_ClientsServicer_to_server(ClientsService(controller, prefetch_address), self._server)
         rpc.add_ServerServicer_to_server(ServerService(controller), self._server)
         rpc.add_ShardsServicer_to_server(ShardsService(controller), self._server)

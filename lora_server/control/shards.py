@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
+from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -39,6 +39,7 @@ class ShardHandle:
     def __init__(self, registration: pb.Registration) -> None:
         self.registration = registration
         self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
+        self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
         self.heard = time.monotonic()
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
@@ -93,28 +94,41 @@ class ShardHandle:
 
 
 class ShardTable:
-    """All shards of the layout; some may be missing for now. Thread-safe."""
+    """All shards of the layout; some may be missing for now. Thread-safe.
+
+    `claims`: by rank, the epoch of its newest claimant; each that replaces another counts one up.
+    """
 
     def __init__(self, layout: Layout, coordination: str) -> None:
         self._layout, self._coordination = layout, coordination
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
-        self.incarnations: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
+        self.claims: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
         self._guard = threading.Lock()
 
-    def arrive(self, handle: ShardHandle) -> None:
-        """A shard registered. Raises ConfigError while an incarnation of it is alive."""
+    def arrive(self, handle: ShardHandle) -> int:
+        """A shard registered; the epoch of its claim. Raises LeaseError while its rank is another's."""
+        shard, registration = handle.shard, handle.registration
         with self._guard:
-            older = self._live.get(handle.shard)
-            if self.closed or (older is not None and not older.silent()):
-                holder = f"by pid {older.pid} of node {older.node}" if older is not None else "no more"
-                raise ConfigError(
-                    f"shard {handle.shard}: served {holder}; is a node rank used twice, or the server stopping?"
+            older, newest = self._live.get(shard), self.claims[shard]
+            comes_back = older is not None and older.registration.instance == registration.instance
+            if self.closed:
+                raise LeaseError(f"shard {shard}: the server is stopping")
+            if registration.epoch and registration.epoch < newest:
+                raise LeaseError(
+                    f"shard {shard}: pid {handle.pid} of node {handle.node} was replaced while it was away "
+                    f"(its claim is {registration.epoch}, the newest {newest}); it ends"
                 )
-            self._live[handle.shard] = handle
-            self.incarnations[handle.shard] += 1
+            newer = registration.epoch > newest > 0
+            if older is not None and not comes_back and not newer and not older.silent():
+                raise ServerUnavailableError(
+                    f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
+                )
+            handle.epoch = self.claims[shard] = registration.epoch or newest + 1
+            self._live[shard] = handle
         if older is not None:
             older.close()
+        return handle.epoch
 
     def close(self) -> None:
         """The server stops: end every stream and every wait."""

@@ -1,4 +1,4 @@
-"""One `lora-server serve`: the node's shard processes and, on rank 0, controller, gRPC and HTTP."""
+"""One `lora-server serve`: the processes of a node. On rank 0 the controller, on every rank its shards."""
 
 from __future__ import annotations
 
@@ -11,28 +11,23 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import structlog
 
 from lora_server import spec as specs
 from lora_server.adapters import find_adapters
-from lora_server.config import ServeConfig, split_address
-from lora_server.control.controller import Agreement, Controller
-from lora_server.control.http import ControllerCollector, HttpServer
-from lora_server.control.leases import Leases
-from lora_server.control.prefetch import PrefetchListener
-from lora_server.control.service import ControlServer
-from lora_server.daemon.processes import ShardProcesses
-from lora_server.daemon.shard_main import ShardSettings
+from lora_server.address import Address
+from lora_server.config import ProcessConfig, ServeConfig
+from lora_server.control.agreement import Agreement
+from lora_server.daemon import children
+from lora_server.daemon.children import Child
+from lora_server.daemon.http import listen_http
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, share
-from lora_server.transport.address import bracketed
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call
+from lora_server.wire.rpc import call, open_channel
 
-SWEEP_SECONDS = 0.5
-GRACE_SECONDS = 1.0
+UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
 MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
 log = structlog.get_logger()
 
@@ -40,13 +35,20 @@ log = structlog.get_logger()
 class Node:
     """Started by its constructor, stopped by `close`. `stopped` is set when it fails; `failure` says why."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        self.config = config
-        self.agreement = _agreement(config)
+    def __init__(self, config: ServeConfig, stop: threading.Event) -> None:
+        """Returns once the controller, if it is this node's, listens; another node's is waited for until `stop`.
+
+        Raises ConfigError, ServerUnavailableError.
+        """
+        self.config, self._stop = config, stop
+        self.spec = specs.load(config.base_model)
+        Agreement.of(config, self.spec)
+        if config.adapters is not None:
+            find_adapters(config.adapters)
         self.stopped = threading.Event()
         self.failure = ""
-        self.controller: Controller | None = None
         self._stack = contextlib.ExitStack()
+        self._children: list[Child] = []
         try:
             self._start()
         except BaseException:
@@ -54,95 +56,47 @@ class Node:
             raise
 
     def _start(self) -> None:
-        config = self.config
-        self._found = find_adapters(config.adapters) if config.adapters and config.node_rank == 0 else {}
-        self._run_dir = self._stack.enter_context(_run_directory(config.data_dir))
-        self.bind_host, self.advertise = _hosts(config)
-        controller_address = config.controller if config.node_rank else self._start_controller()
-        http_host, http_port = split_address(config.http, "--http")
-        collector = ControllerCollector(self.controller) if self.controller else None
-        try:
-            self.http = HttpServer(http_host, http_port, self._not_ready, collector)
-        except OSError as error:
-            raise ConfigError(f"--http {config.http}: {error.strerror or error}; choose another port") from error
-        self._stack.callback(self.http.close)
-        self.processes = ShardProcesses(self._shard_settings(controller_address), self._fail)
-        self._stack.callback(self.processes.close)
-        threading.Thread(target=self._background, name="background", daemon=True).start()
+        run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
+        self._stack.callback(lambda: children.stop(self._children))
+        process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
+        if process.node_rank == 0:
+            process = self._start_controller(process)
+        else:
+            listen_http(process, self._stack, self._not_up)
+        layout = Layout.parse(process.layout)
+        for shard in process.local_shards:
+            name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
+            self._run("lora_server.daemon.shard_main", name, process.model_copy(update={"shard": shard}))
 
-    def _start_controller(self) -> str:
-        config = self.config
-        controller = Controller(self.agreement, Leases(config.lease_seconds))
-        prefetch = PrefetchListener(self.bind_host, self.advertise, controller.prefetch)
-        self._stack.callback(prefetch.close)
-        host, _ = split_address(config.listen, "--listen")
-        try:
-            self.control = ControlServer(controller, config.listen, prefetch.address)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"--listen {config.listen}: cannot listen there ({error}); choose another port"
-            ) from error
-        self._stack.callback(self.control.close, GRACE_SECONDS)
-        self._stack.callback(controller.shards.close)
-        self.controller = controller
-        local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        return f"{bracketed(local)}:{self.control.port}"
+    def _start_controller(self, process: ProcessConfig) -> ProcessConfig:
+        """What its shards are told: where it listens, also after a restart."""
+        probe = Child("controller", "lora_server.daemon.controller_main", process, self._fail)
+        self._children.append(probe)
+        probe.start()
+        listen = Address.parse(probe.wait_up(UP_SECONDS).listen)
+        probe.config = process.model_copy(update={"listen": listen})
+        return probe.config.model_copy(update={"controller": listen.local()})
 
-    def _shard_settings(self, controller_address: str) -> list[ShardSettings]:
-        config, agreement = self.config, self.agreement
-        local = share(agreement.layout.num_shards, config.nodes, config.node_rank)
-        return [
-            ShardSettings(
-                shard=shard,
-                node=config.node_rank,
-                spec_json=agreement.spec.to_json(),
-                layout=str(agreement.layout),
-                dtype=config.dtype,
-                coordination=config.coordination,
-                max_step_rows=config.max_step_rows,
-                slots=config.slots,
-                threads=config.threads,
-                agreement=agreement.digest(),
-                controller=controller_address,
-                host=self.bind_host,
-                advertise=self.advertise,
-                run_dir=str(self._run_dir),
-                device=config.device,
-                pool_gib=config.pool_gib,
-                local_index=index,
-                local_shards=len(local),
-            )
-            for index, shard in enumerate(local)
-        ]
-
-    def _background(self) -> None:
-        if self.controller is None:
-            return
-        self._name_ignored()
-        self.controller.register_directory(self._found)
-        log.info("adapters registered", count=len(self._found), refused=len(self.controller.registry.refused))
-        while not self.stopped.wait(SWEEP_SECONDS):
-            try:
-                self.controller.expire_leases()
-                self.control.set_ready(not self._not_ready())
-            except Exception:
-                log.exception("sweep failed; it goes on")
-
-    def _name_ignored(self) -> None:
-        """A sub-directory without an adapter's files is probably a mistake."""
-        children = self.config.adapters.iterdir() if self.config.adapters else ()
-        ignored = sorted(child.name for child in children if child.is_dir() and child.name not in self._found)
-        if ignored:
-            log.warning("no adapter files in these directories; ignored", directories=ignored)
-
-    def _not_ready(self) -> str:
-        if self.controller is not None:
-            return self.controller.not_ready()
-        return _not_up(self.config.controller, self.config.nodes, self.config.node_rank)
+    def _run(self, module: str, name: str, process: ProcessConfig) -> None:
+        child = Child(name, module, process, self._fail)
+        self._children.append(child)
+        child.start()
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
         self.stopped.set()
+
+    def _not_up(self) -> str:
+        """A node above rank 0: why its shards do not serve, as the controller sees it."""
+        server = str(self.config.controller)
+        with open_channel(server) as channel:
+            try:
+                reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=server, seconds=2.0)
+            except LoraServerError as error:
+                return str(error)
+        own = share(len(reply.shards), self.config.nodes, self.config.node_rank)
+        down = [one.shard for one in reply.shards if one.shard in own and one.state != "up"]
+        return f"shards not up: {down}" if down else ""
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -155,15 +109,15 @@ def serve(config: ServeConfig) -> str:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    node = Node(config)
+    node = Node(config, stop)
     try:
         log.info(
             "serving",
-            model=node.agreement.spec.name,
-            layout=str(node.agreement.layout),
+            model=node.spec.name,
+            layout=config.layout,
             node=config.node_rank,
-            listen=config.listen if config.node_rank == 0 else "",
-            http=config.http,
+            listen=str(config.listen) if config.node_rank == 0 else "",
+            http=str(config.http),
         )
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass
@@ -172,14 +126,10 @@ def serve(config: ServeConfig) -> str:
         node.close()
 
 
-def _agreement(config: ServeConfig) -> Agreement:
-    model = specs.load(config.base_model)
-    if config.max_step_rows < model.top_k:
-        raise ConfigError(
-            f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {model.top_k}, "
-            "since one token's rows travel together"
-        )
-    return Agreement(model, Layout.parse(config.layout), config.dtype, config.coordination, config.max_step_rows)
+def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: threading.Event) -> ProcessConfig:
+    bind_host, advertise = _hosts(config, stop)
+    found = {"spec_json": spec_json, "bind_host": bind_host, "advertise": advertise, "run_dir": run_dir}
+    return ProcessConfig.model_validate(config.model_dump() | found)
 
 
 @contextlib.contextmanager
@@ -201,19 +151,12 @@ def _run_directory(data_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _hosts(config: ServeConfig) -> tuple[str, str]:
+def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
     """Where this node's shards bind, and where others reach them over TCP."""
-    if config.node_rank:
-        host, port = split_address(config.controller, "--controller")
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                own = str(probe.getsockname()[0])
-        except OSError as error:
-            raise ConfigError(f"--controller {config.controller}: {error.strerror or error}") from error
+    if config.node_rank and config.controller is not None:
+        own = _towards(config.controller, stop)
     else:
-        own, _ = split_address(config.listen, "--listen")
+        own = config.listen.host
     if config.advertise:
         return ("::" if ":" in own else "0.0.0.0"), config.advertise
     if own in ("0.0.0.0", "::"):
@@ -226,13 +169,19 @@ def _hosts(config: ServeConfig) -> tuple[str, str]:
     return own, own
 
 
-def _not_up(controller: str, nodes: int, node: int) -> str:
-    """A node above rank 0: why its shards do not serve, as the controller sees it."""
-    with grpc.insecure_channel(controller) as channel:
+def _towards(controller: Address, stop: threading.Event) -> str:
+    """This host's address on the way to the controller, whose name may not be known, or no network up, yet."""
+    said = ""
+    while True:
         try:
-            reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=controller, seconds=2.0)
-        except LoraServerError as error:
-            return str(error)
-    own = share(len(reply.shards), nodes, node)
-    down = [shard.shard for shard in reply.shards if shard.shard in own and shard.state != "up"]
-    return f"shards not up: {down}" if down else ""
+            family, _, _, _, address = socket.getaddrinfo(*controller, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason != said:
+            log.warning("--controller cannot be reached; trying again", controller=str(controller), reason=reason)
+            said = reason
+        if stop.wait(RETRY_SECONDS):
+            raise ConfigError(f"--controller {controller}: {reason}")

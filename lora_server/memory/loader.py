@@ -134,6 +134,11 @@ class LoadingStore(WeightStore):
         return State.LOADING if entry.failure is None else State.FAILED
 
     @override
+    def layers_ready(self, handle: int) -> int:
+        entry = self._entries.get(handle)
+        return len(entry.ready) if entry is not None else 0
+
+    @override
     def error(self, handle: int) -> LoraServerError:
         entry = self._entries.get(handle)
         failure = entry.failure if entry is not None else None

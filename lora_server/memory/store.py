@@ -62,6 +62,10 @@ class WeightStore(ABC):
         """Where a layer stands."""
 
     @abstractmethod
+    def layers_ready(self, handle: int) -> int:
+        """How many of its layers are; 0 for one that is unknown."""
+
+    @abstractmethod
     def error(self, handle: int) -> LoraServerError:
         """Why a handle is FAILED."""
 

@@ -11,7 +11,6 @@ A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 pe
 from __future__ import annotations
 
 import hmac
-import mmap
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -197,8 +196,3 @@ class Listener(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop listening and cut all of its clients off; idempotent."""
-
-
-def anonymous(nbytes: int) -> memoryview:
-    """Zeroed, page-aligned private memory."""
-    return memoryview(mmap.mmap(-1, nbytes))

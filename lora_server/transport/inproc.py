@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from lora_server.transport.base import Connection, Link, Port, anonymous
+from lora_server.transport.base import Connection, Link, Port
+from lora_server.transport.mapping import Mapping
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import Region
@@ -37,7 +38,7 @@ class InprocLink(Link):
     def __init__(self, port: Port, hello: Hello, shard: int, pump: Callable[[], bool]) -> None:
         grant = port.admit(hello)
         self.shard, self.epoch = shard, hello.epoch
-        self.region = Region(anonymous(port.layout.nbytes), port.layout)
+        self.region = Region(Mapping(port.layout.nbytes).view, port.layout)
         self._port, self._pump = port, pump
         self._connection = _InprocConnection(grant.client, grant.epoch, self.region)
         port.connect(self._connection)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import mmap
 import os
 import selectors
 import socket
@@ -26,6 +25,7 @@ from typing_extensions import override
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
 from lora_server.transport.base import Connection, Grant, Link, Listener, Port
+from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout, Twin
@@ -48,12 +48,12 @@ class OwnedTwin(Twin, Protocol):
 MakeTwin = Callable[[RegionLayout], OwnedTwin]
 
 
-def create_memory(label: str, nbytes: int) -> tuple[int, memoryview]:
+def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
     """A sealed memfd of `nbytes` zeros, and its mapping; the caller closes the descriptor."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd, memoryview(mmap.mmap(fd, nbytes))
+    return fd, Mapping(nbytes, fd)
 
 
 class ShmLink(Link):
@@ -62,24 +62,25 @@ class ShmLink(Link):
     def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
         park.require_total_store_order()
         self.shard, self.epoch = shard, hello.epoch
+        self._mappings: tuple[Mapping, ...] = ()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(seconds)
             self._socket.connect(address)
             self._socket.send(messages.encode(hello))
-            region, doorbell = self._receive()
+            region, doorbell = self._mappings = self._receive()
+            self.region = Region(region.view, Region.read_geometry(region.view))
         except OSError as error:
-            self._socket.close()
+            self._give_up()
             raise ShardUnavailableError(f"shard {shard} at {address}: {error.strerror or error}") from error
         except LoraServerError:
-            self._socket.close()
+            self._give_up()
             raise
         self._socket.setblocking(False)
-        self.region = Region(region, Region.read_geometry(region))
-        self._doorbell = park.Parker(doorbell[0:4])
+        self._doorbell = park.Parker(doorbell.view[0:4])
         self._parker = park.Parker(self.region.parked)
 
-    def _receive(self) -> tuple[memoryview, memoryview]:
+    def _receive(self) -> tuple[Mapping, Mapping]:
         data, fds, _, _ = socket.recv_fds(self._socket, messages.MAX_MESSAGE_BYTES, 2)
         try:
             if not data:
@@ -88,7 +89,7 @@ class ShmLink(Link):
             if len(fds) != 2:
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors, expected 2")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
-            return memoryview(mmap.mmap(fds[0], layout.nbytes)), memoryview(mmap.mmap(fds[1], PAGE_BYTES))
+            return Mapping(layout.nbytes, fds[0]), Mapping(PAGE_BYTES, fds[1])
         finally:
             for fd in fds:
                 os.close(fd)
@@ -123,7 +124,12 @@ class ShmLink(Link):
 
     @override
     def close(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
         self._socket.close()
+        for mapping in self._mappings:
+            mapping.drop()
 
 
 class _ShmConnection(Connection):
@@ -157,7 +163,7 @@ class ShmListener(Listener):
         self._twins: dict[socket.socket, OwnedTwin] = {}
         self._retired: list[tuple[float, OwnedTwin]] = []
         self._doorbell_fd, doorbell = create_memory("lora-doorbell", PAGE_BYTES)
-        port.share_doorbell(doorbell)
+        port.share_doorbell(doorbell.view)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(str(path))
         path.chmod(0o600)
@@ -234,7 +240,7 @@ class ShmListener(Listener):
             layout = self._port.layout
             fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
             try:
-                region = Region(memory, layout)
+                region = Region(memory.view, layout)
                 region.write_geometry()
                 if hello.twin and self._make_twin is not None:
                     region.twin = self._twins[sock] = self._make_twin(layout)

@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport.address import bind
-from lora_server.transport.base import Connection, Grant, Link, Listener, Port, anonymous
+from lora_server.transport.base import Connection, Grant, Link, Listener, Port
+from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
 from lora_server.wire.region import Region, RegionLayout
@@ -52,6 +53,7 @@ class ZmqLink(Link):
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._events, zmq.POLLIN)
         self._closed = False
+        self._memory: Mapping | None = None
         try:
             self._socket.setsockopt(zmq.IPV6, int("[" in address))
             self._socket.connect(address)
@@ -60,7 +62,8 @@ class ZmqLink(Link):
         except BaseException:
             self.close()
             raise
-        self.region = Region(anonymous(layout.nbytes), layout)
+        self._memory = Mapping(layout.nbytes)
+        self.region = Region(self._memory.view, layout)
 
     def _welcome(self, address: str, seconds: float) -> RegionLayout:
         ready = dict(self._poller.poll(int(seconds * 1e3)))
@@ -113,6 +116,8 @@ class ZmqLink(Link):
             self._socket.disable_monitor()
             self._events.close(linger=0)
             self._socket.close(linger=100)
+            if self._memory is not None:
+                self._memory.drop()
 
 
 class _ZmqConnection(Connection):
@@ -209,7 +214,7 @@ class ZmqListener(Listener):
     def _welcome(self, identity: bytes, data: bytes) -> None:
         try:
             grant = self._port.admit(messages.decode(data, Hello))
-            region = Region(anonymous(self._port.layout.nbytes), self._port.layout)
+            region = Region(Mapping(self._port.layout.nbytes).view, self._port.layout)
             connection = _ZmqConnection(grant, region, identity, self)
             self._port.connect(connection)
         except (LeaseError, ProtocolError) as error:

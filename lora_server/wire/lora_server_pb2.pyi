@@ -137,8 +137,12 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("forgot", "prefetch_address")
+    FORGOT_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    forgot: bool
+    prefetch_address: str
+    def __init__(self, forgot: bool = ..., prefetch_address: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("client", "epoch")
@@ -151,20 +155,6 @@ class LeaveRequest(_message.Message):
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class PlacementRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PlacementReply(_message.Message):
-    __slots__ = ("spec_json", "layout", "endpoints")
-    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    spec_json: str
-    layout: str
-    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
     __slots__ = ("client", "epoch", "names")
@@ -210,6 +200,20 @@ class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RestoreRequest(_message.Message):
+    __slots__ = ("client", "epoch", "handles")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RestoreReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -235,20 +239,24 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
     clients: int
     adapters: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ...) -> None: ...
+    pid: int
+    run: str
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class ShardStats(_message.Message):
     __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers")
@@ -275,20 +283,42 @@ class ShardStats(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     ORDER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
     pid: int
     agreement: str
     endpoint: Endpoint
     order_address: str
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ...) -> None: ...
+    instance: str
+    epoch: int
+    run: str
+    kept: int
+    registered: bool
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("load", "layers", "loaded", "grant")
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    load: Load
+    layers: int
+    loaded: bool
+    grant: Grant
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., layers: _Optional[int] = ..., loaded: bool = ..., grant: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("command", "code", "message")
@@ -317,40 +347,48 @@ class ClientGone(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("registration", "done", "layers_ready", "client_gone", "stats")
+    __slots__ = ("registration", "done", "layers_ready", "client_gone", "stats", "kept")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_READY_FIELD_NUMBER: _ClassVar[int]
     CLIENT_GONE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     done: Done
     layers_ready: LayersReady
     client_gone: ClientGone
     stats: ShardStats
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
+    kept: Kept
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key")
+    __slots__ = ("client", "epoch", "key", "instance")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+    instance: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
     stamp: str
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ...) -> None: ...
+    record: bytes
+    listed: bool
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ...) -> None: ...
 
 class Handles(_message.Message):
     __slots__ = ("handles",)
@@ -358,8 +396,18 @@ class Handles(_message.Message):
     handles: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Claim(_message.Message):
+    __slots__ = ("epoch", "run", "registered")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    run: str
+    registered: bool
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., registered: bool = ...) -> None: ...
+
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "prefetch", "follow")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "prefetch", "follow", "claim")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +415,7 @@ class ShardCommand(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
     revoke: int
@@ -374,4 +423,5 @@ class ShardCommand(_message.Message):
     drop: int
     prefetch: Handles
     follow: str
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., prefetch: _Optional[_Union[Handles, _Mapping]] = ..., follow: _Optional[str] = ...) -> None: ...
+    claim: Claim
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., prefetch: _Optional[_Union[Handles, _Mapping]] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ...) -> None: ...

@@ -253,11 +253,6 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.LeaveReply.FromString,
                 _registered_method=True)
-        self.Placement = channel.unary_unary(
-                '/lora_server.v1.Clients/Placement',
-                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.PlacementRequest.SerializeToString,
-                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.PlacementReply.FromString,
-                _registered_method=True)
         self.Acquire = channel.unary_unary(
                 '/lora_server.v1.Clients/Acquire',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireRequest.SerializeToString,
@@ -267,6 +262,11 @@ class ClientsStub(object):
                 '/lora_server.v1.Clients/Release',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/lora_server.v1.Clients/Restore',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.FromString,
                 _registered_method=True)
 
 
@@ -291,12 +291,6 @@ class ClientsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Placement(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Acquire(self, request, context):
         """Hold adapters by name until Release, Leave, or the end of the lease.
         """
@@ -306,6 +300,13 @@ class ClientsServicer(object):
 
     def Release(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """What a client holds, for a controller that was restarted and asked (HeartbeatReply.forgot).
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -328,11 +329,6 @@ def add_ClientsServicer_to_server(servicer, server):
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.LeaveRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.LeaveReply.SerializeToString,
             ),
-            'Placement': grpc.unary_unary_rpc_method_handler(
-                    servicer.Placement,
-                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.PlacementRequest.FromString,
-                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.PlacementReply.SerializeToString,
-            ),
             'Acquire': grpc.unary_unary_rpc_method_handler(
                     servicer.Acquire,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireRequest.FromString,
@@ -342,6 +338,11 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -436,33 +437,6 @@ class Clients(object):
             _registered_method=True)
 
     @staticmethod
-    def Placement(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/lora_server.v1.Clients/Placement',
-            lora__server_dot_wire_dot_lora__server__pb2.PlacementRequest.SerializeToString,
-            lora__server_dot_wire_dot_lora__server__pb2.PlacementReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Acquire(request,
             target,
             options=(),
@@ -506,6 +480,33 @@ class Clients(object):
             '/lora_server.v1.Clients/Release',
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Restore',
+            lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Calling the control plane: deadlines on every call, and our own errors out of gRPC's."""
+"""Calling the control plane: one way to open a channel, deadlines on every call, our own errors out of gRPC's."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
 )
+# a server that comes back must be seen soon, not after gRPC's usual backoff of up to two minutes; the least
+# backoff is also how long one attempt to connect may take
+_RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
 _T = TypeVar("_T")
 
 _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
@@ -43,6 +50,11 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
 )
 
 
+def open_channel(address: str) -> grpc.Channel:
+    """A channel to the control plane at HOST:PORT; whoever opens it closes it."""
+    return grpc.insecure_channel(address, options=(*KEEPALIVE, *_RECONNECT))
+
+
 def status_of(error: LoraServerError) -> grpc.StatusCode:
     """The gRPC status that an error of ours travels under; its `code` goes beside it as metadata."""
     return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
@@ -53,10 +65,11 @@ def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float
     try:
         return method(request, timeout=seconds)
     except grpc.RpcError as error:
-        raise _translate(cast(grpc.Call, error), server, seconds) from None
+        raise translate(cast(grpc.Call, error), server, seconds) from None
 
 
-def _translate(error: grpc.Call, server: str, seconds: float) -> LoraServerError:
+def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServerError:
+    """The error that a server raised, out of gRPC's."""
     for key, value in error.trailing_metadata() or ():
         if key == CODE_KEY:
             return rebuild(str(value), error.details() or "")

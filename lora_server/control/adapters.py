@@ -1,0 +1,278 @@
+"""The adapters of a server: registered, loaded on every shard, held by clients, dropped when nobody needs them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import structlog
+
+from lora_server.adapters import validate_adapter
+from lora_server.control.agreement import Agreement
+from lora_server.control.holds import Holds
+from lora_server.control.registry import Record, Registry, check_name
+from lora_server.control.residency import Residency
+from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
+from lora_server.errors import (
+    AdapterError,
+    AdapterFormatError,
+    AdapterLoadError,
+    LoraServerError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+)
+from lora_server.placement import Placement
+from lora_server.wire import lora_server_pb2 as pb
+
+NOTE_SECONDS = 5.0
+RESTARTED = "the controller has just started and waits for its shards to register; try again"
+log = structlog.get_logger()
+
+
+class Listing(NamedTuple):
+    """An adapter as users see it."""
+
+    record: Record
+    state: str  # loading, ready, failed, draining
+    resident_layers: int
+    error: str
+    holders: int
+
+
+def local_path(uri: str) -> Path:
+    """The directory that a URI names; raises AdapterFormatError for a scheme that is not supported."""
+    parts = urlsplit(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    if parts.scheme and "://" in uri:
+        raise AdapterFormatError(f"adapter source {uri!r}: got scheme {parts.scheme!r}, expected file:// or a path")
+    return Path(uri).expanduser().resolve()
+
+
+class Adapters:
+    """Thread-safe. `registered` is set once the start-up directory is listed."""
+
+    def __init__(self, agreement: Agreement, shards: ShardTable, settled: threading.Event) -> None:
+        """`settled`: all shards have said what they keep, so that an unknown name is none."""
+        self._spec, self._shards, self._settled = agreement.spec, shards, settled
+        self._registry, self._holds = Registry(), Holds()
+        self._residency = Residency(Placement(agreement.spec, agreement.layout))
+        self._lock = threading.Lock()
+        self.registered = threading.Event()
+
+    # -- registering
+
+    def register(self, name: str, uri: str) -> tuple[Record, list[PendingCommand], bool]:
+        """Validate and list an adapter, and tell every live shard to load it; True if it is new.
+
+        May read the whole file. Shards that register later are told then.
+        """
+        path = local_path(uri)
+        check_name(name)
+        adapter, version = validate_adapter(path, self._spec)
+        with adapter, self._lock:
+            existing = self._registry.existing(name, version)
+            record = existing or Record(
+                handle=self._registry.next_handle(),
+                name=name,
+                version=version,
+                path=str(path),
+                stamp=adapter.stamp,
+                lora_rank=adapter.lora_rank,
+                nbytes=adapter.nbytes,
+                sites=adapter.sites(),
+                warnings=adapter.warnings,
+                invocation=adapter.invocation,
+            )
+            if existing is None:
+                self._registry.add(record)
+            # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
+            loads = [self._load_on(handle, record) for handle in self._shards.live().values()]
+        for warning in record.warnings:
+            log.warning("adapter", name=name, warning=warning)
+        return record, loads, existing is None
+
+    def register_directory(self, found: dict[str, Path]) -> None:
+        """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it.
+
+        After a restart of the controller only what was not registered is looked at again, and what an
+        earlier one had registered, and a user removed, is not listed.
+        """
+        listed = {one.record.name for one in self.listings()}
+        for name, path in found.items():
+            if name in listed:
+                continue
+            try:
+                if self.registered.is_set():
+                    validate_adapter(path, self._spec)[0].close()
+                else:
+                    self.register(name, str(path))
+            except (AdapterError, OSError) as error:
+                log.error("adapter refused", name=name, error=str(error))
+                with self._lock:
+                    self._registry.refused[name] = str(error)
+        self.registered.set()
+
+    def add(self, name: str, uri: str, seconds: float) -> Record:
+        """Register and wait until every shard has it; takes it back if one cannot load it."""
+        self._shards.require_up()
+        record, loads, new = self.register(name, uri)
+        try:
+            wait_all(loads, seconds, f"loading {name!r}")
+        except LoraServerError:
+            if new:
+                self.remove(name)
+            raise
+        return record
+
+    def remove(self, name: str) -> int:
+        """Unlist at once; weights go with the last holder. Returns how many hold it now."""
+        with self._lock:
+            if self._registry.refused.pop(name, None) is not None:
+                return 0
+            self._require_settled()
+            record = self._registry.unlist(name)
+            holders = self._holds.count(record.handle)
+            # every shard notes it, so that no later controller lists the name again
+            notes = [self._load_on(handle, record) for handle in self._shards.live().values()]
+        try:
+            wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
+        except LoraServerError as error:  # it loads no more, or is going away: it is told when it registers
+            log.debug("a shard has not noted a removal", name=name, error=str(error))
+        with self._lock:
+            self._collect()
+        return holders
+
+    def refused(self) -> dict[str, str]:
+        """Start-up adapters that were refused, and why."""
+        with self._lock:
+            return dict(self._registry.refused)
+
+    # -- shards
+
+    def _load_on(self, handle: ShardHandle, record: Record) -> PendingCommand:
+        def loaded(error: LoraServerError | None) -> None:
+            resident = self._residency.of(record.handle)
+            if error is None:
+                resident.loaded.add(handle.shard)
+                resident.error = ""
+            elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
+                resident.error = str(error)  # unlike after a shard's death, when its successor loads it again
+                log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
+
+        load = pb.Load(
+            handle=record.handle,
+            path=record.path,
+            version=record.version,
+            stamp=record.stamp,
+            record=record.encode(),
+            listed=self._registry.is_listed(record),
+        )
+        return handle.send(pb.ShardCommand(load=load), loaded)
+
+    def adopt(self, kept: Iterable[pb.Load]) -> None:
+        """Adapters that a shard kept from an earlier controller of the same run."""
+        with self._lock:
+            for load in kept:
+                record = Record.decode(load.record)
+                known = self._registry.by_handle(record.handle)
+                if known is None:
+                    self._registry.add(record, load.listed)
+                elif not load.listed and self._registry.is_listed(known):
+                    self._registry.unlist(known.name)
+
+    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
+        """A shard that arrived loads what it lacks, and drops what nobody knows any more."""
+        with self._lock:
+            self._residency.forget_shard(handle.shard)
+            for one in kept:
+                record = self._registry.by_handle(one.load.handle)
+                if record is None:
+                    handle.send(pb.ShardCommand(drop=one.load.handle))
+                    continue
+                self._residency.of(record.handle).layers[handle.shard] = one.layers
+            for record in self._registry.records():  # what it has already only notes whether it is listed
+                self._load_on(handle, record)
+
+    def on_layers_ready(self, shard: int, report: pb.LayersReady) -> None:
+        """A shard has that many layers of an adapter."""
+        with self._lock:
+            if self._registry.by_handle(report.handle) is not None:
+                self._residency.of(report.handle).layers[shard] = report.layers
+
+    # -- users
+
+    def listings(self) -> list[Listing]:
+        """Every adapter, by name."""
+        with self._lock:
+            return [self._listing(one) for one in sorted(self._registry.records(), key=lambda record: record.name)]
+
+    def get(self, name: str) -> Listing:
+        """One listed adapter; UnknownAdapterError says why there is none."""
+        with self._lock:
+            self._require_settled()
+            return self._listing(self._registry.get(name))
+
+    def _require_settled(self) -> None:
+        if not self._settled.is_set():
+            raise ServerUnavailableError(RESTARTED)
+
+    def __len__(self) -> int:
+        return len(self._registry.records())
+
+    def _listing(self, record: Record) -> Listing:
+        handle = record.handle
+        state = self._residency.state(handle) if self._registry.is_listed(record) else "draining"
+        layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
+        return Listing(record, state, layers, error, self._holds.count(handle))
+
+    # -- holds
+
+    def acquire(self, client: int, names: Iterable[str]) -> list[Record]:
+        """Hold all of `names`, or none; raises UnknownAdapterError, or why one failed to load."""
+        with self._lock:
+            self._require_settled()
+            records = [self._registry.get(name) for name in names]
+            for record in records:
+                if error := self._residency.of(record.handle).error:
+                    raise AdapterLoadError(f"adapter {record.name!r}: {error}")
+            self._holds.acquire(client, [record.handle for record in records])
+            return records
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Let go."""
+        with self._lock:
+            self._holds.release(client, handles)
+            self._collect()
+
+    def forget_client(self, client: int) -> None:
+        """A client is gone."""
+        with self._lock:
+            self._holds.forget_client(client)
+            self._collect()
+
+    def expect(self, client: int) -> None:
+        """A client of an earlier controller will say what it holds; until then nothing is given up."""
+        with self._lock:
+            self._holds.expect(client)
+
+    def is_unknown(self, client: int) -> bool:
+        """Whether a client still has to say what it holds."""
+        with self._lock:
+            return self._holds.is_unknown(client)
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """It says so."""
+        with self._lock:
+            self._holds.restore(client, handles)
+            self._collect()
+
+    def _collect(self) -> None:
+        for record in self._registry.records():
+            if not self._registry.is_listed(record) and not self._holds.is_held(record.handle):
+                self._registry.remove(record.handle)
+                self._residency.forget(record.handle)
+                self._shards.broadcast(pb.ShardCommand(drop=record.handle))

@@ -1,0 +1,44 @@
+"""What all nodes of one server must share."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from lora_server.config import ServeConfig
+from lora_server.errors import ConfigError
+from lora_server.placement import Layout
+from lora_server.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Model and flags that decide which weights lie where and how steps look."""
+
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    coordination: str
+    max_step_rows: int
+
+    @classmethod
+    def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:
+        """Of a node that serves this model; raises ConfigError if its flags do not fit it."""
+        if config.max_step_rows < spec.top_k:
+            raise ConfigError(
+                f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {spec.top_k}, "
+                "since one token's rows travel together"
+            )
+        return cls(spec, Layout.parse(config.layout), config.dtype, config.coordination, config.max_step_rows)
+
+    def digest(self) -> str:
+        """What shards show when they register."""
+        parts = (self.spec.fingerprint(), self.layout, self.dtype, self.coordination, self.max_step_rows)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """For the error when two nodes disagree."""
+        return (
+            f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
+            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}"
+        )

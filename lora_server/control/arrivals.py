@@ -1,0 +1,104 @@
+"""Shards that come and go. They keep what they know while their controller is away, and tell the next one.
+
+A *run* is what handles and leases belong to. A controller that starts takes over the run that its shards
+kept, and is settled once all of them have registered; from then on it knows better than they do, and a
+shard that kept another run's state drops it. A rank has one claimant at a time: claims count up, and
+whoever comes back with a lower one was replaced meanwhile and is turned away.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+
+import structlog
+
+from lora_server.control.adapters import Adapters
+from lora_server.control.agreement import Agreement
+from lora_server.control.clients import Clients
+from lora_server.control.shards import ShardHandle, ShardTable
+from lora_server.errors import ConfigError
+from lora_server.wire import lora_server_pb2 as pb
+
+log = structlog.get_logger()
+
+
+class Arrivals:
+    """Thread-safe; one arrival at a time."""
+
+    def __init__(
+        self, agreement: Agreement, shards: ShardTable, adapters: Adapters, clients: Clients, settled: threading.Event
+    ) -> None:
+        self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
+        self.settled = settled
+        self.run = ""
+        self._lock = threading.Lock()
+
+    def arrive(self, registration: pb.Registration, kept: Sequence[pb.Kept]) -> ShardHandle:
+        """A shard registered: learn what it kept, or give it what all must have.
+
+        Raises ConfigError if it disagrees, LeaseError if its rank is another's.
+        """
+        self._check(registration)
+        handle = ShardHandle(registration)
+        with self._lock:
+            epoch = self._shards.arrive(handle)  # first: one that is turned away must not touch what the live one has
+            if registration.run and not self.settled.is_set():
+                self.run = self.run or registration.run
+                if registration.run == self.run and registration.registered:
+                    self._adapters.registered.set()
+            if registration.run != self.run:
+                kept = ()  # of another run: the claim tells it so
+            loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
+            if not self.settled.is_set():
+                self._adapters.adopt(one.load for one in loads)
+                self._clients.adopt(grants)
+            handle.send(self._claim(epoch))
+            self._adapters.introduce(handle, loads)
+            self._clients.introduce(handle, grants)
+            if not self.settled.is_set() and len(self._shards.live()) == self._agreement.layout.num_shards:
+                self._settle()
+        if self._agreement.coordination == "leader":
+            self._introduce_leader(handle)
+        log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
+        return handle
+
+    def _check(self, registration: pb.Registration) -> None:
+        agreement = self._agreement
+        if registration.agreement != agreement.digest() or registration.shard >= agreement.layout.num_shards:
+            raise ConfigError(
+                f"shard {registration.shard} of node {registration.node}: started with other settings than the "
+                f"controller's ({agreement.describe()}); start every node with the same model and flags"
+            )
+
+    def _claim(self, epoch: int) -> pb.ShardCommand:
+        run = self.run if self.settled.is_set() else ""
+        return pb.ShardCommand(claim=pb.Claim(epoch=epoch, run=run, registered=self._adapters.registered.is_set()))
+
+    def _settle(self) -> None:
+        self.run = self.run or secrets.token_hex(8)
+        self.settled.set()
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell the shards which run they are of, and whether its start-up directory is registered."""
+        for handle in self._shards.live().values():
+            handle.send(self._claim(handle.epoch))
+
+    def _introduce_leader(self, arrived: ShardHandle) -> None:
+        """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""
+        layout, shard = self._agreement.layout, arrived.shard
+        leader_index = layout.stage(shard) * layout.ep
+        stage = {s: h for s, h in self._shards.live().items() if layout.stage(s) == layout.stage(shard)}
+        leader = stage.pop(leader_index, None)
+        if leader is None:
+            return
+        for follower in stage.values() if shard == leader_index else [arrived]:
+            follower.send(pb.ShardCommand(follow=leader.registration.order_address))
+
+    def depart(self, handle: ShardHandle) -> None:
+        """A shard's stream ended."""
+        if self._shards.depart(handle):
+            level = log.info if self._shards.closed else log.error
+            level("shard lost", shard=handle.shard, node=handle.node, pid=handle.pid)

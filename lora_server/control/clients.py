@@ -1,0 +1,98 @@
+"""The clients of a server: leases, the shards' knowledge of them, and what they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import structlog
+
+from lora_server.control.adapters import RESTARTED, Adapters
+from lora_server.control.leases import ClientLease, Leases
+from lora_server.control.registry import Record
+from lora_server.control.shards import ShardHandle, ShardTable, wait_all
+from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.wire import lora_server_pb2 as pb
+
+GRANT_SECONDS = 10.0
+log = structlog.get_logger()
+
+
+class Clients:
+    """Thread-safe. `settled`: all shards have said whom they know, so that an unknown lease is none."""
+
+    def __init__(self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event) -> None:
+        self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
+
+    def join(self, instance: str) -> tuple[ClientLease, dict[int, ShardHandle]]:
+        """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        live = self._shards.require_up()
+        lease = self.leases.grant(instance)
+        grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
+        try:
+            wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
+        except LoraServerError:
+            self.end(lease.client, lease.epoch)
+            raise
+        log.info("client joined", client=lease.client, instance=instance)
+        return lease, live
+
+    def renew(self, client: int, epoch: int) -> bool:
+        """A client is alive; whether it has to say what it holds. Raises LeaseError if its lease is gone."""
+        self._known(lambda: self.leases.renew(client, epoch))
+        return self._adapters.is_unknown(client)
+
+    def end(self, client: int, epoch: int) -> None:
+        """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
+        if self.leases.end(client, epoch):
+            self._forget(client)
+
+    def expire(self) -> None:
+        """Called about once a second."""
+        for lease in self.leases.take_expired():
+            log.warning("lease expired", client=lease.client, instance=lease.instance)
+            self._forget(lease.client)
+
+    def acquire(self, client: int, epoch: int, names: Iterable[str]) -> list[Record]:
+        """Hold adapters; raises UnknownAdapterError, LeaseError."""
+        self.renew(client, epoch)
+        return self._adapters.acquire(client, names)
+
+    def release(self, client: int, epoch: int, handles: Iterable[int]) -> None:
+        """Let go of adapters; raises LeaseError."""
+        self.renew(client, epoch)
+        self._adapters.release(client, handles)
+
+    def restore(self, client: int, epoch: int, handles: Iterable[int]) -> None:
+        """What a client of an earlier controller holds; raises LeaseError."""
+        self.renew(client, epoch)
+        self._adapters.restore(client, handles)
+
+    def prefetch(self, handles: list[int]) -> None:
+        """Pass a client's signal on."""
+        self._shards.broadcast(pb.ShardCommand(prefetch=pb.Handles(handles=handles)))
+
+    def adopt(self, grants: Iterable[pb.Grant]) -> None:
+        """Clients that a shard kept from an earlier controller of the same run."""
+        for grant in grants:
+            if self.leases.adopt(grant.client, grant.epoch, grant.key, grant.instance):
+                self._adapters.expect(grant.client)
+
+    def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:
+        """A shard that arrived cuts off whom nobody knows any more."""
+        for grant in grants:
+            if not self.leases.is_known(grant.client, grant.epoch):
+                handle.send(pb.ShardCommand(revoke=grant.client))
+
+    def _known(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except LeaseError:
+            if self._settled.is_set():
+                raise
+            raise ServerUnavailableError(RESTARTED) from None
+
+    def _forget(self, client: int) -> None:
+        self._shards.broadcast(pb.ShardCommand(revoke=client))
+        self._adapters.forget_client(client)
+        log.info("client gone", client=client)

@@ -1,0 +1,67 @@
+"""Which client holds which adapter, and how often. Not thread-safe: `adapters` calls it under its lock.
+
+After a restart of the controller nobody knows, until each client has said it again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+
+class Holds:
+    """By handle. While the holds of a client are unknown, everything counts as held."""
+
+    def __init__(self) -> None:
+        self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
+        self._unknown: set[int] = set()
+
+    def acquire(self, client: int, handles: Iterable[int]) -> None:
+        """Once more each."""
+        for handle in handles:
+            self._holders.setdefault(handle, Counter())[client] += 1
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Once less each; what is not held is ignored."""
+        for handle in handles:
+            holders = self._holders.get(handle)
+            if holders is not None and holders[client] > 0:
+                holders[client] -= 1
+                self._trim(handle)
+
+    def forget_client(self, client: int) -> None:
+        """The client is gone."""
+        self._unknown.discard(client)
+        for handle, holders in list(self._holders.items()):
+            holders.pop(client, None)
+            self._trim(handle)
+
+    def expect(self, client: int) -> None:
+        """A client that joined an earlier controller: it has to say what it holds."""
+        self._unknown.add(client)
+
+    def is_unknown(self, client: int) -> bool:
+        """Whether it still has to say so."""
+        return client in self._unknown
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """What a client says that it holds; what it acquired meanwhile is among it."""
+        self._unknown.discard(client)
+        for handle, times in Counter(handles).items():
+            holders = self._holders.setdefault(handle, Counter())
+            holders[client] = max(holders[client], times)
+
+    def count(self, handle: int) -> int:
+        """Clients that hold it, as far as is known."""
+        return len(self._holders.get(handle, ()))
+
+    def is_held(self, handle: int) -> bool:
+        """Whether somebody does, or may."""
+        return bool(self._unknown) or handle in self._holders
+
+    def _trim(self, handle: int) -> None:
+        held = +self._holders[handle]
+        if held:
+            self._holders[handle] = held
+        else:
+            del self._holders[handle]

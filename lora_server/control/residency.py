@@ -1,0 +1,53 @@
+"""What each shard has of each adapter. Not thread-safe: `adapters` calls it under its lock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lora_server.placement import Placement
+
+
+@dataclass
+class Resident:
+    """One adapter: layers that each shard has ready, the shards that have all of theirs, why one failed."""
+
+    layers: dict[int, int] = field(default_factory=dict)
+    loaded: set[int] = field(default_factory=set)
+    error: str = ""
+
+
+class Residency:
+    """By handle."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._resident: dict[int, Resident] = {}
+
+    def of(self, handle: int) -> Resident:
+        """Where it stands; to be changed in place."""
+        return self._resident.setdefault(handle, Resident())
+
+    def forget(self, handle: int) -> None:
+        """The adapter is gone."""
+        self._resident.pop(handle, None)
+
+    def forget_shard(self, shard: int) -> None:
+        """A shard came anew: it has what it says, and nothing else."""
+        for resident in self._resident.values():
+            resident.layers.pop(shard, None)
+            resident.loaded.discard(shard)
+
+    def num_layers(self, handle: int) -> int:
+        """Layers that all their shards have."""
+        layout, resident, total = self._placement.layout, self.of(handle), 0
+        for stage in range(layout.pp):
+            owning = [shard for shard in layout.stage_shards(stage) if self._placement.layers(shard)]
+            total += min((resident.layers.get(shard, 0) for shard in owning), default=0)
+        return total
+
+    def state(self, handle: int) -> str:
+        """In one word."""
+        resident = self.of(handle)
+        if resident.error:
+            return "failed"
+        return "ready" if len(resident.loaded) == self._placement.layout.num_shards else "loading"

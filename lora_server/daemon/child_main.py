@@ -1,0 +1,62 @@
+"""What the processes that a node starts have in common: configuration from stdin, and an end with its other end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from lora_server import logs
+from lora_server.config import ProcessConfig
+from lora_server.daemon.children import EXIT_REFUSED, Up, say
+from lora_server.errors import LoraServerError
+
+log = structlog.get_logger()
+
+
+class Process(Protocol):
+    """What runs in a child."""
+
+    def run(self) -> int:
+        """Until it is stopped; the exit code. Says that it is up."""
+        ...
+
+    def stop(self) -> None:
+        """From any thread, or a signal's handler."""
+        ...
+
+
+def _die(failure: threading.ExceptHookArgs) -> None:
+    """A process without its listener, loader or stream would only look alive: better restarted."""
+    log.critical("a thread died", thread=failure.thread.name if failure.thread else "", exc_info=failure.exc_value)
+    os._exit(1)
+
+
+def run_child(make: Callable[[ProcessConfig], Process]) -> None:
+    """Never returns: daemon threads hold grpc and zmq, and nothing is left to flush."""
+    logs.configure()
+    threading.excepthook = _die
+    config = ProcessConfig.model_validate_json(sys.stdin.buffer.readline())
+    code = 1
+    try:
+        process = make(config)
+        signal.signal(signal.SIGTERM, lambda *_: process.stop())
+        threading.Thread(target=_watch_parent, args=(process,), daemon=True, name="parent").start()
+        code = process.run()
+    except LoraServerError as error:
+        say(Up(refused=str(error)))
+        log.error("cannot start", shard=config.shard, error=str(error))
+        code = EXIT_REFUSED
+    except Exception:
+        log.exception("failed", shard=config.shard)
+    os._exit(code)
+
+
+def _watch_parent(process: Process) -> None:
+    sys.stdin.buffer.read()
+    process.stop()

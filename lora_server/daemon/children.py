@@ -1,0 +1,150 @@
+"""The processes of one node: started fresh (never forked), watched, restarted, stopped.
+
+A child gets its configuration as one JSON line on stdin, whose other end the node holds: when that
+closes, however the node ended, the child stops. On stdout it says once that it is up, or why it cannot be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+import msgspec
+import structlog
+
+from lora_server.config import ProcessConfig
+from lora_server.errors import ConfigError, ServerUnavailableError
+
+EXIT_REFUSED = 78
+STOP_SECONDS = 5.0
+MAX_FAILED_STARTS = 5
+MAX_PAUSE_SECONDS = 1.0  # before a restart
+log = structlog.get_logger()
+
+
+class Up(msgspec.Struct):
+    """What a child says on stdout, once. `listen`: the controller's, which may have chosen the port."""
+
+    refused: str = ""
+    listen: str = ""
+
+
+def say(up: Up, stream: IO[bytes] | None = None) -> None:
+    """By a child."""
+    out = stream or sys.stdout.buffer
+    out.write(msgspec.json.encode(up) + b"\n")
+    out.flush()
+
+
+@dataclass
+class Child:
+    """One process, and who takes its place when it dies."""
+
+    name: str
+    module: str
+    config: ProcessConfig
+    on_fatal: Callable[[str], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _answered: threading.Event = field(default_factory=threading.Event)
+    _process: subprocess.Popen[bytes] | None = None
+    _up: Up | None = None
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """In the background; see wait_up."""
+        self._thread = threading.Thread(target=self._keep_alive, name=self.name, daemon=True)
+        self._thread.start()
+
+    def wait_up(self, seconds: float) -> Up:
+        """What it said when it first came up; raises ConfigError where it cannot, ServerUnavailableError in time."""
+        if not self._answered.wait(seconds):
+            raise ServerUnavailableError(f"{self.name}: not up within {seconds:g} s; see the log above")
+        if self._up is None or self._up.refused:
+            raise ConfigError(self._up.refused if self._up is not None else f"{self.name}: died at its start")
+        return self._up
+
+    def _keep_alive(self) -> None:
+        failed_starts = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            up, code = self._run_once()
+            if self._stopping.is_set():
+                return
+            failed_starts = 0 if up is not None and not up.refused else failed_starts + 1
+            if code == EXIT_REFUSED or failed_starts >= MAX_FAILED_STARTS:
+                log.error(f"{self.name} died: {_reason(code)}")
+                self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
+                return
+            log.error(f"{self.name} died: {_reason(code)}; restarting it")
+            if time.monotonic() - started < MAX_PAUSE_SECONDS:
+                self._stopping.wait(MAX_PAUSE_SECONDS)
+
+    def _end(self, reason: str) -> None:
+        self._answered.set()
+        self.on_fatal(f"{self.name}: {reason}; see the log above")
+
+    def _run_once(self) -> tuple[Up | None, int]:
+        threads = str(self.config.threads)
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        command = [sys.executable, "-m", self.module]
+        with self._lock:
+            if self._stopping.is_set():
+                return None, 0
+            # a group of its own: Ctrl-C goes to the parent, which stops its children in order
+            process = self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
+            )
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
+            process.stdin.write(self.config.model_dump_json().encode() + b"\n")
+            process.stdin.flush()
+        said = process.stdout.readline()
+        up = msgspec.json.decode(said, type=Up) if said else None
+        if up is not None and self._up is None:
+            self._up = up
+            self._answered.set()
+        code = process.wait()
+        process.stdin.close()
+        process.stdout.close()
+        return up, code
+
+    def terminate(self) -> None:
+        """Ask it to stop, and restart it no more."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.terminate()
+
+    def join(self, deadline: float) -> None:
+        """Until it ended; killed at the deadline (time.monotonic())."""
+        process = self._process
+        if process is not None:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.warning(f"{self.name} did not stop in time; killing it", pid=process.pid)
+                process.kill()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def stop(children: list[Child]) -> None:
+    """All of them: SIGTERM, then SIGKILL for what is left after STOP_SECONDS."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in children:
+        child.join(deadline)
+
+
+def _reason(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

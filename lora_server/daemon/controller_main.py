@@ -1,0 +1,93 @@
+"""The controller's process: `python -m lora_server.daemon.controller_main`, started by the node of rank 0.
+
+It holds nothing that its shards do not know too, so it may be killed at any time: the node starts it
+again, the shards tell it what there is, and steps go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import structlog
+
+from lora_server.adapters import find_adapters
+from lora_server.config import ProcessConfig
+from lora_server.control.agreement import Agreement
+from lora_server.control.controller import Controller
+from lora_server.control.http import ControllerCollector
+from lora_server.control.leases import Leases
+from lora_server.control.prefetch import PrefetchListener
+from lora_server.control.service import ControlServer
+from lora_server.daemon.child_main import run_child
+from lora_server.daemon.children import Up, say
+from lora_server.daemon.http import listen_http
+from lora_server.errors import ConfigError
+from lora_server.spec import ModelSpec
+
+SWEEP_SECONDS = 0.5
+GRACE_SECONDS = 1.0
+log = structlog.get_logger()
+
+
+class ControllerProcess:
+    """Controller, gRPC, HTTP and the prefetch channel, put together."""
+
+    def __init__(self, config: ProcessConfig) -> None:
+        """Raises ConfigError for an address that cannot be had."""
+        self.config = config
+        self._stopping = threading.Event()
+        self._stack = contextlib.ExitStack()
+        self._found = find_adapters(config.adapters) if config.adapters else {}
+        agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
+        self.controller = controller = Controller(agreement, Leases(config.lease_seconds))
+        prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
+        self._stack.callback(prefetch.close)
+        collector = ControllerCollector(controller)
+        listen_http(config, self._stack, controller.not_ready, collector)
+        try:
+            self.control = ControlServer(controller, str(config.listen), prefetch.address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"--listen {config.listen}: cannot listen there ({error}); choose another port"
+            ) from error
+        self._stack.callback(self.control.close, GRACE_SECONDS)
+        self._stack.callback(controller.shards.close)
+
+    def run(self) -> int:
+        """Until stopped."""
+        say(Up(listen=str(self.config.listen._replace(port=self.control.port))))
+        threading.Thread(target=self._register, daemon=True, name="register").start()
+        while not self._stopping.wait(SWEEP_SECONDS):
+            try:
+                self.controller.clients.expire()
+                self.control.set_ready(not self.controller.not_ready())
+            except Exception:
+                log.exception("sweep failed; it goes on")
+        self._stack.close()
+        return 0
+
+    def stop(self) -> None:
+        """From any thread."""
+        self.controller.shards.closed = True  # what leaves from now on is no loss
+        self._stopping.set()
+
+    def _register(self) -> None:
+        """The start-up directory, once every shard has said what it keeps."""
+        self._name_ignored()
+        self.controller.arrivals.settled.wait()
+        adapters = self.controller.adapters
+        adapters.register_directory(self._found)
+        self.controller.arrivals.announce()
+        log.info("adapters registered", count=len(self._found), refused=len(adapters.refused()))
+
+    def _name_ignored(self) -> None:
+        """A sub-directory without an adapter's files is probably a mistake."""
+        children = self.config.adapters.iterdir() if self.config.adapters else ()
+        ignored = sorted(child.name for child in children if child.is_dir() and child.name not in self._found)
+        if ignored:
+            log.warning("no adapter files in these directories; ignored", directories=ignored)
+
+
+if __name__ == "__main__":
+    run_child(ControllerProcess)

@@ -1,0 +1,58 @@
+"""What a shard keeps for its controller while that is away: the adapters it was told to load, the clients it
+may serve, and under which claim it has its rank. Not thread-safe: the controller's stream alone uses it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+from lora_server.wire import lora_server_pb2 as pb
+
+
+class Kept:
+    """`instance` names this process."""
+
+    def __init__(self) -> None:
+        self.instance = secrets.token_hex(8)
+        self.claim = pb.Claim()
+        self.loads: dict[int, pb.Load] = {}
+        self.grants: dict[int, pb.Grant] = {}
+
+    def note(self, command: pb.ShardCommand) -> None:
+        """A command that is being carried out."""
+        kind = command.WhichOneof("command")
+        if kind == "claim":
+            self.claim = pb.Claim(
+                epoch=command.claim.epoch,
+                run=command.claim.run or self.claim.run,
+                registered=command.claim.registered or self.claim.registered,
+            )
+        elif kind == "load":
+            self.loads[command.load.handle] = command.load
+        elif kind == "drop":
+            self.loads.pop(command.drop, None)
+        elif kind == "grant":
+            self.grants[command.grant.client] = command.grant
+        elif kind == "revoke":
+            self.grants.pop(command.revoke, None)
+
+    def is_foreign(self, claim: pb.Claim) -> bool:
+        """Whether what is kept belongs to another run than the controller's."""
+        return bool(self.claim.run and claim.run and claim.run != self.claim.run)
+
+    def forget(self) -> tuple[list[int], list[int]]:
+        """Handles and clients of a run that is over; they are not kept any more."""
+        gone = list(self.loads), list(self.grants)
+        self.loads, self.grants, self.claim = {}, {}, pb.Claim()
+        return gone
+
+    def count(self) -> int:
+        """How many reports there will be."""
+        return len(self.loads) + len(self.grants)
+
+    def reports(self, layers_ready: Callable[[int], int]) -> Iterator[pb.ShardReport]:
+        """All of it, after a registration."""
+        for handle, load in self.loads.items():
+            yield pb.ShardReport(kept=pb.Kept(load=load, layers=layers_ready(handle)))
+        for grant in self.grants.values():
+            yield pb.ShardReport(kept=pb.Kept(grant=grant))

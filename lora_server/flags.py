@@ -1,0 +1,38 @@
+"""Command-line flags out of a settings class: its fields, defaults and descriptions are the only list of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, get_args
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+_PLAIN = (int, float, Path)  # anything else is parsed by the class, from the text
+
+
+def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes **flags one option per field, None where it is not given; others stay in front."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        flags = [_flag(name, field) for name, field in settings.model_fields.items()]
+        parameters = [*own, *flags]
+        command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    options = [one for one in (field.annotation, *get_args(field.annotation)) if one is not NoneType]
+    kind = next((one for one in _PLAIN if one in options), str)
+    default = "" if field.is_required() or field.default in (None, "") else f" (default: {field.default})"
+    annotation: Any = Annotated[kind | None, typer.Option(help=f"{field.description}{default}")]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
