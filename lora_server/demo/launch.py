@@ -65,17 +65,17 @@ class RunningServer:
             return self.process.wait()
 
 
-def free_address() -> str:
-    """127.0.0.1 with a port that nobody listens on now."""
+def free_address(host: str = "127.0.0.1") -> str:
+    """A port that nobody listens on at 127.0.0.1 now, of any host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"{host}:{probe.getsockname()[1]}"
 
 
-def launch(log: Path, *flags: str) -> RunningServer:
-    """Start a node with these `serve` flags; does not wait."""
-    address, http = free_address(), free_address()
-    command = [sys.executable, "-m", "lora_server", "serve", "--listen", address, "--http", http, *flags]
+def launch(log: Path, *flags: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> RunningServer:
+    """Start a node with these `serve` flags; does not wait. `prefix` runs it on another host."""
+    address, http = free_address(host), free_address(host)
+    command = [*prefix, sys.executable, "-m", "lora_server", "serve", "--listen", address, "--http", http, *flags]
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
     return RunningServer(process, address, http, log)

@@ -1,0 +1,170 @@
+"""Controllers and shards that are killed under engines that generate: nothing wrong, nothing untyped, nothing left.
+
+LORA_OUTAGES=20 makes the campaign as long as the bar asks for; by default it is short.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from client_connector.transformers import attach
+from lora_server.demo.engine import generate
+from lora_server.demo.launch import launch, running_server
+from lora_server.errors import LoraServerError
+from tests.checking_engine import held
+from tests.fleet import Fleet, now
+from tests.serving import cli, status, until
+from tests.workload import NEW_TOKENS, workload
+
+OUTAGES = int(os.environ.get("LORA_OUTAGES", "3"))
+TRANSPORTS = ("shm", "zmq", "auto")
+PATIENCE = 60.0
+
+
+def flags(load, *more):
+    return ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2", *more]
+
+
+def settled(address):
+    """The server's status, once it is complete; None while it is not."""
+    try:
+        reply = status(address)
+    except Exception:
+        return None
+    return reply if reply.ready else None
+
+
+@pytest.mark.timeout(120 + 120 * OUTAGES)
+def test_a_killed_controller_is_not_missed(tmp_path):
+    """Its shards keep weights and clients, steps go on without it, and its successor knows everything again."""
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load)) as server:
+        with Fleet(load, server.address, tmp_path, TRANSPORTS) as fleet:
+            fleet.all_right_again(now(), PATIENCE)
+            before = status(server.address)
+            shards = [(shard.pid, shard.stats.weight_bytes) for shard in before.shards]
+            slowest_ready = 0.0
+            for _ in range(OUTAGES):
+                killed = now()
+                os.kill(status(server.address).pid, signal.SIGKILL)
+                until(lambda: settled(server.address), "the server is complete again", PATIENCE)
+                slowest_ready = max(slowest_ready, now() - killed)
+                fleet.all_right_again(killed, PATIENCE)
+            after = status(server.address)
+            assert fleet.check().keys() == {"right"}, "engines never noticed"
+            assert [shard.pid for shard in after.shards] == [pid for pid, _ in shards]
+            assert (after.run, after.clients, after.adapters) == (before.run, before.clients, before.adapters)
+            until(lambda: _weights(server.address) == [nbytes for _, nbytes in shards], "shards report their weights")
+            print(f"controller killed {OUTAGES} times: complete again in at most {slowest_ready:.1f} s")
+
+
+def _weights(address):
+    return [shard.stats.weight_bytes for shard in status(address).shards]
+
+
+def test_what_was_added_removed_and_held_survives_a_controller(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load)) as server:
+        at = ("--server", server.address)
+        assert cli("adapters", "add", "late", str(load.paths["qv"]), *at).returncode == 0
+        assert cli("adapters", "remove", "gate-up", *at).returncode == 0
+        index = load.names.index("fused")
+        with attach(load.model, server=server.address) as lora:
+            with lora.adapters(["fused"]):
+                assert cli("adapters", "remove", "fused", *at).returncode == 0
+                os.kill(status(server.address).pid, signal.SIGKILL)
+                until(lambda: settled(server.address), "the server is complete again", PATIENCE)
+                until(lambda: _holders(server.address, "fused") == ("draining", 1), "the client said what it holds")
+                (answer,) = generate(load.model, [load.batch[index]], NEW_TOKENS)
+                assert answer.tokens == load.expected[index].tokens, "what drains is served while it is held"
+            until(lambda: _holders(server.address, "fused") is None, "what drained is gone")
+            assert _holders(server.address, "late") == ("ready", 0)
+            assert _holders(server.address, "gate-up") is None, "a removed adapter does not come back"
+            with lora.adapters(["late"]):
+                (answer,) = generate(load.model, [load.batch[load.names.index("qv")]], NEW_TOKENS)
+                assert answer.tokens == load.expected[load.names.index("qv")].tokens
+
+
+def _holders(address, name):
+    listed = json.loads(cli("adapters", "list", "--server", address, "--json").stdout)
+    return next(((one["state"], one["holders"]) for one in listed if one["name"] == name), None)
+
+
+@pytest.mark.timeout(120 + 240 * OUTAGES)
+def test_deaths_under_three_engines(tmp_path):
+    """Shards and controllers, in a seeded order: typed errors at most, and what engines hold stays flat."""
+    load, rng = workload("mixtral"), random.Random(20261121)
+    victims = ["shard"] * OUTAGES + ["controller"] * OUTAGES
+    rng.shuffle(victims)
+    with running_server(tmp_path / "log", flags(load)) as server:
+        with Fleet(load, server.address, tmp_path, TRANSPORTS) as fleet:
+            fleet.all_right_again(now(), PATIENCE)
+            first = None
+            for victim in victims:
+                reply = status(server.address)
+                os.kill(reply.pid if victim == "controller" else rng.choice(reply.shards).pid, signal.SIGKILL)
+                until(lambda: settled(server.address), f"complete after the death of a {victim}", PATIENCE)
+                fleet.all_right_again(now(), PATIENCE)
+                if victim == "shard":
+                    first = first or fleet.held()
+            outcomes = fleet.check()
+            print(
+                f"{OUTAGES} shards and {OUTAGES} controllers killed: {dict(outcomes)}, held {first} -> {fleet.held()}"
+            )
+            for (descriptors, regions), (at_first, regions_at_first) in zip(fleet.held(), first, strict=True):
+                assert descriptors <= at_first + 3 and regions <= regions_at_first
+
+
+def test_a_second_claimant_of_a_rank_waits_for_its_turn(tmp_path):
+    """Two nodes with one rank: the second keeps trying, harms nobody, and takes over when the first is gone."""
+    load = workload("mixtral")
+    common = [*flags(load), "--nodes", "2"]
+    first = launch(tmp_path / "log0", *common)
+    servers = [first]
+    try:
+        until(lambda: first.get("/livez")[0] == 200, "node 0 listens", PATIENCE)
+        more = ("--node-rank", "1", "--controller", first.address)
+        servers.append(launch(tmp_path / "log1", *common, *more))
+        first.wait_ready()
+        shards = [shard.pid for shard in status(first.address).shards]
+        servers.append(launch(tmp_path / "log2", *common, *more))
+        until(
+            lambda: "is a node rank used twice" in servers[2].tail(), "the second claimant says why it waits", PATIENCE
+        )
+        assert [shard.pid for shard in status(first.address).shards] == shards
+        servers[1].stop()
+        until(lambda: _taken_over(first.address, shards), "the second claimant has the rank", PATIENCE)
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
+def _taken_over(address, shards):
+    reply = settled(address)
+    return reply is not None and all(shard.pid not in shards for shard in reply.shards[2:])
+
+
+def test_a_left_session_keeps_nothing_whatever_refers_to_it(tmp_path):
+    """Tracebacks of errors keep dead sessions: not their descriptors, not their regions."""
+    load, kept = workload("mixtral"), []
+    with running_server(tmp_path / "log", flags(load)) as server:
+        with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
+            load.model(torch.tensor([[5, 6]]))
+            before = held()
+            for _ in range(5):
+                lora.client.give_up(LoraServerError("as if a step had failed"))
+                try:
+                    lora.client.lanes[0].link.region.request(1)[:8].cast("Q")[0] = 1
+                    raise LoraServerError("kept")
+                except LoraServerError as error:
+                    kept.append((error, lora.client, lora.client.lanes, lora.client.session))
+                load.model(torch.tensor([[5, 6]]))
+        now_held = held()
+        assert len({id(session) for *_, session in kept}) == 5
+        assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3
