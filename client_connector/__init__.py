@@ -1,1 +1,10 @@
-"""What engines import: an engine-neutral client, the routing of rows, and one hook per engine."""
+"""What engines import: an engine-neutral client, and one folder of hooks per engine.
+
+remote        joining a server                  client       a joined client: start, finish, recover
+directory     its list of adapters              lanes        the way to one shard
+prefetch      signals before a first step       exchange     one site of one step
+routing       rows -> messages                  packing      messages <-> slots
+alora         where an activated LoRA begins    geometry     the same base model at both ends
+forward_pass  an engine's model at work
+serving/      what every serving engine needs   transformers/ vllm/   their hooks
+"""

@@ -1,9 +1,13 @@
-"""Logs: structlog on stderr, colourful for people, JSON lines for machines."""
+"""Logs: structlog on stderr, colourful for people, JSON lines for machines; what repeats is counted."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -23,3 +27,51 @@ def configure(level: int = logging.INFO) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+@dataclass
+class _Muted:
+    until: float
+    event: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    left_out: int = 0
+
+
+class Repeats:
+    """Lines that somebody else can cause at will: the first of a key at once, then one per `seconds` with a count.
+
+    For one thread. `write(event, **fields)` is a logger's method.
+    """
+
+    def __init__(
+        self, write: Callable[..., Any], seconds: float = 10.0, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write, self._seconds, self._now = write, seconds, now
+        self._muted: dict[Hashable, _Muted] = {}
+        self._next = 0.0
+
+    def __call__(self, key: Hashable, event: str, **fields: Any) -> None:
+        """Write the line, or count it."""
+        self.flush()
+        muted = self._muted.get(key)
+        if muted is None:
+            self._write(event, **fields)
+            self._mute(key, event)
+        else:
+            fields.pop("exc_info", None)  # a traceback would keep what its frames refer to
+            muted.left_out, muted.event, muted.fields = muted.left_out + 1, event, fields
+
+    def flush(self) -> None:
+        """Write what was counted for long enough; cheap, and to be called now and then."""
+        now = self._now()
+        if now < self._next:
+            return
+        self._next = now + self._seconds / 4
+        for key, muted in [(key, muted) for key, muted in self._muted.items() if muted.until <= now]:
+            del self._muted[key]
+            if muted.left_out:
+                self._write(f"{muted.event} (again)", times=muted.left_out, **muted.fields)
+                self._mute(key, muted.event)
+
+    def _mute(self, key: Hashable, event: str) -> None:
+        self._muted[key] = _Muted(self._now() + self._seconds, event)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
-FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+from tests.sources import FILES, PACKAGES, ROOT, imports, module_of
+
 LEAVES = {
     "lora_server",
     "lora_server.spec",
@@ -31,32 +28,6 @@ RULES = {
     "provisioning": {*LEAVES, "provisioning"},
 }
 BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "zmq", "cuda_ipc", "nvshmem"))
-
-
-def module_of(file):
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(file):
-    """Every module that a file imports anywhere, TYPE_CHECKING included; of `from a import b` also a.b if it is one."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{file}: relative import"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {name for name in names if is_module(name)}
-            found |= modules
-            if modules != names:
-                found.add(node.module)
-    return found
-
-
-def is_module(name):
-    path = ROOT.joinpath(*name.split("."))
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
 def within(module, prefix):
@@ -95,6 +66,55 @@ def test_only_the_daemon_and_the_connector_name_backends(file):
         return
     named = {m for m in imports(file) if m in BACKENDS}
     assert not named, f"{module} imports {sorted(named)}"
+
+
+def test_there_is_no_circle():
+    """Modules that import each other, however far around, also where only types are imported."""
+    graph = {module_of(file): ours(imports(file)) - {module_of(file)} for file in FILES}
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            path.append(module)
+            for imported in sorted(graph.get(module, ())):
+                visit(imported)
+            path.pop()
+            done.add(module)
+
+    for module in graph:
+        visit(module)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_the_server_knows_no_connector_and_engines_not_each_other(file):
+    module, found = module_of(file), ours(imports(file))
+    if within(module, "lora_server") and not within(module, "lora_server.demo"):
+        assert not {m for m in found if within(m, "client_connector")}
+        if module != "lora_server.cli":  # which starts it
+            assert not {m for m in found if within(m, "lora_server.demo")}
+    for engine in ENGINES:
+        if within(module, f"client_connector.{engine}"):
+            others = [f"client_connector.{other}" for other in ENGINES if other != engine]
+            assert not {m for m in found for other in others if within(m, other)}
+    if within(module, "client_connector.serving"):
+        assert not {m for m in found for engine in ENGINES if within(m, f"client_connector.{engine}")}
+
+
+def test_there_is_one_way_to_open_a_channel():
+    opened = [module_of(file) for file in FILES if "_channel(" in file.read_text().replace("open_channel(", "")]
+    assert opened == ["lora_server.wire.rpc"]
+
+
+def test_tests_share_by_modules_of_their_own():
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    stray = {
+        (file.name, name)
+        for file in tests
+        for name in imports(file)
+        if name.split(".")[-1].startswith("test_") or ".test_" in name
+    }
+    assert not stray
 
 
 def loaded_by(statement):

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from test_imports import imports, module_of
+
+from tests.sources import imports, module_of
 
 ROOT = Path(__file__).parent.parent / "provisioning"
 FILES = sorted(ROOT.rglob("*.py"))

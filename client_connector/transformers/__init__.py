@@ -1,6 +1,8 @@
 """The transformers connector: `attach(model, server=...)`.
 
 hook       the one module that imports transformers
+batch      from names to rows
+invocation activated LoRAs: which rows come before the invocation
 experts    an experts implementation whose GEMMs overlap with the server's
 dense      hooks on attention projections and dense MLPs
 """

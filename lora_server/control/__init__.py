@@ -1,1 +1,10 @@
-"""The control plane: gRPC services, leases, registry, health and metrics over HTTP."""
+"""The control plane. Nothing here is on a step's path.
+
+controller   puts together:                       service     its gRPC services
+  adapters     registered, loaded, dropped        http        health and metrics
+    registry     what there is (durable)          prefetch    signals before a request's first step
+    holds        who uses it                      agreement   what all nodes must share
+    residency    which shard has how much
+  clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept
+    leases       until when                       shards      who is up, commands to them
+"""

@@ -9,6 +9,7 @@ import structlog
 import zmq
 
 from lora_server.errors import ProtocolError
+from lora_server.logs import Repeats
 from lora_server.transport.address import bind
 from lora_server.wire import messages
 from lora_server.wire.messages import Prefetch
@@ -25,6 +26,7 @@ class PrefetchListener:
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self.address = bind(self._socket, host, advertise)
         self._on_prefetch = on_prefetch
+        self._complain = Repeats(log.warning)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
         self._thread.start()
@@ -36,7 +38,7 @@ class PrefetchListener:
             try:
                 self._on_prefetch(messages.decode(self._socket.recv(), Prefetch).handles)
             except ProtocolError as error:
-                log.warning("prefetch signal ignored", error=str(error))
+                self._complain("", "prefetch signal ignored", error=str(error))
         self._socket.close(linger=0)
 
     def close(self) -> None:

@@ -1,7 +1,10 @@
 """Where concrete backends are named and processes are started.
 
-node           one `lora-server serve`: its shard processes and, on rank 0, the controller
-processes      starts, watches, restarts and stops shard processes
-shard_main     what runs in a shard process
-inproc         the same shards inside the caller's own process
+node              one `lora-server serve`: what it starts   children   how: watched, restarted, stopped
+controller_main   the controller's process (rank 0)         http       its port
+shard_main        a shard's process                         backends   what it computes with
+  stream            to its controller, whenever there is one
+  kept              what it keeps for the next one
+child_main        what both processes have in common
+inproc            the same shards inside the caller's own process
 """

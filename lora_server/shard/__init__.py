@@ -1,1 +1,6 @@
-"""One shard: receive, shrink, expand, send."""
+"""One shard: receive, shrink, expand, send.
+
+loop          takes steps, serves them, answers      request        the bytes of a slot, checked
+schedule      which step is next                     coordination   alone, or as the stage's leader says
+compute       on the host, or on a GPU
+"""

@@ -16,6 +16,7 @@ import structlog
 
 from kernels_cuda.ops import Segment
 from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError, UnknownAdapterError
+from lora_server.logs import Repeats
 from lora_server.memory.store import State, WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
@@ -57,11 +58,13 @@ class Shard:
     compute: Compute
     counters: Counters = field(default_factory=Counters)
     _pending: dict[int, PendingStep] = field(default_factory=dict)
+    _complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped()`; it is looked at least every IDLE_SECONDS."""
         while not stopped():
             if not self.serve_once():
+                self._complain.flush()
                 self.port.wait(self._anything_new, IDLE_SECONDS)
 
     def serve_once(self) -> bool:
@@ -153,7 +156,8 @@ class Shard:
         except DeviceLostError:
             raise
         except Exception as error:  # tables changed after they were checked, say: never the end of the loop
-            log.exception("step failed unexpectedly", shard=self.index, step=step.header.where)
+            key, where = (step.connection.client, "unexpected"), step.header.where
+            self._complain(key, "step failed unexpectedly", shard=self.index, step=where, exc_info=error)
             self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error!r}"))
             return
         done = time.monotonic_ns()
@@ -181,7 +185,8 @@ class Shard:
         self._fail(connection, seq, error)
 
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
-        log.warning("step failed", shard=self.index, client=connection.client, seq=seq, error=str(error))
+        client = connection.client
+        self._complain((client, error.code), "step failed", shard=self.index, client=client, seq=seq, error=str(error))
         self.counters.failed += 1
         memory = connection.region.response(seq)
         self._respond(connection, seq, requests.write_failure(memory, connection.client, connection.epoch, seq, error))

@@ -183,16 +183,3 @@ class Port:
         if any(connection.polled for connection in self.connections):
             seconds = min(seconds, POLL_SECONDS)
         return self._parker.wait(ready, time.monotonic() + seconds)
-
-
-class Listener(ABC):
-    """Brings clients of one backend to a Port."""
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Where clients find it."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop listening and cut all of its clients off; idempotent."""

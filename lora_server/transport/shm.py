@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
-from lora_server.transport.base import Connection, Grant, Link, Listener, Port
+from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
@@ -153,7 +153,7 @@ class _ShmConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class ShmListener(Listener):
+class ShmListener:
     """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
 
     def __init__(self, port: Port, path: Path, make_twin: MakeTwin | None = None) -> None:
@@ -266,8 +266,8 @@ class ShmListener(Listener):
         self._retire(sock)
         sock.close()
 
-    @override
     def close(self) -> None:
+        """Stop listening and cut all of its clients off; idempotent."""
         if self._server.fileno() < 0:
             return
         self._waker.close()

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport.address import bind
-from lora_server.transport.base import Connection, Grant, Link, Listener, Port
+from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
@@ -135,7 +135,7 @@ class _ZmqConnection(Connection):
         self._listener.send([self.identity, _BYE])
 
 
-class ZmqListener(Listener):
+class ZmqListener:
     """Accepts clients on a TCP port and puts what they push into their slots, in a thread of its own."""
 
     def __init__(self, port: Port, host: str, advertise: str = "") -> None:
@@ -226,8 +226,8 @@ class ZmqListener(Listener):
         welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes)
         self._send([identity, _HELLO, messages.encode(welcome)])
 
-    @override
     def close(self) -> None:
+        """Stop listening and cut all of its clients off; idempotent."""
         with self._outbox_lock:
             if self._bell_out.closed:
                 return

@@ -1,1 +1,6 @@
-"""What travels between clients, shards and the controller: slot layout, control messages, protos."""
+"""What travels between clients, shards and the controller.
+
+slot      one step's request or response, mirrored by slot.h    region   the slots that two ends share
+messages  handshakes, orders, prefetches (msgpack)              rpc      calling the control plane (gRPC)
+host      which host this is
+"""

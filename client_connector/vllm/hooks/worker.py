@@ -71,7 +71,7 @@ class RemoteLoRAManager:
         self._ids.clear()
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Memory is the server's business: `lora-server adapters pin`."""
+        """What stays in memory is the server's business."""
         return adapter_id in self._ids
 
     def list_adapters(self) -> set[int]:
