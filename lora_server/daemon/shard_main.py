@@ -12,6 +12,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from lora_server.worker.shard import Shard
 
 CONTROLLER_SECONDS = 60.0
 STATS_SECONDS = 0.5
+STUCK_SECONDS = 10.0  # without a parent; one that lives would have killed it before
 SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread
 EXIT_NO_CONTROLLER, EXIT_REFUSED = 69, 78
 log = structlog.get_logger()
@@ -154,6 +156,8 @@ class ShardProcess:
     def _watch_parent(self) -> None:
         sys.stdin.buffer.read()
         self.stop()
+        time.sleep(STUCK_SECONDS)
+        os._exit(1)
 
     # -- reports
 

@@ -3,4 +3,5 @@
 run      starts everything, shows progress, judges        report   the table and the JSON
 launch   servers and engines as child processes           engine   one engine process
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
+children what ends with its parent
 """
