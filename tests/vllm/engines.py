@@ -18,7 +18,7 @@ from lora_server.demo import children
 from lora_server.demo.engine import Answer, Sequence
 from lora_server.demo.launch import free_address
 
-START_SECONDS, CALL_SECONDS = 150.0, 120.0
+START_SECONDS, CALL_SECONDS = 300.0, 120.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
