@@ -18,6 +18,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from lora_server.demo import children
+
 OUT = Path("bench/out/peers")
 TIMEOUT_SECONDS = 1800
 # what is downloaded, and the folders of it that are kept
@@ -51,7 +53,7 @@ def fetch(peer: str, out: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, requirement]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+            subprocess.run(children.own(command), check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
             (wheel,) = Path(folder).glob("*.whl")
             return {"requirement": requirement, "wheel": wheel.name, "files": extract(wheel, folders, out / peer)}
         except subprocess.CalledProcessError as error:

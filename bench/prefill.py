@@ -30,7 +30,7 @@ from client_connector.packing import Activations
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch, route_experts
 from lora_server import spec
-from lora_server.demo import tiny
+from lora_server.demo import children, tiny
 from lora_server.demo.launch import running_server
 from lora_server.spec import Site
 
@@ -97,7 +97,7 @@ def measure(steps: int) -> list[dict[str, Any]]:
             with running_server(work / "log", [*flags, "--max-step-rows", str(max_rows)]) as server:
                 alone = latencies_ms(server.address, steps)
                 command = [sys.executable, "-c", f"import bench.prefill as b; b.prefill_forever({server.address!r})"]
-                neighbour = subprocess.Popen(command, stdout=subprocess.PIPE)
+                neighbour = subprocess.Popen(children.own(command), stdout=subprocess.PIPE)
                 assert neighbour.stdout is not None
                 neighbour.stdout.readline()
                 beside = latencies_ms(server.address, steps)

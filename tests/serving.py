@@ -9,14 +9,21 @@ from collections.abc import Callable
 
 import psutil
 
+from lora_server.demo import children
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import open_channel
 
+HANG_SECONDS = 120.0  # a limit is for hangs: what takes seconds may take a minute on a busy machine
 
-def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def cli(*arguments: str, seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "lora_server", *arguments], capture_output=True, text=True, timeout=120, check=False
+        children.own([sys.executable, "-m", "lora_server", *arguments]),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
     )
 
 
@@ -56,10 +63,36 @@ def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def keepers(pid: int) -> list[psutil.Process]:
+    """Those of the children of a process (lora_server/demo/children.py); they are nobody's descendants."""
+    return [one for one in psutil.process_iter() if command_of(one)[3:5] == [children.__file__, str(pid)]]
+
+
+def all_gone(processes: list[psutil.Process]) -> None:
+    """Wait until none of them runs; one that nobody has reaped does not."""
+
+    def gone(process: psutil.Process) -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    assert processes
+    until(lambda: all(map(gone, processes)), f"none of {processes} is left", HANG_SECONDS)
+
+
 def start_engine(model: str, server: str, *names: str) -> subprocess.Popen[str]:
     """An endless engine that has done a few steps already."""
     command = [sys.executable, "-m", "tests.endless_engine", model, server, *names]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline() == "step\n"

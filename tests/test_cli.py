@@ -1,17 +1,19 @@
 """Flags, environment, file and default; errors that name the flag; a quick --help."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
 from lora_server import config
 from lora_server.demo.launch import running_server
 from lora_server.errors import ConfigError
-from tests.serving import cli
+from tests.serving import HANG_SECONDS, cli
 from tests.workload import workload
+
+DEMO_SECONDS = 900.0  # two minutes of one CPU; what it starts has limits of its own
 
 
 def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
@@ -90,19 +92,22 @@ def test_a_server_that_is_not_there():
 
 
 def test_help_is_quick_and_without_torch():
+    """In time of the CPU, which a busy machine leaves as it is; on an idle one it is what a user waits."""
     command = [sys.executable, "-X", "importtime", "-m", "lora_server", "--help"]
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        seconds.append(time.perf_counter() - began)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_SECONDS)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert "serve" in done.stdout
     assert " torch" not in done.stderr
-    assert min(seconds) < 1.0  # 0.2 s on an idle machine; the promise is 0.5 s
+    assert min(seconds) < 1.0  # 0.2 s; the promise is 0.5 s
 
 
+@pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_demo_as_json():
-    done = cli("demo", "--json")
+    done = cli("demo", "--json", seconds=DEMO_SECONDS)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["tokens_checked"] == document["tokens_equal"] > 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 from test_transport import LAYOUT, SECONDS, SHARD, Echo, echo_shard, eventually
 
+from lora_server.demo import children
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park, shm
 from lora_server.transport.base import Grant, Port
@@ -38,7 +39,9 @@ def start(script, *arguments, pass_fds=()):
     """A python process of ours; it prints one line per thing that the test waits for."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds)
+    return subprocess.Popen(
+        children.own(command), stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds
+    )
 
 
 def line_of(process):

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lora_server.demo import children
+
 DEADLINE_SECONDS = 400
 MOST_ERROR = 2e-2  # of a peer's sampled rows: they keep v in bf16
 SAMPLES = 12
@@ -96,7 +98,7 @@ def collect(model: str, site: str, tokens: list[int], names: list[str], director
         command = [sys.executable, "-m", "bench.kernels.peer_process", model, site, "--peers-dir", str(directory)]
         command += ["--tokens", ",".join(map(str, tokens)), "--peers", ",".join(left)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+            done = subprocess.run(children.own(command), capture_output=True, text=True, timeout=DEADLINE_SECONDS)
             output, reason = done.stdout, f"its process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
             ended_well = done.returncode == 0
         except subprocess.TimeoutExpired as late:

@@ -1,7 +1,7 @@
 """The control plane. Nothing here is on a step's path.
 
 controller   puts together:                       service     its gRPC services
-  adapters     registered, loaded, dropped        http        health and metrics
+  adapters     registered, loaded, dropped        http        health and metrics (http_limits)
     registry     what there is (durable)          prefetch    signals before a request's first step
     holds        who uses it                      agreement   what all nodes must share
     residency    which shard has how much

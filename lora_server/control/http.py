@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import socket
 import threading
-from collections.abc import Callable, Iterable
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from collections.abc import Awaitable, Callable, Iterable
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+import structlog
+import uvicorn
+from anyio import CapacityLimiter, to_thread
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from lora_server.control.controller import Controller
+from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
 
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse
+BLOCKING_THREADS = 4  # per path
+CLOSE_SECONDS = 5.0
+log = structlog.get_logger()
 
 # metric, help, field of ShardStats, factor
 _COUNTERS = (
@@ -58,40 +70,79 @@ class ControllerCollector(Collector):
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing: health checks are not news."""
-
-
 class HttpServer:
-    """Serves in threads of its own until closed. `not_ready` says why not, or ''."""
+    """Serves until closed. `not_ready` says why not, or ''; it may block. Raises OSError where it cannot listen."""
 
     def __init__(self, host: str, port: int, not_ready: Callable[[], str], collector: Collector | None) -> None:
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
-        metrics = make_wsgi_app(registry)
-
-        def app(environ: dict[str, Any], start_response: StartResponse) -> Any:
-            path = environ["PATH_INFO"]
-            if path == "/metrics":
-                return metrics(environ, start_response)
-            reason = not_ready() if path == "/readyz" else "" if path == "/livez" else None
-            status = "404 Not Found" if reason is None else "503 Service Unavailable" if reason else "200 OK"
-            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
-            return [f"{reason or ('ok' if reason == '' else 'try /livez, /readyz or /metrics')}\n".encode()]
-
-        self._server = make_server(host, port, app, server_class=_Server, handler_class=_Quiet)
-        self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        self._socket = _listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._server = uvicorn.Server(limited(_app(not_ready, registry)))
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception:
+            log.exception("the HTTP server failed")
+
+    async def _serve(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(one_line)
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            await asyncio.sleep(0)  # the loop drops them before it closes
+
     def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stop listening; answers on their way have a second. Idempotent."""
+        self._server.should_exit = True
+        self._thread.join(CLOSE_SECONDS)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+
+
+# -- what it answers
+
+
+def _app(not_ready: Callable[[], str], registry: CollectorRegistry) -> Starlette:
+    async def livez(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    def readyz(_: Request) -> Response:
+        reason = not_ready()
+        return PlainTextResponse(f"{reason or 'ok'}\n", 503 if reason else 200)
+
+    def metrics(request: Request) -> Response:
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # it compares whatever stands after "version="
+            return PlainTextResponse("Accept: not understood\n", 400)
+        return Response(encode(registry), headers={"Content-Type": content_type})
+
+    async def elsewhere(_: Request, __: Exception) -> Response:
+        return PlainTextResponse("try /livez, /readyz or /metrics\n", 404)
+
+    routes = [Route("/livez", livez), Route("/readyz", _in_thread(readyz)), Route("/metrics", _in_thread(metrics))]
+    app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)], exception_handlers={404: elsewhere})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _in_thread(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that may block, and not the loop: BLOCKING_THREADS at a time. Not waited for at the end."""
+    limiter = CapacityLimiter(BLOCKING_THREADS)
+
+    async def endpoint(request: Request) -> Response:
+        call = functools.partial(answer, request)
+        return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter)
+
+    return endpoint

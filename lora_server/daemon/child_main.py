@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,9 +14,10 @@ import structlog
 
 from lora_server import logs
 from lora_server.config import ProcessConfig
-from lora_server.daemon.children import EXIT_REFUSED, Up, say
+from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.errors import LoraServerError
 
+STUCK_SECONDS = 10.0  # without a parent; one that lives would have killed it before
 log = structlog.get_logger()
 
 
@@ -60,3 +62,5 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
 def _watch_parent(process: Process) -> None:
     sys.stdin.buffer.read()
     process.stop()
+    time.sleep(STUCK_SECONDS)
+    os._exit(1)

@@ -20,8 +20,8 @@ from lora_server.control.leases import Leases
 from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.service import ControlServer
 from lora_server.daemon.child_main import run_child
-from lora_server.daemon.children import Up, say
 from lora_server.daemon.http import listen_http
+from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec
 

@@ -18,9 +18,9 @@ from lora_server.adapters import find_adapters
 from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.control.agreement import Agreement
-from lora_server.daemon import children
-from lora_server.daemon.children import Child
+from lora_server.daemon import processes
 from lora_server.daemon.http import listen_http
+from lora_server.daemon.processes import Child
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout, share
 from lora_server.wire import lora_server_pb2 as pb
@@ -57,7 +57,7 @@ class Node:
 
     def _start(self) -> None:
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
-        self._stack.callback(lambda: children.stop(self._children))
+        self._stack.callback(lambda: processes.stop(self._children))
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         if process.node_rank == 0:
             process = self._start_controller(process)

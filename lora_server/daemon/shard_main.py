@@ -1,4 +1,4 @@
-"""One shard process: `python -m lora_server.daemon.shard_main`; see children for how it is started and stopped.
+"""One shard process: `python -m lora_server.daemon.shard_main`; see processes for how it is started and stopped.
 
 The main thread runs the loop; threads serve the controller's stream, listeners and the loader.
 """
@@ -19,7 +19,7 @@ from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend
 from lora_server.daemon.child_main import run_child
-from lora_server.daemon.children import EXIT_REFUSED, Up, say
+from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.memory.store import Source

@@ -5,4 +5,5 @@ launch   servers and engines as child processes           engine   one engine pr
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
 files    adapters in every layout on disk                 oracle   what they must do to a model
 serve_vllm   vLLM beside a server, to try by hand
+children what ends with its parent
 """

@@ -1,4 +1,4 @@
-"""`lora-server serve` and engines as child processes, for the demo, tests and benches."""
+"""`lora-server serve` and engines as child processes, for the demo, tests and benches; they end with their parent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+from lora_server.demo import children
 from lora_server.demo.engine import Job, Result
 from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
-STOP_SECONDS = 15.0
 ENGINE_SECONDS = 600.0
 
 
@@ -57,12 +57,7 @@ class RunningServer:
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL at the deadline; returns the exit code."""
-        self.process.terminate()
-        try:
-            return self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        return children.stop(self.process)
 
 
 def free_address(host: str = "127.0.0.1") -> str:
@@ -77,7 +72,7 @@ def launch(log: Path, *flags: str, host: str = "127.0.0.1", prefix: Sequence[str
     address, http = free_address(host), free_address(host)
     command = [*prefix, sys.executable, "-m", "lora_server", "serve", "--listen", address, "--http", http, *flags]
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(children.own(command), stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
     return RunningServer(process, address, http, log)
 
 
@@ -95,7 +90,7 @@ def running_server(log: Path, flags: Sequence[str]) -> Iterator[RunningServer]:
 def start_engine(job: Job) -> subprocess.Popen[bytes]:
     """An engine process that works on a job."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "lora_server.demo.engine"],
+        children.own([sys.executable, "-m", "lora_server.demo.engine"]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,8 +107,9 @@ def finish_engine(process: subprocess.Popen[bytes]) -> Result:
     try:
         out, errors = process.communicate(timeout=ENGINE_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
         raise LoraServerError(f"demo: an engine did not finish within {ENGINE_SECONDS:g} s") from None
+    finally:
+        process.kill()
     if process.returncode:
         raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
     return msgspec.json.decode(out, type=Result)

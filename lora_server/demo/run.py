@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from lora_server import spec
 from lora_server.adapters import find_adapters
-from lora_server.demo import tiny
+from lora_server.demo import children, tiny
 from lora_server.demo.check import against_peft
 from lora_server.demo.engine import Job, Result, Sequence
 from lora_server.demo.launch import finish_engine, running_server, start_engine
@@ -37,7 +37,11 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch, Progress(*columns, console=console) as progress:
+    with (
+        children.ending_on_signals(),
+        tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch,
+        Progress(*columns, console=console) as progress,
+    ):
         work = Path(scratch)
         if model is None or adapters is None:
             model, adapters = work / "model", work / "adapters"

@@ -12,10 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.errors import LoraServerError
 
 INVOCATION = [17, 18, 19]
+VLLM_STOP_SECONDS = 60.0
 
 
 def make_tiny(root: Path) -> tuple[Path, Path]:
@@ -32,7 +34,7 @@ def make_tiny(root: Path) -> tuple[Path, Path]:
 
 
 def serve(model: Path, adapters: Path | None, port: int, flags: list[str], log: Path) -> int:
-    """Until vLLM ends, or Ctrl-C; returns its exit code."""
+    """Until vLLM ends; returns its exit code."""
     own = ["--base-model", str(model), *(["--adapters", str(adapters)] if adapters else [])]
     with running_server(log, own) as server:
         names = sorted(path.name for path in adapters.iterdir() if path.is_dir()) if adapters else []
@@ -45,13 +47,11 @@ def serve(model: Path, adapters: Path | None, port: int, flags: list[str], log: 
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), *flags]
         environment = {"VLLM_NO_USAGE_STATS": "1", **os.environ, "LORA_SERVER_ADDRESS": server.address}
-        engine = subprocess.Popen(command, env=environment)
+        engine = subprocess.Popen(children.own(command), env=environment, stdin=subprocess.DEVNULL)
         try:
             return engine.wait()
-        except KeyboardInterrupt:
-            return engine.wait()  # Ctrl-C reached it too
         finally:
-            engine.terminate()
+            children.stop(engine, VLLM_STOP_SECONDS)
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("--adapters", type=Path)
     parser.add_argument("--port", type=int, default=8000)
     options, flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory(prefix="lora-serve-") as scratch:
+    with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-serve-") as scratch:
         model, adapters = options.model, options.adapters
         if model is None:
             model, adapters = make_tiny(Path(scratch))

@@ -14,10 +14,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from lora_server.demo import children
 from lora_server.demo.engine import Answer, Sequence
 from lora_server.demo.launch import free_address
 
-START_SECONDS, CALL_SECONDS = 150.0, 120.0
+START_SECONDS, CALL_SECONDS = 300.0, 120.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -50,7 +51,9 @@ class Engine:
         arguments = json.dumps({**SETTINGS, "model": str(model), **settings})
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("engine_process.py")), arguments, str(write)],
+                children.own(
+                    [sys.executable, str(Path(__file__).with_name("engine_process.py")), arguments, str(write)]
+                ),
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
@@ -120,7 +123,7 @@ class ApiServer:
         command += ["--enforce-eager", "--dtype", "float32", *flags]
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
-                command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=env | environment
+                children.own(command), stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, env=env | environment
             )
         try:
             self._wait()
@@ -162,9 +165,4 @@ class ApiServer:
         return self.log.read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        children.stop(self.process, 60)
