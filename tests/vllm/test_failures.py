@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from engines import Engine
 
@@ -9,7 +12,7 @@ from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch
-from tests.serving import descendants
+from tests.serving import descendants, status
 from tests.workload import NEW_TOKENS
 
 LONG = 40
@@ -72,6 +75,26 @@ def test_policy_error(load, killable, scratch):
         assert reply["finish_reason"] == "error" and "server_unavailable" in reply["stop_reason"]
         killable(server.address)
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+    finally:
+        engine.close()
+
+
+def test_a_killed_controller_is_not_missed(load, killable, scratch):
+    """Running requests go on under its shards' eyes; once it is back, under the old lease, so do new ones."""
+    server = killable()
+    engine = Engine(load.base, server.address, scratch / "engine-controller.log")
+    try:
+        before = status(server.address)
+        adapted, base = start_two(load, engine)
+        os.kill(before.pid, signal.SIGKILL)
+        answers = engine.call("step", count=0)
+        assert answers[adapted]["tokens"] == peft(load, "fused", load.batch[0].prompt, LONG)
+        assert answers[base]["tokens"] == peft(load, None, load.batch[0].prompt, LONG)
+        server.wait_ready()
+        load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+        after = status(server.address)
+        assert (after.run, after.clients) == (before.run, before.clients)
+        assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
     finally:
         engine.close()
 
