@@ -8,10 +8,10 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shard import MAX_ROWS, Client, healthy, loaded_rig
 
 from lora_server.errors import ProtocolError, UnknownAdapterError
 from lora_server.wire import slot
+from tests.rig import MAX_ROWS, Client, healthy, loaded_rig
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
