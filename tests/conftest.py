@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("tests")  # asserts of what tests share say what they got, as those of tests do
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

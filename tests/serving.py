@@ -47,7 +47,7 @@ def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    """Poll something that another process makes true; a deadline, not a guess."""
+    """Poll something that another process or thread makes true; a deadline, not a guess."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"

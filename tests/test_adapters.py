@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lora_server import spec as specs
 from lora_server.adapters import open_adapter, validate_adapter
 from lora_server.demo import tiny
 from lora_server.spec import Site
+from tests.workload import model_of, spec_of
 
 MIXTRAL = "model.layers.1.block_sparse_moe.experts"
 QWEN = "model.layers.1.mlp.experts"
@@ -29,16 +29,6 @@ CASES = [
     ("gpt_oss", {"rank_pattern": {r"(.*\.)?1\..*gate_up_proj": 2}, "alpha_pattern": {"gate_up_proj": 3.5}}),
     ("qwen3_moe", {"rslora": True, "rank_pattern": {"down_proj": 1}, "alpha_pattern": {"experts.down_proj": 2}}),
 ]
-
-
-@functools.cache
-def model_of(kind: str):
-    return tiny.make_model(kind)
-
-
-@functools.cache
-def spec_of(kind: str) -> specs.ModelSpec:
-    return specs.from_config(model_of(kind).config.to_dict(), name=f"tiny-{kind}")
 
 
 def canonical(path: Path, kind: str) -> dict[tuple[Site, int], torch.Tensor]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_adapters_refusals import CONFIG, Q, good, refused, spec_of
 
 from lora_server import spec as specs
 from lora_server.adapters import find_adapters, open_adapter, validate_adapter
 from lora_server.demo import tiny
 from lora_server.errors import AdapterFormatError, ConfigError
+from tests.adapter_files import CONFIG, Q, good, refused, spec_of
 
 
 def raw(path: Path, header: object, data: bytes = b"", length: int | None = None) -> None:

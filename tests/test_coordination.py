@@ -7,14 +7,14 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_shard import LOADED, Client, healthy, make_rig
-from test_transport import eventually
 
 from lora_server.shard.coordination import Follower, Independent, Leader
 from lora_server.shard.schedule import PATIENCE, DecodeFirst, PendingStep
 from lora_server.transport.base import Connection
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
+from tests.rig import LOADED, Client, healthy, make_rig
+from tests.serving import until
 
 
 class Peer(Connection):
@@ -88,7 +88,7 @@ def make_follower(leader):
         follower = Follower(lambda: None)
         follower.follow(leader.address)
         followers.append(follower)
-        eventually(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
+        until(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
         return follower
 
     yield make
@@ -104,7 +104,7 @@ def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
     first, *_ = [make_follower() for _ in range(3)]
     assert leader.followers == 3
     first.close()
-    eventually(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
+    until(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
 
 
 def order_of(leader, *clients):
@@ -116,7 +116,7 @@ def order_of(leader, *clients):
 def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
     follower = make_follower()
     order_of(leader, 3, 1, 2)
-    eventually(lambda: len(follower._queue) == 3, "the orders to arrive")
+    until(lambda: len(follower._queue) == 3, "the orders to arrive")
     here = pending(step(1, slot.DECODE, 1), step(2, slot.DECODE, 2), step(3, slot.PREFILL, 3))
     served = []
     while (picked := follower.next(here)) is not None:
@@ -129,7 +129,7 @@ def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
 def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, make_follower):
     follower = make_follower()
     order_of(leader, 1, 2, 3)
-    eventually(lambda: len(follower._queue) == 3, "the orders to arrive")
+    until(lambda: len(follower._queue) == 3, "the orders to arrive")
     assert follower.anything_new()
     assert follower.next({}) is None and not follower.anything_new(), "nothing to do before somebody moves"
     blocked, late = step(1, blocked=True), step(2)
@@ -145,23 +145,23 @@ def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follow
     follower = make_follower()
     for client in (1, 2):
         leader.refused(client, 1, 1, 50_000)
-    eventually(lambda: len(follower._queue) == 2, "the orders to arrive")
+    until(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
     began = time.monotonic()
-    eventually(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
+    until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
     assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
 
 
 def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
     follower, successor = make_follower(), Leader("127.0.0.1")
     order_of(leader, 1)
-    eventually(follower.anything_new, "the order to arrive")
+    until(follower.anything_new, "the order to arrive")
     follower.follow(successor.address)
     assert not follower.anything_new()
-    eventually(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
+    until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
     order_of(leader, 2)
     order_of(successor, 3)
-    eventually(follower.anything_new, "the order to arrive")
+    until(follower.anything_new, "the order to arrive")
     assert follower.next(pending(step(2), step(3))).connection.client == 3
     successor.close()
 

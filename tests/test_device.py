@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import functools
 
-import emulated
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shard import Client
-from test_store import Done, source_of, spec_of
-from workload import workload
 
 from client_connector.transformers import attach
 from kernels_cuda.heuristics import Variant
@@ -35,6 +31,10 @@ from lora_server.spec import Site
 from lora_server.transport.twin import DeviceTwin
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
+from tests import emulated
+from tests.rig import Client
+from tests.stores import load
+from tests.workload import spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
@@ -44,12 +44,6 @@ def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
     placement = Placement(spec_of("mixtral"), Layout.parse(layout))
     paged = PagedStore(placement, shard, DTYPE, PagePool(num_pages, device))
     return paged, ResidentStore(placement, shard, DTYPE)
-
-
-def load(store, handle, path):
-    done = Done()
-    store.load(handle, source_of(path), done)
-    return done.result()
 
 
 def stored(store, packed, shape):
@@ -66,7 +60,8 @@ def stored(store, packed, shape):
 @pytest.mark.parametrize("name", ["all", "down", "bf16"])
 def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
     paged, resident = stores()
-    assert load(paged, 3, tiny_adapters[name]) is None and load(resident, 3, tiny_adapters[name]) is None
+    for store in (paged, resident):
+        assert load(store, 3, tiny_adapters[name]).result() is None
     spec = spec_of("mixtral")
     for site in spec.sites():
         for expert in paged._placement.experts(site, 1):
@@ -92,7 +87,7 @@ def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
     present = set()
     for add, handle in steps:
         if add and handle not in present:
-            failure = load(paged, handle, paths[handle % 3])
+            failure = load(paged, handle, paths[handle % 3]).result()
             assert (failure is None) == (len(present) < 2)
             if failure is None:
                 present.add(handle)
@@ -111,12 +106,12 @@ def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
 def test_a_full_pool_fails_one_adapter_and_harms_no_other(tiny_adapters):
     paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
     resident.close()
-    assert load(paged, 1, tiny_adapters["all"]) is None
-    assert isinstance(load(paged, 2, tiny_adapters["bf16"]), AdapterLoadError)
+    assert load(paged, 1, tiny_adapters["all"]).result() is None
+    assert isinstance(load(paged, 2, tiny_adapters["bf16"]).result(), AdapterLoadError)
     assert paged.state(1, 0) is State.READY and paged.state(2, 0) is State.FAILED
     paged.drop(2)
     paged.drop(1)
-    assert load(paged, 3, tiny_adapters["bf16"]) is None, "what was freed can be used"
+    assert load(paged, 3, tiny_adapters["bf16"]).result() is None, "what was freed can be used"
     paged.close()
 
 
@@ -173,7 +168,7 @@ def test_an_engine_gets_the_deltas_that_host_shards_give(backend, layout):
 def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
     server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
     (shard,) = server.shards
-    assert load(shard.store, 7, tiny_adapters["all"]) is None
+    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
     client = Client(shard, 1)
     with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
         client.send(client.request())
@@ -185,7 +180,7 @@ def test_rows_of_a_twin_never_visit_the_slots(tiny_adapters, quiet):
     """What cuda_ipc does, with the twin on this CPU: same header, rows and result in the twin's memory."""
     server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
     (shard,) = server.shards
-    assert load(shard.store, 7, tiny_adapters["all"]) is None
+    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
     site = Site(0, "gate_up")
     width = spec_of("mixtral").in_width(site)
     outputs = []

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_store import spec_of
 
 from client_connector.client import Client
 from client_connector.packing import Activations
@@ -19,6 +18,7 @@ from lora_server.daemon.inproc import InprocServer
 from lora_server.placement import Layout, Placement, share
 from lora_server.spec import Site
 from lora_server.transport.session import Held
+from tests.workload import spec_of
 
 SITE = Site(2, "gate_up")
 # largest error of a delta relative to the largest that rounding could reach

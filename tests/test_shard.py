@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
-from test_store import Done, Gate, source_of, spec_of
 
-from kernels_cuda import cpu
 from lora_server.errors import (
     AdapterError,
     AdapterFormatError,
@@ -20,120 +16,13 @@ from lora_server.errors import (
     ShardUnavailableError,
     StepTimeoutError,
     UnknownAdapterError,
-    rebuild,
 )
-from lora_server.memory.resident import ResidentStore
-from lora_server.placement import Layout, Placement
-from lora_server.shard.compute import HostCompute
-from lora_server.shard.coordination import Independent
-from lora_server.shard.loop import Shard
-from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.base import Grant, Port
-from lora_server.transport.inproc import InprocLink
+from lora_server.spec import Site
 from lora_server.wire import slot
-from lora_server.wire.messages import Hello
-from lora_server.wire.region import RegionLayout
-from lora_server.wire.slot import RequestHeader, ResponseHeader
+from tests.rig import LAYER0, LOADED, SECONDS, Client, healthy, loaded_rig, make_rig
 
 pytestmark = pytest.mark.usefixtures("quiet")
-SECONDS, MAX_ROWS, DEPTH = 20.0, 16, 3
-LOADED, ABSENT = 7, 8
-LAYER0 = Site(0, "gate_up")
-
-
-class Client:
-    """A client that fills slots by hand. `send` answers with (header, rows); raises what the shard answered."""
-
-    def __init__(self, shard, client, epoch=1):
-        shard.port.grant(Grant(client, epoch, b""))
-        self.link = InprocLink(shard.port, Hello(client, epoch, b""), shard.index, shard.serve_once)
-        self.client, self.epoch, self.seq = client, epoch, 0
-
-    def request(self, site=LAYER0, handle=LOADED, rows=2, budget=SECONDS, maps=True, **fields):
-        """A valid request at the next seq, as bytes; `fields` overwrite its header."""
-        spec, seq = spec_of("mixtral"), self.seq + 1
-        flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP if maps else 0
-        width, entries = spec.in_width(site), 2 * rows if maps else rows
-        segments = [(handle, 1, 0, rows), (handle, 2, rows, rows)] if maps else [(handle, 1, 0, rows)]
-        at = slot.request_offsets(len(segments), entries, flags, rows * width * 4)
-        memory = bytearray(at.end)
-        header = {
-            "step_class": slot.DECODE,
-            "flags": flags,
-            "client": self.client,
-            "epoch": self.epoch,
-            "seq": seq,
-            "slot": seq % DEPTH,
-            "layer": site.layer,
-            "projection": PROJECTIONS.index(site.projection),
-            "dtype": 0,
-            "num_rows": rows,
-            "num_entries": entries,
-            "num_segments": len(segments),
-            "num_out_rows": rows,
-            "in_begin": 0,
-            "in_end": width,
-            "windows": ((0, spec.out_width(site)),),
-            "payload_bytes": at.end - slot.HEADER_BYTES,
-            "budget_us": round(budget * 1e6),
-            "pushed_ns": 0,
-        } | fields
-        RequestHeader(**header).pack_into(memoryview(memory))
-        struct.pack_into(f"<{4 * len(segments)}I", memory, at.segments, *[n for s in segments for n in s])
-        if maps:
-            rows_of_entries = [*range(rows), *range(rows)]
-            struct.pack_into(f"<{entries}I", memory, at.in_map, *rows_of_entries)
-            struct.pack_into(f"<{entries}I", memory, at.out_map, *rows_of_entries)
-            struct.pack_into(f"<{entries}f", memory, at.weights, *[0.5] * entries)
-        struct.pack_into(f"<{rows * width}f", memory, at.rows, *[1.0] * rows * width)
-        return memory
-
-    def push(self, memory):
-        self.seq += 1
-        self.link.region.request(self.seq)[: len(memory)] = memory
-        self.link.push(self.seq, len(memory))
-        return self.seq
-
-    def answer(self, seq, seconds=SECONDS):
-        self.link.wait(seq, time.monotonic() + seconds)
-        memory = self.link.region.response(seq)
-        header = ResponseHeader.unpack_from(memory)
-        assert (header.client, header.epoch, header.seq) == (self.client, self.epoch, seq)
-        payload = memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]
-        if header.status != slot.OK:
-            code, _, message = bytes(payload).decode().partition("\n")
-            raise rebuild(code, message)
-        assert len(payload) == header.num_rows * header.width * slot.ELEMENT_BYTES[header.dtype]
-        return header, bytes(payload)
-
-    def send(self, memory, seconds=SECONDS):
-        return self.answer(self.push(memory), seconds)
-
-
-@dataclass
-class Rig:
-    shard: Shard
-    gate: Gate
-
-    def load(self, handle, path):
-        done = Done()
-        self.shard.store.load(handle, source_of(path), done)
-        return done
-
-
-def make_rig(layout="ep1-pp1", index=0):
-    spec, gate = spec_of("mixtral"), Gate()
-    store = ResidentStore(Placement(spec, Layout.parse(layout)), index, torch.float32, gate)
-    port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH))
-    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step)), gate)
-
-
-@contextlib.contextmanager
-def loaded_rig(path):
-    rig = make_rig()
-    assert rig.load(LOADED, path).result() is None
-    yield rig
-    rig.shard.store.close()
+ABSENT = 8
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +37,6 @@ def rig():
     yield rig
     rig.gate.open()
     rig.shard.store.close()
-
-
-def healthy(client):
-    header, rows = client.send(client.request())
-    values = torch.frombuffer(bytearray(rows), dtype=torch.float32)
-    assert (
-        header.num_rows == 2 and values.abs().sum() > 0 and torch.equal(values[: header.width], values[header.width :])
-    )
-    return rows
 
 
 @pytest.mark.parametrize("word", [slot.signal(1, 2**40), slot.signal(1, 2**48 - 1)])

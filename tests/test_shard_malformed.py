@@ -8,10 +8,11 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shard import MAX_ROWS, Client, healthy, loaded_rig
+from structlog.testing import capture_logs
 
 from lora_server.errors import ProtocolError, UnknownAdapterError
 from lora_server.wire import slot
+from tests.rig import MAX_ROWS, Client, healthy, loaded_rig
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -100,3 +101,17 @@ def test_flipped_bits_never_kill_the_loop_or_touch_another_client(loaded, bits, 
     assert healthy(other) == expected
     assert healthy(fuzzer) == expected
     fuzzer.link.close(), other.link.close()
+
+
+def test_a_flood_of_bad_steps_fills_no_log(loaded):
+    """What one client can cause at will is counted: a few lines, however many steps are refused."""
+    client = Client(loaded.shard, 77)  # nobody complained of it so far
+    failed = loaded.shard.counters.failed
+    with capture_logs() as lines:
+        for _ in range(500):
+            with pytest.raises(ProtocolError):
+                client.send(client.request(layer=99))
+    assert loaded.shard.counters.failed == failed + 500
+    assert 1 <= len([line for line in lines if line["event"].startswith("step failed")]) < 10
+    healthy(client)
+    client.link.close()

@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 
 import psutil
 import pytest
 import torch
-from test_transport import eventually
 
-from lora_server import spec as specs
 from lora_server.adapters import open_adapter
-from lora_server.demo import tiny
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.resident import ResidentStore
-from lora_server.memory.store import Source, State
+from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
-
-SECONDS = 20.0
-
-
-@functools.cache
-def model_of(kind):
-    return tiny.make_model(kind)
-
-
-@functools.cache
-def spec_of(kind):
-    return specs.from_config(model_of(kind).config.to_dict(), name=f"tiny-{kind}")
-
-
-class Gate:
-    """An on_layer that writes down what was loaded, and stops the loader where the test says."""
-
-    def __init__(self):
-        self.loaded, self._open, self.arrived = [], threading.Event(), threading.Event()
-        self._open.set()
-        self.then = lambda handle, layers: None
-
-    def __call__(self, handle, layers):
-        self.loaded.append((handle, layers))
-        self.then(handle, layers)
-        self.arrived.set()
-        assert self._open.wait(SECONDS)
-
-    def shut(self):
-        self._open.clear()
-
-    def open(self):
-        self._open.set()
-
-
-class Done:
-    """A `done` that counts its calls."""
-
-    def __init__(self):
-        self.calls, self._called = [], threading.Event()
-
-    def __call__(self, error):
-        self.calls.append(error)
-        self._called.set()
-
-    def result(self):
-        assert self._called.wait(SECONDS), "done was not called"
-        (error,) = self.calls
-        return error
+from tests.serving import until
+from tests.stores import SECONDS, Gate, load
+from tests.workload import spec_of
 
 
 @pytest.fixture
@@ -83,21 +33,6 @@ def make_store():
     for store, gate in stores:
         gate.open()
         store.close()
-
-
-def source_of(path):
-    """What a controller would have registered; of files that cannot be opened, nothing."""
-    try:
-        with open_adapter(path, spec_of("mixtral")) as adapter:
-            return Source(path, adapter.version(), adapter.stamp)
-    except LoraServerError:
-        return Source(path, "", "")
-
-
-def load(store, handle, path):
-    done = Done()
-    store.load(handle, source_of(path), done)
-    return done
 
 
 def states(store, handle):
@@ -179,7 +114,7 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
     assert load(store, 3, tiny_adapters["down"]).result() is None, "the loader goes on"
     if handle != 1:
         assert other.result() is None
-    eventually(lambda: psutil.Process().num_fds() < descriptors, "the adapter's files to be closed")
+    until(lambda: psutil.Process().num_fds() < descriptors, "the adapter's files to be closed")
     store.drop(1), store.drop(2), store.drop(3), store.drop(4)
     assert store.nbytes() == 0
     with pytest.raises(UnknownAdapterError, match=f"handle {handle}"):

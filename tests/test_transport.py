@@ -6,123 +6,16 @@ import gc
 import random
 import threading
 import time
-from contextlib import contextmanager
 
 import psutil
 import pytest
 import zmq
 
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport.base import Grant, Port
-from lora_server.transport.inproc import InprocLink
-from lora_server.transport.shm import ShmLink, ShmListener
-from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.transport.base import Grant
 from lora_server.wire.messages import Hello
-from lora_server.wire.region import RegionLayout
-
-LAYOUT = RegionLayout(depth=3, request_bytes=8192, response_bytes=4096)
-SECONDS = 10.0
-SHARD = 7
-
-
-def eventually(condition, what, seconds=SECONDS):
-    """Wait with a deadline for something that another thread or process does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(1e-3)
-
-
-class EchoShard:
-    """A loop over a Port that answers each request with its bytes reversed."""
-
-    def __init__(self, kind, directory):
-        self.gone = []
-        self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
-        self.paused = threading.Event()
-        self.kind, self.listener, self.failure = kind, None, None
-        self._stop = threading.Event()
-        if kind == "shm":
-            self.listener = ShmListener(self.port, directory / "shard.sock")
-        elif kind == "zmq":
-            self.listener = ZmqListener(self.port, "127.0.0.1")
-        if self.listener is not None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-
-    def link(self, client, epoch=1, key=b"key"):
-        hello = Hello(client, epoch, key)
-        if self.kind == "inproc":
-            return InprocLink(self.port, hello, SHARD, self.serve_once)
-        return {"shm": ShmLink, "zmq": ZmqLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
-
-    def join(self, client, epoch=1):
-        self.port.grant(Grant(client, epoch, b"key"))
-        return self.link(client, epoch)
-
-    def serve_once(self):
-        if self.paused.is_set():
-            return False
-        for connection in self.port.connections:
-            if connection.requested() > connection.served:
-                seq = connection.served + 1
-                request = connection.region.request(seq)
-                nbytes = int.from_bytes(request[:4], "little")
-                connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
-                connection.served = seq
-                connection.respond(seq, nbytes)
-                return True
-        return False
-
-    def _anything_new(self):
-        return not self.paused.is_set() and any(c.requested() > c.served for c in self.port.connections)
-
-    def _run(self):
-        while not self._stop.is_set():
-            if not self.serve_once():
-                self.port.wait(self._anything_new, 0.05)
-
-    def resume(self):
-        self.paused.clear()
-        self.port.ring()
-
-    def close(self):
-        self._stop.set()
-        if self.listener is not None:
-            self.port.ring()
-            self._thread.join(SECONDS)
-            self.listener.close()
-            self.listener.close()
-
-
-class Echo:
-    """A client of EchoShard; `push` and `check` may be apart by up to depth steps."""
-
-    def __init__(self, link, seed):
-        self.link, self.random, self.sent, self.seq = link, random.Random(seed), {}, 0
-
-    def push(self, nbytes=None):
-        self.seq += 1
-        nbytes = nbytes or self.random.randint(4, LAYOUT.response_bytes)
-        data = nbytes.to_bytes(4, "little") + self.random.randbytes(nbytes - 4)
-        self.link.region.request(self.seq)[:nbytes] = data
-        self.link.push(self.seq, nbytes)
-        self.sent[self.seq] = data
-        return self.seq
-
-    def check(self, seq):
-        self.link.wait(seq, time.monotonic() + SECONDS)
-        data = self.sent.pop(seq)
-        assert bytes(self.link.region.response(seq)[: len(data)]) == data[::-1], f"seq {seq}"
-
-
-@contextmanager
-def echo_shard(kind, directory):
-    shard = EchoShard(kind, directory)
-    try:
-        yield shard
-    finally:
-        shard.close()
+from tests.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
+from tests.serving import until
 
 
 @pytest.fixture(params=["inproc", "shm", "zmq"])
@@ -238,11 +131,11 @@ def test_a_close_is_noticed_and_idempotent(shard):
     leaves.check(leaves.push())
     leaves.link.close()
     leaves.link.close()
-    eventually(lambda: shard.gone == [(2, 5)], "on_gone(client, epoch)")
+    until(lambda: shard.gone == [(2, 5)], "on_gone(client, epoch)")
     assert [c.client for c in shard.port.connections] == [1]
     stays.check(stays.push())
     stays.link.close()
-    eventually(lambda: shard.gone == [(2, 5), (1, 4)], "on_gone of the last")
+    until(lambda: shard.gone == [(2, 5), (1, 4)], "on_gone of the last")
     assert shard.port.connections == ()
 
 
@@ -261,7 +154,7 @@ def test_late_pushes_of_an_old_epoch_are_never_seen(shard):
     with pytest.raises(ShardUnavailableError):
         old.link.wait(old.seq, time.monotonic() + SECONDS)
     old.link.close(), new.link.close()
-    eventually(lambda: shard.gone == [(1, 2)], "only the new epoch's end is news")
+    until(lambda: shard.gone == [(1, 2)], "only the new epoch's end is news")
 
 
 def test_a_push_beyond_depth_overwrites_nothing(shard):
@@ -271,7 +164,7 @@ def test_a_push_beyond_depth_overwrites_nothing(shard):
     for _ in range(LAYOUT.depth):
         client.push(64)
     (connection,) = (c for c in shard.port.connections if c.client == 1)
-    eventually(lambda: connection.requested() == LAYOUT.depth, "the pushes to land")
+    until(lambda: connection.requested() == LAYOUT.depth, "the pushes to land")
     before = [bytes(connection.region.request(seq)[:64]) for seq in range(1, LAYOUT.depth + 1)]
     if shard.kind == "zmq":  # elsewhere the slot is the client's own memory
         client.push(64)
@@ -331,11 +224,11 @@ def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
             echo.link.close()
 
         round_trip(1)
-        eventually(lambda: not shard.port.connections, "the warm-up to leave")
+        until(lambda: not shard.port.connections, "the warm-up to leave")
         gc.collect()
         before = process.num_fds()
         for client in range(2, 52):
             round_trip(client)
-        eventually(lambda: not shard.port.connections, "all to leave")
+        until(lambda: not shard.port.connections, "all to leave")
         gc.collect()
-        eventually(lambda: process.num_fds() <= before, f"{process.num_fds()} descriptors to become {before}")
+        until(lambda: process.num_fds() <= before, f"{process.num_fds()} descriptors to become {before}")

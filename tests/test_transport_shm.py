@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from test_transport import LAYOUT, SECONDS, SHARD, Echo, echo_shard, eventually
 
 from lora_server.demo import children
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
@@ -25,8 +24,10 @@ from lora_server.transport.shm import ShmLink, create_memory
 from lora_server.transport.twin import DeviceTwin
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Refused, Welcome
+from tests.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
+from tests.serving import until
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def shard(tmp_path):
 def start(script, *arguments, pass_fds=()):
     """A python process of ours; it prints one line per thing that the test waits for."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     return subprocess.Popen(
         children.own(command), stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds
     )
@@ -62,7 +63,9 @@ def end(process):
 
 CLIENT = """
 import sys, time
-from test_transport import Echo, ShmLink, Hello
+from lora_server.transport.shm import ShmLink
+from lora_server.wire.messages import Hello
+from tests.echo import Echo
 client = Echo(ShmLink(sys.argv[1], Hello(1, 1, b"key"), 7), seed=1)
 for _ in range(300):
     client.check(client.push())
@@ -74,7 +77,8 @@ time.sleep(600)
 SERVER = """
 import sys, threading
 from pathlib import Path
-from test_transport import EchoShard, Grant
+from lora_server.transport.base import Grant
+from tests.echo import EchoShard
 shard = EchoShard("shm", Path(sys.argv[1]))
 shard.port.grant(Grant(1, 1, b"key"))
 print("up", flush=True)
@@ -91,7 +95,7 @@ def test_a_killed_client_is_noticed_and_others_are_served(shard):
         process.send_signal(signal.SIGKILL)
         process.wait(SECONDS)
         began = time.monotonic()
-        eventually(lambda: shard.gone == [(1, 1)], "on_gone of the killed client")
+        until(lambda: shard.gone == [(1, 1)], "on_gone of the killed client")
         assert time.monotonic() - began < 2
     finally:
         end(process)
@@ -109,7 +113,7 @@ def test_a_killed_server_ends_a_wait_promptly(how, tmp_path):
             client.check(client.push())
         if how == "while it is stopped":
             process.send_signal(signal.SIGSTOP)
-            eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the stop")
+            until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "the stop")
             client.push()
         killer = threading.Timer(0.05, process.kill)
         killer.start()
@@ -168,7 +172,7 @@ def test_clients_that_leave_during_the_handshake_are_noticed(shard):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.connect(shard.listener.address)
             sock.send(messages.encode(Hello(client, 1, b"key")))
-    eventually(lambda: len(shard.gone) == 20, f"on_gone of all, got {sorted(shard.gone)}")
+    until(lambda: len(shard.gone) == 20, f"on_gone of all, got {sorted(shard.gone)}")
     assert shard.port.connections == ()
 
 
@@ -185,7 +189,7 @@ def test_a_lease_error_closes_the_socket(shard):
     for _ in range(20):
         with pytest.raises(LeaseError):
             ShmLink(shard.listener.address, Hello(1, 1, b"key"), SHARD)
-    eventually(lambda: psutil.Process().num_fds() <= descriptors, "refused sockets to be closed")
+    until(lambda: psutil.Process().num_fds() <= descriptors, "refused sockets to be closed")
 
 
 PINGPONG = """

@@ -64,6 +64,16 @@ class Workload:
 
 
 @functools.cache
+def model_of(kind: str) -> torch.nn.Module:
+    return tiny.make_model(kind)
+
+
+@functools.cache
+def spec_of(kind: str) -> spec.ModelSpec:
+    return spec.from_config(model_of(kind).config.to_dict(), name=f"tiny-{kind}")
+
+
+@functools.cache
 def workload(kind: str, engine: str = "transformers") -> Workload:
     """One per kind, engine and test run; everything is seeded."""
     torch.set_grad_enabled(False)

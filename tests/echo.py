@@ -1,0 +1,114 @@
+"""A shard that answers with what it was sent, reversed, over any transport, and its client."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lora_server.transport.base import Grant, Link, Port
+from lora_server.transport.inproc import InprocLink
+from lora_server.transport.shm import ShmLink, ShmListener
+from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+
+LAYOUT = RegionLayout(depth=3, request_bytes=8192, response_bytes=4096)
+SECONDS = 10.0
+SHARD = 7
+
+
+class EchoShard:
+    """A loop over a Port that answers each request with its bytes reversed."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.gone: list[tuple[int, int]] = []
+        self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
+        self.paused = threading.Event()
+        self.kind, self.listener, self.failure = kind, None, None
+        self._stop = threading.Event()
+        if kind == "shm":
+            self.listener = ShmListener(self.port, directory / "shard.sock")
+        elif kind == "zmq":
+            self.listener = ZmqListener(self.port, "127.0.0.1")
+        if self.listener is not None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def link(self, client: int, epoch: int = 1, key: bytes = b"key") -> Link:
+        hello = Hello(client, epoch, key)
+        if self.kind == "inproc":
+            return InprocLink(self.port, hello, SHARD, self.serve_once)
+        return {"shm": ShmLink, "zmq": ZmqLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
+
+    def join(self, client: int, epoch: int = 1) -> Link:
+        self.port.grant(Grant(client, epoch, b"key"))
+        return self.link(client, epoch)
+
+    def serve_once(self) -> bool:
+        if self.paused.is_set():
+            return False
+        for connection in self.port.connections:
+            if connection.requested() > connection.served:
+                seq = connection.served + 1
+                request = connection.region.request(seq)
+                nbytes = int.from_bytes(request[:4], "little")
+                connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
+                connection.served = seq
+                connection.respond(seq, nbytes)
+                return True
+        return False
+
+    def _anything_new(self) -> bool:
+        return not self.paused.is_set() and any(c.requested() > c.served for c in self.port.connections)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self.serve_once():
+                self.port.wait(self._anything_new, 0.05)
+
+    def resume(self) -> None:
+        self.paused.clear()
+        self.port.ring()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self.listener is not None:
+            self.port.ring()
+            self._thread.join(SECONDS)
+            self.listener.close()
+            self.listener.close()
+
+
+class Echo:
+    """A client of EchoShard; `push` and `check` may be apart by up to depth steps."""
+
+    def __init__(self, link: Link, seed: int) -> None:
+        self.link, self.random, self.seq = link, random.Random(seed), 0
+        self.sent: dict[int, bytes] = {}
+
+    def push(self, nbytes: int | None = None) -> int:
+        self.seq += 1
+        nbytes = nbytes or self.random.randint(4, LAYOUT.response_bytes)
+        data = nbytes.to_bytes(4, "little") + self.random.randbytes(nbytes - 4)
+        self.link.region.request(self.seq)[:nbytes] = data
+        self.link.push(self.seq, nbytes)
+        self.sent[self.seq] = data
+        return self.seq
+
+    def check(self, seq: int) -> None:
+        self.link.wait(seq, time.monotonic() + SECONDS)
+        data = self.sent.pop(seq)
+        assert bytes(self.link.region.response(seq)[: len(data)]) == data[::-1], f"seq {seq}"
+
+
+@contextmanager
+def echo_shard(kind: str, directory: Path) -> Iterator[EchoShard]:
+    shard = EchoShard(kind, directory)
+    try:
+        yield shard
+    finally:
+        shard.close()

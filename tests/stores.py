@@ -1,0 +1,68 @@
+"""What a weight store is tested with: its loader stopped at a gate, and what it answers to a load."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lora_server.adapters import open_adapter
+from lora_server.errors import LoraServerError
+from lora_server.memory.store import Source, WeightStore
+from tests.workload import spec_of
+
+SECONDS = 20.0
+
+
+class Gate:
+    """An on_layer that writes down what was loaded, and stops the loader where the test says."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, int]] = []
+        self._open, self.arrived = threading.Event(), threading.Event()
+        self._open.set()
+        self.then: Callable[[int, int], None] = lambda handle, layers: None
+
+    def __call__(self, handle: int, layers: int) -> None:
+        self.loaded.append((handle, layers))
+        self.then(handle, layers)
+        self.arrived.set()
+        assert self._open.wait(SECONDS)
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Done:
+    """A `done` that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[LoraServerError | None] = []
+        self._called = threading.Event()
+
+    def __call__(self, error: LoraServerError | None) -> None:
+        self.calls.append(error)
+        self._called.set()
+
+    def result(self) -> LoraServerError | None:
+        assert self._called.wait(SECONDS), "done was not called"
+        (error,) = self.calls
+        return error
+
+
+def source_of(path: Path) -> Source:
+    """What a controller would have registered; of files that cannot be opened, nothing."""
+    try:
+        with open_adapter(path, spec_of("mixtral")) as adapter:
+            return Source(path, adapter.version(), adapter.stamp)
+    except LoraServerError:
+        return Source(path, "", "")
+
+
+def load(store: WeightStore, handle: int, path: Path) -> Done:
+    done = Done()
+    store.load(handle, source_of(path), done)
+    return done
