@@ -135,6 +135,8 @@ class RemoteSession(Session):
     @override
     def release(self, handles: Sequence[int]) -> None:
         """A lease that is gone holds nothing; a controller that is away is told later."""
+        if self._left.is_set():
+            return
         with self._lock:
             self._holding.subtract(handles)
             self._holding = +self._holding

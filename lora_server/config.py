@@ -104,6 +104,7 @@ class ProcessConfig(ServeConfig):
     bind_host: str  # where shards listen; `advertise` is where others reach them, `controller` is rank 0's also there
     run_dir: Path  # of the node's sockets
     shard: int = -1  # of a shard process
+    restarted: bool = False  # in the place of one that died
 
     @property
     def local_shards(self) -> range:

@@ -33,8 +33,9 @@ from tests.serving import until
 SPEC = spec.load("mixtral-8x7b")
 
 
-def make_controller(layout="ep1-pp1", settled=True):
-    controller = Controller(Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64))
+def make_controller(layout="ep1-pp1", settled=True, restarted=True):
+    agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
+    controller = Controller(agreement, restarted=restarted)
     if settled:
         controller.arrivals.settled.set()
     return controller

@@ -145,6 +145,37 @@ def test_a_second_claimant_of_a_rank_waits_for_its_turn(tmp_path):
             server.stop()
 
 
+def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(tmp_path):
+    """Controller and its node's shards are killed together; the other node's keep what they have, and teach it."""
+    load = workload("mixtral")
+    first = launch(tmp_path / "log0", *flags(load), "--nodes", "2")
+    servers = [first]
+    try:
+        until(lambda: first.get("/livez")[0] == 200, "node 0 listens", PATIENCE)
+        more = ("--node-rank", "1", "--controller", first.address)
+        servers.append(launch(tmp_path / "log1", *flags(load), "--nodes", "2", *more))
+        first.wait_ready()
+        assert cli("adapters", "add", "late", str(load.paths["qv"]), "--server", first.address).returncode == 0
+        before = status(first.address)
+        with attach(load.model, server=first.address, timeout_seconds=30) as lora:
+            with lora.adapters(load.names):
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+            first.process.kill()
+            again = launch(tmp_path / "log2", *flags(load), "--nodes", "2", "--listen", first.address)
+            again.address = first.address
+            servers.append(again)
+            again.wait_ready()
+            after = status(first.address)
+            assert after.run == before.run
+            assert [shard.pid for shard in after.shards[2:]] == [shard.pid for shard in before.shards[2:]]
+            assert _holders(first.address, "late") == ("ready", 0), "what was added lives on"
+            with lora.adapters(load.names):
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
 def _taken_over(address, shards):
     reply = settled(address)
     return reply is not None and all(shard.pid not in shards for shard in reply.shards[2:])

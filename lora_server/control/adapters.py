@@ -137,10 +137,10 @@ class Adapters:
             record = self._registry.unlist(name)
             holders = self._holds.count(record.handle)
             # every shard notes it, so that no later controller lists the name again
-            notes = [self._load_on(handle, record) for handle in self._shards.live().values()]
+            notes = self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
         try:
             wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
-        except LoraServerError as error:  # it loads no more, or is going away: it is told when it registers
+        except LoraServerError as error:  # it is going away: it is told when it registers
             log.debug("a shard has not noted a removal", name=name, error=str(error))
         with self._lock:
             self._collect()
@@ -163,7 +163,10 @@ class Adapters:
                 resident.error = str(error)  # unlike after a shard's death, when its successor loads it again
                 log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
 
-        load = pb.Load(
+        return handle.send(pb.ShardCommand(load=self._load(record)), loaded)
+
+    def _load(self, record: Record) -> pb.Load:
+        return pb.Load(
             handle=record.handle,
             path=record.path,
             version=record.version,
@@ -171,7 +174,6 @@ class Adapters:
             record=record.encode(),
             listed=self._registry.is_listed(record),
         )
-        return handle.send(pb.ShardCommand(load=load), loaded)
 
     def adopt(self, kept: Iterable[pb.Load]) -> None:
         """Adapters that a shard kept from an earlier controller of the same run."""

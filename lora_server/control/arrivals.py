@@ -28,10 +28,16 @@ class Arrivals:
     """Thread-safe; one arrival at a time."""
 
     def __init__(
-        self, agreement: Agreement, shards: ShardTable, adapters: Adapters, clients: Clients, settled: threading.Event
+        self,
+        agreement: Agreement,
+        shards: ShardTable,
+        adapters: Adapters,
+        clients: Clients,
+        settled: threading.Event,
+        restarted: bool,
     ) -> None:
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.settled = settled
+        self.settled, self._restarted = settled, restarted
         self.run = ""
         self._lock = threading.Lock()
 
@@ -46,7 +52,7 @@ class Arrivals:
             epoch = self._shards.arrive(handle)  # first: one that is turned away must not touch what the live one has
             if registration.run and not self.settled.is_set():
                 self.run = self.run or registration.run
-                if registration.run == self.run and registration.registered:
+                if self._restarted and registration.run == self.run and registration.registered:
                     self._adapters.registered.set()
             if registration.run != self.run:
                 kept = ()  # of another run: the claim tells it so

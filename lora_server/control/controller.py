@@ -15,13 +15,14 @@ from lora_server.control.shards import ShardTable
 class Controller:
     """Everything that one server's control plane knows; each part is thread-safe."""
 
-    def __init__(self, agreement: Agreement, leases: Leases | None = None) -> None:
+    def __init__(self, agreement: Agreement, leases: Leases | None = None, restarted: bool = False) -> None:
+        """`restarted`: an earlier one of the same node may have registered the start-up directory."""
         settled = threading.Event()
         self.agreement = agreement
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         self.adapters = Adapters(agreement, self.shards, settled)
         self.clients = Clients(leases or Leases(), self.shards, self.adapters, settled)
-        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled)
+        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""

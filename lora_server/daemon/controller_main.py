@@ -40,7 +40,7 @@ class ControllerProcess:
         self._stack = contextlib.ExitStack()
         self._found = find_adapters(config.adapters) if config.adapters else {}
         agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
-        self.controller = controller = Controller(agreement, Leases(config.lease_seconds))
+        self.controller = controller = Controller(agreement, Leases(config.lease_seconds), config.restarted)
         prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)

@@ -29,6 +29,8 @@ class Kept:
             )
         elif kind == "load":
             self.loads[command.load.handle] = command.load
+        elif kind == "note" and command.note.handle in self.loads:
+            self.loads[command.note.handle] = command.note
         elif kind == "drop":
             self.loads.pop(command.drop, None)
         elif kind == "grant":

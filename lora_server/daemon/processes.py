@@ -85,6 +85,7 @@ class Child:
                 self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
                 return
             log.error(f"{self.name} died: {_reason(code)}; restarting it")
+            self.config = self.config.model_copy(update={"restarted": True})
             if time.monotonic() - started < MAX_PAUSE_SECONDS:
                 self._stopping.wait(MAX_PAUSE_SECONDS)
 
