@@ -13,7 +13,7 @@ import torch
 from client_connector.lanes import Lane
 from client_connector.packing import Packer, read_failure
 from client_connector.routing import Message
-from lora_server.errors import LoraServerError
+from lora_server.errors import LoraServerError, StepError
 from lora_server.spec import Site
 from lora_server.wire import slot
 from lora_server.wire.slot import ResponseHeader
@@ -119,7 +119,7 @@ class Exchange:
         """What the shard answered. If chunks stay unsent, a leader's stage no longer counts alike: join anew."""
         error = read_failure(lane.link, seq, header)
         if self.packer.terms.coordination == "leader" and any(self._queues.values()):
-            lane.broken = error
+            lane.broken = StepError(f"{self.site}: chunks stayed unsent ({error}); the next request joins anew")
         return error
 
     def _report(self, flying: _Flying, header: ResponseHeader, waited_ns: int) -> None:

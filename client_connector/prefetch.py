@@ -20,6 +20,7 @@ class PrefetchSender:
         self._lock = threading.Lock()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
 
     def move(self, address: str) -> None:

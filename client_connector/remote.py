@@ -103,8 +103,6 @@ class RemoteSession(Session):
             except LeaseError as error:
                 self._lost = error
                 return
-            except ValueError:  # left in this moment: the channel is closed
-                return
             except LoraServerError:  # it may come back: only the server itself ends a lease
                 continue
 

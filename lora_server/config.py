@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from lora_server.address import Address
 from lora_server.errors import ConfigError
@@ -23,7 +30,8 @@ def _address(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-Listens = Annotated[Address, BeforeValidator(_address), PlainSerializer(str)]
+# NoDecode: HOST:PORT from the environment is not JSON
+Listens = Annotated[Address, NoDecode, BeforeValidator(_address), PlainSerializer(str)]
 
 
 class ServeConfig(BaseSettings):
@@ -106,6 +114,13 @@ class ProcessConfig(ServeConfig):
     shard: int = -1  # of a shard process
     restarted: bool = False  # in the place of one that died
 
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *others: Any, **named: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What the node says, and nothing of the environment."""
+        return (init_settings,)
+
     @property
     def local_shards(self) -> range:
         """The shards of this node."""
@@ -129,6 +144,8 @@ def load(flags: dict[str, Any], file: Path | None = None) -> ServeConfig:
     except ValidationError as error:
         problems = "; ".join(_describe(dict(problem)) for problem in error.errors())
         raise ConfigError(problems) from None
+    except SettingsError as error:
+        raise ConfigError(f"environment: {error}") from None
 
 
 def _describe(problem: dict[str, Any]) -> str:

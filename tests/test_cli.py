@@ -50,6 +50,35 @@ def test_bad_settings_are_named(flags, words):
         config.load(base | flags)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("listen", "10.0.0.1:7400", "10.0.0.1:7400"),
+        ("http", "[::1]:80", "[::1]:80"),
+        ("controller", "node-0:7400", "node-0:7400"),
+        ("adapters", "/adapters", "/adapters"),
+        ("lease_seconds", "2.5", "2.5"),
+    ],
+)
+def test_every_kind_of_setting_comes_from_the_environment(monkeypatch, name, value, read):
+    monkeypatch.setenv(f"LORA_SERVER_{name.upper()}", value)
+    assert str(getattr(config.load({"base_model": "x"}), name)) == read
+    monkeypatch.setenv(f"LORA_SERVER_{name.upper()}", "nowhere" if name != "adapters" else value)
+    if name != "adapters":
+        with pytest.raises(ConfigError, match=name.replace("_", "-")):
+            config.load({"base_model": "x"})
+
+
+def test_processes_of_a_node_take_nothing_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("LORA_SERVER_SHARD", "3")
+    monkeypatch.setenv("LORA_SERVER_SLOTS", "9")
+    node = config.load({"base_model": "x", "slots": 5})
+    found = {"spec_json": "{}", "bind_host": "h", "run_dir": tmp_path}
+    child = config.ProcessConfig.model_validate(node.model_dump() | found)
+    assert (child.shard, child.slots) == (-1, 5)
+    assert config.ProcessConfig.model_validate_json(child.model_dump_json()) == child
+
+
 @pytest.mark.parametrize("text", ["[1, 2]", "layout: [", "layouts: ep1-pp1"])
 def test_bad_files_are_refused(tmp_path, text):
     (tmp_path / "c.yaml").write_text(text)

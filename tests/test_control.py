@@ -19,6 +19,7 @@ from lora_server.daemon.kept import Kept
 from lora_server.errors import (
     AdapterExistsError,
     AdapterFormatError,
+    ConfigError,
     LeaseError,
     ServerUnavailableError,
     ShardUnavailableError,
@@ -29,6 +30,7 @@ from lora_server.spec import Invocation, Site
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import messages
 from tests.serving import until
+from tests.workload import spec_of
 
 SPEC = spec.load("mixtral-8x7b")
 
@@ -87,7 +89,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def add(self, name):
         if name not in self.listed:
-            self.adapters.adopt([kept(name, self.next)])
+            self.adapters.adopt([kept(name, self.next)], (), 0)
             self.listed[name] = self.next
             self.alive.add(self.next)
             self.next += 1
@@ -190,13 +192,65 @@ def drained(handle):
     return list(handle.commands())
 
 
+def test_what_only_one_shard_knew_reaches_the_others():
+    """The controller was killed in the middle of an add: one shard was told, the other comes first."""
+    controller = make_controller("ep2-pp1", settled=False)
+    first = controller.arrivals.arrive(registration(0, run="abc", epoch=1), [])
+    controller.arrivals.arrive(registration(1, run="abc", epoch=1), [pb.Kept(load=kept("law", 5))])
+    assert [command.load.handle for command in drained(first) if command.HasField("load")] == [5]
+
+
+def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
+    """It was away when the adapter was removed; its peers say that the handle is over, before or after it."""
+    for first in (0, 1):
+        controller = make_controller("ep2-pp1", settled=False)
+        tell = {0: ([pb.Kept(load=kept("law", 5))], {}), 1: ([], {"gone": [5], "last_handle": 9, "last_client": 4})}
+        for shard in (first, 1 - first):
+            own, fields = tell[shard]
+            controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **fields), own)
+        assert controller.adapters.listings() == []
+        assert controller.adapters._registry.next_handle() == 10, "no handle is used twice, also of what is gone"
+        assert controller.clients.leases.grant("new").client == 5
+
+
+def test_nobody_joins_or_adds_before_all_shards_have_spoken(tiny_adapters):
+    controller = make_controller(settled=False)
+    controller.shards.arrive(ShardHandle(registration(0)), False)
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        controller.clients.join("early")
+    tiny = Controller(Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64))
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        tiny.adapters.register("law", str(tiny_adapters["all"]))
+
+
+def test_a_directory_is_listed_anew_by_a_node_that_was_started_anew(tiny_adapters):
+    """Unlike by a controller that its node restarted: other content under a name is refused, and said."""
+    controller = Controller(Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64))
+    digest = controller.agreement.digest()
+    told = registration(0, run="abc", epoch=1, registered=True, agreement=digest)
+    controller.arrivals.arrive(told, [pb.Kept(load=kept("law", 5))])
+    assert not controller.adapters.registered.is_set()
+    controller.adapters.register_directory({"law": tiny_adapters["all"], "new": tiny_adapters["down"]})
+    assert [one.record.name for one in controller.adapters.listings()] == ["law", "new"]
+    assert "is served under this name" in controller.adapters.refused()["law"]
+    assert controller.adapters.remove("law") == 0 and controller.adapters.refused() == {}
+    assert [one.record.name for one in controller.adapters.listings()] == ["new"]
+
+
+def test_kept_state_that_cannot_be_read_turns_a_shard_away_and_harms_nobody():
+    controller = make_controller("ep2-pp1", settled=False)
+    with pytest.raises(ConfigError, match="shard 0: what it kept cannot be read"):
+        controller.arrivals.arrive(registration(0, run="abc", epoch=1), [pb.Kept(load=pb.Load(handle=1, record=b"{}"))])
+    assert controller.shards.missing() == [0, 1]
+
+
 def test_state_of_another_run_is_dropped_by_the_shard_that_kept_it():
     controller = make_controller("ep2-pp1", settled=False)
     controller.arrivals.arrive(registration(0, run="abc", epoch=1), [pb.Kept(load=kept("law", 5))])
     other = controller.arrivals.arrive(registration(1, run="xyz", epoch=1), [pb.Kept(load=kept("art", 6))])
     assert [one.record.name for one in controller.adapters.listings()] == ["law"]
     claims = [command.claim for command in drained(other) if command.HasField("claim")]
-    assert claims[-1].run == "abc"
+    assert claims[0].run == claims[-1].run == "abc"
     memory = Kept()
     memory.note(pb.ShardCommand(claim=pb.Claim(epoch=1, run="xyz")))
     memory.note(pb.ShardCommand(load=kept("art", 6)))
@@ -273,24 +327,43 @@ def test_the_table_knows_who_is_missing():
     assert table.missing() == [0]
 
 
+def arrived(table, handle, settled=True):
+    table.arrive(handle, settled)
+    return handle
+
+
 def test_a_rank_has_one_claimant():
     """Whoever was replaced while it was away is turned away; whoever comes back itself is welcome."""
     table = ShardTable(Layout(1, 1), "independent")
-    first = handle_of(0, pid=1)
-    assert table.arrive(first) == 1
-    again = handle_of(0, pid=1, epoch=1)
-    assert table.arrive(again) == 1, "its old stream is still there"
+    first = arrived(table, handle_of(0, pid=1))
+    again = arrived(table, handle_of(0, pid=1, epoch=first.epoch))
+    assert again.epoch == first.epoch, "its old stream is still there"
+    assert arrived(table, handle_of(0, pid=1)).epoch == first.epoch, "it was never told its claim"
+    again = arrived(table, handle_of(0, pid=1, epoch=first.epoch))
     assert not table.depart(first) and table.live() == {0: again}
     assert table.depart(again)
-    assert table.arrive(handle_of(0, pid=2)) == 2
+    second = arrived(table, handle_of(0, pid=2))
+    assert second.epoch > first.epoch and table.restarts[0] == 1
     with pytest.raises(LeaseError, match="pid 1 of node 0 was replaced"):
-        table.arrive(handle_of(0, pid=1, epoch=1))
-    restarted = ShardTable(Layout(1, 1), "independent")
-    orphan = handle_of(0, pid=1, epoch=1)
-    assert restarted.arrive(orphan) == 1, "a controller that knows nothing believes the first"
+        table.arrive(handle_of(0, pid=1, epoch=first.epoch))
+
+
+def test_a_restarted_controller_finds_the_right_claimant():
+    old, new = 7, 8
+    table = ShardTable(Layout(1, 1), "independent")
+    orphan = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
+    assert orphan.epoch == old, "a controller that knows nothing believes the first"
     pending = orphan.send(pb.ShardCommand(drop=1))
-    assert restarted.arrive(handle_of(0, pid=2, epoch=2)) == 2, "until a newer claimant comes"
+    assert arrived(table, handle_of(0, pid=2, epoch=new), settled=False).epoch == new, "until a newer one comes"
     assert isinstance(pending.error, ShardUnavailableError)
+    table = ShardTable(Layout(1, 1), "independent")
+    usurper = arrived(table, handle_of(0, pid=3), settled=False)
+    holder = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
+    assert holder.epoch > usurper.epoch, "one that had the rank goes before one that waited for it"
+    with pytest.raises(LeaseError, match="pid 3"):
+        table.arrive(handle_of(0, pid=3, epoch=usurper.epoch), settled=False)
+    with pytest.raises(ServerUnavailableError, match="served by pid 1"):
+        table.arrive(handle_of(0, pid=4), settled=True)
 
 
 def test_a_leader_without_followers_is_not_up():

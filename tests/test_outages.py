@@ -16,7 +16,7 @@ import torch
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
-from lora_server.errors import LoraServerError
+from lora_server.errors import LoraServerError, ServerUnavailableError
 from tests.checking_engine import held
 from tests.fleet import Fleet, now
 from tests.serving import cli, status, until
@@ -198,4 +198,8 @@ def test_a_left_session_keeps_nothing_whatever_refers_to_it(tmp_path):
                 load.model(torch.tensor([[5, 6]]))
         now_held = held()
         assert len({id(session) for *_, session in kept}) == 5
+        left = kept[0][-1]
+        left.release([1]), left.prefetch([1])
+        with pytest.raises(ServerUnavailableError, match="was left"):
+            left.acquire(["fused"])
         assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3

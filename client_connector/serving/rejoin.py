@@ -22,7 +22,8 @@ class Rejoin:
     def wait(self, seconds: float) -> bool:
         """Start if need be, and wait so long; whether it is joined. Raises what makes joining hopeless."""
         with self._lock:
-            if self._thread is None:
+            stale = self._thread is not None and not self._thread.is_alive() and self.error is None
+            if self._thread is None or stale:  # whoever waits is away: what was joined before is lost again
                 self.error, self.waited = None, False
                 self._thread = threading.Thread(target=self._run, name="lora-rejoin", daemon=True)
                 self._thread.start()

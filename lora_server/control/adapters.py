@@ -59,8 +59,9 @@ class Adapters:
         """`settled`: all shards have said what they keep, so that an unknown name is none."""
         self._spec, self._shards, self._settled = agreement.spec, shards, settled
         self._registry, self._holds = Registry(), Holds()
+        self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # outcomes of commands may come while it is held
         self.registered = threading.Event()
 
     # -- registering
@@ -74,6 +75,7 @@ class Adapters:
         check_name(name)
         adapter, version = validate_adapter(path, self._spec)
         with adapter, self._lock:
+            self._require_settled()
             existing = self._registry.existing(name, version)
             record = existing or Record(
                 handle=self._registry.next_handle(),
@@ -98,18 +100,16 @@ class Adapters:
     def register_directory(self, found: dict[str, Path]) -> None:
         """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it.
 
-        After a restart of the controller only what was not registered is looked at again, and what an
-        earlier one had registered, and a user removed, is not listed.
+        Where an earlier controller of this node had registered it, nothing is listed again: what is not
+        listed any more was removed, or is refused once more.
         """
-        listed = {one.record.name for one in self.listings()}
+        known = {one.record.name for one in self.listings()} if self.registered.is_set() else set()
         for name, path in found.items():
-            if name in listed:
-                continue
             try:
-                if self.registered.is_set():
-                    validate_adapter(path, self._spec)[0].close()
-                else:
+                if not self.registered.is_set():
                     self.register(name, str(path))
+                elif name not in known:
+                    validate_adapter(path, self._spec)[0].close()
             except (AdapterError, OSError) as error:
                 log.error("adapter refused", name=name, error=str(error))
                 with self._lock:
@@ -131,9 +131,9 @@ class Adapters:
     def remove(self, name: str) -> int:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""
         with self._lock:
-            if self._registry.refused.pop(name, None) is not None:
-                return 0
             self._require_settled()
+            if self._registry.refused.pop(name, None) is not None and not self._registry.is_known(name):
+                return 0
             record = self._registry.unlist(name)
             holders = self._holds.count(record.handle)
             # every shard notes it, so that no later controller lists the name again
@@ -155,13 +155,14 @@ class Adapters:
 
     def _load_on(self, handle: ShardHandle, record: Record) -> PendingCommand:
         def loaded(error: LoraServerError | None) -> None:
-            resident = self._residency.of(record.handle)
-            if error is None:
-                resident.loaded.add(handle.shard)
-                resident.error = ""
-            elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
-                resident.error = str(error)  # unlike after a shard's death, when its successor loads it again
-                log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
+            with self._lock:
+                resident = self._residency.of(record.handle)
+                if error is None:
+                    resident.loaded.add(handle.shard)
+                    resident.errors.pop(handle.shard, None)
+                elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
+                    resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
+                    log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
 
         return handle.send(pb.ShardCommand(load=self._load(record)), loaded)
 
@@ -175,9 +176,11 @@ class Adapters:
             listed=self._registry.is_listed(record),
         )
 
-    def adopt(self, kept: Iterable[pb.Load]) -> None:
-        """Adapters that a shard kept from an earlier controller of the same run."""
+    def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
+        """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
         with self._lock:
+            self._registry.reserve(last_handle)
+            self._gone.update(gone)
             for load in kept:
                 record = Record.decode(load.record)
                 known = self._registry.by_handle(record.handle)
@@ -185,19 +188,35 @@ class Adapters:
                     self._registry.add(record, load.listed)
                 elif not load.listed and self._registry.is_listed(known):
                     self._registry.unlist(known.name)
+            for handle in self._gone:
+                if self._registry.by_handle(handle) is not None:
+                    self._registry.remove(handle)
 
     def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
-        """A shard that arrived loads what it lacks, and drops what nobody knows any more."""
+        """A shard that arrived has this; it drops what nobody knows any more, and loads what it lacks.
+
+        Before all have registered nobody knows what it lacks: see `settle`.
+        """
         with self._lock:
             self._residency.forget_shard(handle.shard)
             for one in kept:
-                record = self._registry.by_handle(one.load.handle)
-                if record is None:
+                if self._registry.by_handle(one.load.handle) is None:
                     handle.send(pb.ShardCommand(drop=one.load.handle))
-                    continue
-                self._residency.of(record.handle).layers[handle.shard] = one.layers
-            for record in self._registry.records():  # what it has already only notes whether it is listed
-                self._load_on(handle, record)
+                else:
+                    self._residency.of(one.load.handle).layers[handle.shard] = one.layers
+            if self._settled.is_set():
+                self._load_all_on(handle)
+
+    def settle(self) -> None:
+        """Every shard has said what it keeps: now each gets what only others knew of."""
+        with self._lock:
+            for handle in self._shards.live().values():
+                self._load_all_on(handle)
+            self._collect()
+
+    def _load_all_on(self, handle: ShardHandle) -> None:
+        for record in self._registry.records():  # of what is there already only the record is kept
+            self._load_on(handle, record)
 
     def on_layers_ready(self, shard: int, report: pb.LayersReady) -> None:
         """A shard has that many layers of an adapter."""

@@ -49,26 +49,35 @@ class Arrivals:
         self._check(registration)
         handle = ShardHandle(registration)
         with self._lock:
-            epoch = self._shards.arrive(handle)  # first: one that is turned away must not touch what the live one has
-            if registration.run and not self.settled.is_set():
-                self.run = self.run or registration.run
-                if self._restarted and registration.run == self.run and registration.registered:
-                    self._adapters.registered.set()
-            if registration.run != self.run:
-                kept = ()  # of another run: the claim tells it so
-            loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
-            if not self.settled.is_set():
-                self._adapters.adopt(one.load for one in loads)
-                self._clients.adopt(grants)
-            handle.send(self._claim(epoch))
-            self._adapters.introduce(handle, loads)
-            self._clients.introduce(handle, grants)
+            self._shards.arrive(handle, self.settled.is_set())  # first: what it keeps counts if it has its rank
+            try:
+                self._learn(handle, kept)
+            except Exception as error:  # what an older version kept, say
+                self._shards.depart(handle)
+                raise ConfigError(f"shard {handle.shard}: what it kept cannot be read: {error!r}") from error
             if not self.settled.is_set() and len(self._shards.live()) == self._agreement.layout.num_shards:
                 self._settle()
         if self._agreement.coordination == "leader":
             self._introduce_leader(handle)
         log.info("shard up", shard=handle.shard, node=handle.node, pid=handle.pid)
         return handle
+
+    def _learn(self, handle: ShardHandle, kept: Sequence[pb.Kept]) -> None:
+        registration, settled = handle.registration, self.settled.is_set()
+        if registration.run and not settled:
+            self.run = self.run or registration.run
+        if registration.run and registration.run != self.run:
+            handle.send(self._claim(handle, self.run))  # drops what it keeps of another run
+            kept = ()
+        loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
+        if not settled and registration.run == self.run:
+            if self._restarted and registration.registered:
+                self._adapters.registered.set()
+            self._adapters.adopt((one.load for one in loads), registration.gone, registration.last_handle)
+            self._clients.adopt(grants, registration.last_client)
+        handle.send(self._claim(handle, self.run if settled else ""))
+        self._adapters.introduce(handle, loads)
+        self._clients.introduce(handle, grants)
 
     def _check(self, registration: pb.Registration) -> None:
         agreement = self._agreement
@@ -78,19 +87,20 @@ class Arrivals:
                 f"controller's ({agreement.describe()}); start every node with the same model and flags"
             )
 
-    def _claim(self, epoch: int) -> pb.ShardCommand:
-        run = self.run if self.settled.is_set() else ""
-        return pb.ShardCommand(claim=pb.Claim(epoch=epoch, run=run, registered=self._adapters.registered.is_set()))
+    def _claim(self, handle: ShardHandle, run: str) -> pb.ShardCommand:
+        registered, restarts = self._adapters.registered.is_set(), self._shards.restarts[handle.shard]
+        return pb.ShardCommand(claim=pb.Claim(epoch=handle.epoch, run=run, registered=registered, restarts=restarts))
 
     def _settle(self) -> None:
         self.run = self.run or secrets.token_hex(8)
         self.settled.set()
         self.announce()
+        self._adapters.settle()
 
     def announce(self) -> None:
         """Tell the shards which run they are of, and whether its start-up directory is registered."""
         for handle in self._shards.live().values():
-            handle.send(self._claim(handle.epoch))
+            handle.send(self._claim(handle, self.run))
 
     def _introduce_leader(self, arrived: ShardHandle) -> None:
         """Leader mode: a leader that arrives is followed by its stage; a follower follows its leader."""

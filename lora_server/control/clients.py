@@ -26,6 +26,8 @@ class Clients:
 
     def join(self, instance: str) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        if not self._settled.is_set():
+            raise ServerUnavailableError(RESTARTED)
         live = self._shards.require_up()
         lease = self.leases.grant(instance)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
@@ -72,8 +74,9 @@ class Clients:
         """Pass a client's signal on."""
         self._shards.broadcast(pb.ShardCommand(prefetch=pb.Handles(handles=handles)))
 
-    def adopt(self, grants: Iterable[pb.Grant]) -> None:
+    def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Clients that a shard kept from an earlier controller of the same run."""
+        self.leases.reserve(last_client)
         for grant in grants:
             if self.leases.adopt(grant.client, grant.epoch, grant.key, grant.instance):
                 self._adapters.expect(grant.client)

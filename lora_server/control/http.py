@@ -54,9 +54,9 @@ class ControllerCollector(Collector):
         missing = set(controller.shards.missing())
         up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])
         restarts = CounterMetricFamily("lora_server_shard_restarts", "Restarts of a shard", labels=["shard"])
-        for shard, claim in controller.shards.claims.items():
+        for shard, count in controller.shards.restarts.items():
             up.add_metric([str(shard)], float(shard not in missing))
-            restarts.add_metric([str(shard)], max(0, claim - 1))
+            restarts.add_metric([str(shard)], max(0, count))
         weights = GaugeMetricFamily("lora_server_weight_bytes", "Adapter weights held", labels=["shard"])
         for shard, handle in live.items():
             weights.add_metric([str(shard)], handle.stats.weight_bytes)

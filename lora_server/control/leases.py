@@ -52,6 +52,11 @@ class Leases:
             self._leases[client] = ClientLease(client, epoch, key, instance, self._horizon())
             return True
 
+    def reserve(self, client: int) -> None:
+        """Ids up to this one were used by an earlier controller."""
+        with self._lock:
+            self._next_client = max(self._next_client, client + 1)
+
     def is_known(self, client: int, epoch: int) -> bool:
         """Whether this lease is good."""
         with self._lock:

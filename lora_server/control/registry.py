@@ -65,6 +65,10 @@ class Registry:
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         return handle
 
+    def reserve(self, handle: int) -> None:
+        """Handles up to this one were used by an earlier controller."""
+        self._next_handle = max(self._next_handle, handle + 1)
+
     def existing(self, name: str, version: str) -> Record | None:
         """The listed record of that name; raises AdapterExistsError if its content is another."""
         record = self._by_name.get(name)
@@ -77,7 +81,7 @@ class Registry:
 
     def add(self, record: Record, listed: bool = True) -> None:
         """List a record, or, draining, only keep it."""
-        self._next_handle = max(self._next_handle, record.handle + 1)
+        self.reserve(record.handle)
         self._by_handle[record.handle] = record
         if listed:
             self.refused.pop(record.name, None)
@@ -97,6 +101,10 @@ class Registry:
         """Whether its name is offered; otherwise it drains."""
         return self._by_name.get(record.name) is record
 
+    def is_known(self, name: str) -> bool:
+        """Whether the name is offered."""
+        return name in self._by_name
+
     def by_handle(self, handle: int) -> Record | None:
         """Any record that still exists, listed or draining."""
         return self._by_handle.get(handle)
@@ -112,5 +120,7 @@ class Registry:
         return record
 
     def remove(self, handle: int) -> None:
-        """Forget a record that drained."""
-        del self._by_handle[handle]
+        """Forget a record, listed or not."""
+        record = self._by_handle.pop(handle)
+        if self.is_listed(record):
+            del self._by_name[record.name]

@@ -9,11 +9,16 @@ from lora_server.placement import Placement
 
 @dataclass
 class Resident:
-    """One adapter: layers that each shard has ready, the shards that have all of theirs, why one failed."""
+    """One adapter: layers that each shard has ready, the shards that have all of theirs, why others failed."""
 
     layers: dict[int, int] = field(default_factory=dict)
     loaded: set[int] = field(default_factory=set)
-    error: str = ""
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be used; empty if it can."""
+        return next(iter(self.errors.values()), "")
 
 
 class Residency:
@@ -36,6 +41,7 @@ class Residency:
         for resident in self._resident.values():
             resident.layers.pop(shard, None)
             resident.loaded.discard(shard)
+            resident.errors.pop(shard, None)
 
     def num_layers(self, handle: int) -> int:
         """Layers that all their shards have."""

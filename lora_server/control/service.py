@@ -190,10 +190,10 @@ class ServerService(rpc.ServerServicer):
             pid=os.getpid(),
             run=controller.arrivals.run,
         )
-        for shard, claim in controller.shards.claims.items():
+        for shard, count in controller.shards.restarts.items():
             row = reply.shards.add(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
             row.state = "starting" if shard in missing else "up"
-            row.restarts = max(0, claim - 1)
+            row.restarts = max(0, count)
             if shard in live:
                 row.node, row.pid = live[shard].node, live[shard].pid
                 row.stats.CopyFrom(live[shard].stats)

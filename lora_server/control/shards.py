@@ -96,39 +96,59 @@ class ShardHandle:
 class ShardTable:
     """All shards of the layout; some may be missing for now. Thread-safe.
 
-    `claims`: by rank, the epoch of its newest claimant; each that replaces another counts one up.
+    Each rank has one claimant at a time, and whoever replaces another has a higher claim; `restarts` counts
+    replacements, -1 where nobody came yet.
     """
 
     def __init__(self, layout: Layout, coordination: str) -> None:
         self._layout, self._coordination = layout, coordination
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
-        self.claims: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
+        self._claims: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
+        self.restarts: dict[int, int] = dict.fromkeys(range(layout.num_shards), -1)
         self._guard = threading.Lock()
 
-    def arrive(self, handle: ShardHandle) -> int:
-        """A shard registered; the epoch of its claim. Raises LeaseError while its rank is another's."""
+    def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
+        """A shard registered: it has a claim from now on. Raises LeaseError if it was replaced while it was away,
+        ServerUnavailableError while its rank is another's.
+
+        While a restarted controller is not settled, one that had a claim goes before one that never had.
+        """
         shard, registration = handle.shard, handle.registration
         with self._guard:
-            older, newest = self._live.get(shard), self.claims[shard]
-            comes_back = older is not None and older.registration.instance == registration.instance
             if self.closed:
-                raise LeaseError(f"shard {shard}: the server is stopping")
-            if registration.epoch and registration.epoch < newest:
+                raise ServerUnavailableError(f"shard {shard}: the server is stopping")
+            older, newest = self._live.get(shard), self._claims[shard]
+            comes_back = older is not None and older.registration.instance == registration.instance
+            usurped = not settled and older is not None and not older.registration.epoch and bool(registration.epoch)
+            if registration.epoch and registration.epoch < newest and not usurped and not comes_back:
                 raise LeaseError(
                     f"shard {shard}: pid {handle.pid} of node {handle.node} was replaced while it was away "
                     f"(its claim is {registration.epoch}, the newest {newest}); it ends"
                 )
             newer = registration.epoch > newest > 0
-            if older is not None and not comes_back and not newer and not older.silent():
+            if older is not None and not (comes_back or newer or usurped or older.silent()):
                 raise ServerUnavailableError(
                     f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
                 )
-            handle.epoch = self.claims[shard] = registration.epoch or newest + 1
+            self._claim(handle, older if comes_back else None)
             self._live[shard] = handle
         if older is not None:
             older.close()
-        return handle.epoch
+
+    def _claim(self, handle: ShardHandle, itself: ShardHandle | None) -> None:
+        """Number it: later claims are higher, also those of later controllers."""
+        shard, registration = handle.shard, handle.registration
+        newest = self._claims[shard]
+        if registration.epoch >= newest and registration.epoch:
+            handle.epoch = registration.epoch
+        elif itself is not None:
+            handle.epoch = itself.epoch
+        else:
+            handle.epoch = max(newest + 1, int(time.time()))
+        self._claims[shard] = handle.epoch
+        known = max(self.restarts[shard], registration.restarts if registration.epoch else -1)
+        self.restarts[shard] = known if registration.epoch or itself is not None else known + 1
 
     def close(self) -> None:
         """The server stops: end every stream and every wait."""

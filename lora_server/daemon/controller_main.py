@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 
 import structlog
 
@@ -38,7 +39,7 @@ class ControllerProcess:
         self.config = config
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
-        self._found = find_adapters(config.adapters) if config.adapters else {}
+        self._found = self._find_adapters()
         agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
         self.controller = controller = Controller(agreement, Leases(config.lease_seconds), config.restarted)
         prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
@@ -53,6 +54,18 @@ class ControllerProcess:
             ) from error
         self._stack.callback(self.control.close, GRACE_SECONDS)
         self._stack.callback(controller.shards.close)
+
+    def _find_adapters(self) -> dict[str, Path]:
+        """Those of the start-up directory, which an earlier controller may have seen for the last time."""
+        if self.config.adapters is None:
+            return {}
+        try:
+            return find_adapters(self.config.adapters)
+        except ConfigError as error:
+            if not self.config.restarted:
+                raise
+            log.error("the start-up directory is gone", reason=str(error))
+            return {}
 
     def run(self) -> int:
         """Until stopped."""
@@ -83,7 +96,8 @@ class ControllerProcess:
 
     def _name_ignored(self) -> None:
         """A sub-directory without an adapter's files is probably a mistake."""
-        children = self.config.adapters.iterdir() if self.config.adapters else ()
+        there = self.config.adapters is not None and self.config.adapters.is_dir()
+        children = self.config.adapters.iterdir() if self.config.adapters is not None and there else ()
         ignored = sorted(child.name for child in children if child.is_dir() and child.name not in self._found)
         if ignored:
             log.warning("no adapter files in these directories; ignored", directories=ignored)

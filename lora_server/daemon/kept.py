@@ -17,6 +17,8 @@ class Kept:
         self.claim = pb.Claim()
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
+        self.gone: set[int] = set()
+        self.last_handle = self.last_client = 0
 
     def note(self, command: pb.ShardCommand) -> None:
         """A command that is being carried out."""
@@ -25,16 +27,20 @@ class Kept:
             self.claim = pb.Claim(
                 epoch=command.claim.epoch,
                 run=command.claim.run or self.claim.run,
-                registered=command.claim.registered or self.claim.registered,
+                registered=command.claim.registered if command.claim.run else self.claim.registered,
+                restarts=command.claim.restarts,
             )
         elif kind == "load":
             self.loads[command.load.handle] = command.load
+            self.last_handle = max(self.last_handle, command.load.handle)
         elif kind == "note" and command.note.handle in self.loads:
             self.loads[command.note.handle] = command.note
         elif kind == "drop":
             self.loads.pop(command.drop, None)
+            self.gone.add(command.drop)
         elif kind == "grant":
             self.grants[command.grant.client] = command.grant
+            self.last_client = max(self.last_client, command.grant.client)
         elif kind == "revoke":
             self.grants.pop(command.revoke, None)
 
@@ -45,8 +51,18 @@ class Kept:
     def forget(self) -> tuple[list[int], list[int]]:
         """Handles and clients of a run that is over; they are not kept any more."""
         gone = list(self.loads), list(self.grants)
-        self.loads, self.grants, self.claim = {}, {}, pb.Claim()
+        self.loads, self.grants, self.gone, self.claim = {}, {}, set(), pb.Claim()
+        self.last_handle = self.last_client = 0
         return gone
+
+    def sign(self, registration: pb.Registration) -> pb.Registration:
+        """Put what is known of this process's rank and run on a registration."""
+        registration.instance, registration.epoch = self.instance, self.claim.epoch
+        registration.run, registration.registered = self.claim.run, self.claim.registered
+        registration.restarts, registration.kept = self.claim.restarts, self.count()
+        registration.last_handle, registration.last_client = self.last_handle, self.last_client
+        registration.gone.extend(sorted(self.gone))
+        return registration
 
     def count(self) -> int:
         """How many reports there will be."""

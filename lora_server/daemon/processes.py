@@ -25,8 +25,9 @@ from lora_server.errors import ConfigError, ServerUnavailableError
 
 EXIT_REFUSED = 78
 STOP_SECONDS = 5.0
-MAX_FAILED_STARTS = 5
-MAX_PAUSE_SECONDS = 1.0  # before a restart
+MAX_FAILED_STARTS = 5  # of one that never was up
+GIVE_UP_SECONDS = 60.0  # of failed starts of one that was
+PAUSE_SECONDS = 1.0  # before a restart of one that lived less
 log = structlog.get_logger()
 
 
@@ -73,21 +74,25 @@ class Child:
         return self._up
 
     def _keep_alive(self) -> None:
-        failed_starts = 0
+        failed_starts, last_up = 0, 0.0
         while not self._stopping.is_set():
             started = time.monotonic()
             up, code = self._run_once()
             if self._stopping.is_set():
                 return
-            failed_starts = 0 if up is not None and not up.refused else failed_starts + 1
-            if code == EXIT_REFUSED or failed_starts >= MAX_FAILED_STARTS:
+            if up is not None and not up.refused:
+                failed_starts, last_up = 0, time.monotonic()
+            else:
+                failed_starts += 1
+            hopeless = code == EXIT_REFUSED or failed_starts >= MAX_FAILED_STARTS
+            if failed_starts and (time.monotonic() - last_up > GIVE_UP_SECONDS if last_up else hopeless):
                 log.error(f"{self.name} died: {_reason(code)}")
                 self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
                 return
             log.error(f"{self.name} died: {_reason(code)}; restarting it")
             self.config = self.config.model_copy(update={"restarted": True})
-            if time.monotonic() - started < MAX_PAUSE_SECONDS:
-                self._stopping.wait(MAX_PAUSE_SECONDS)
+            if time.monotonic() - started < PAUSE_SECONDS:
+                self._stopping.wait(PAUSE_SECONDS)
 
     def _end(self, reason: str) -> None:
         self._answered.set()
@@ -108,8 +113,7 @@ class Child:
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
-        said = process.stdout.readline()
-        up = msgspec.json.decode(said, type=Up) if said else None
+        up = _first_words(process.stdout)
         if up is not None and self._up is None:
             self._up = up
             self._answered.set()
@@ -136,6 +140,14 @@ class Child:
                 process.kill()
         if self._thread is not None:
             self._thread.join()
+
+
+def _first_words(stream: IO[bytes]) -> Up | None:
+    """What a child says; lines that a library printed are passed over. None where it ended first."""
+    for line in stream:
+        with contextlib.suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(line, type=Up)
+    return None
 
 
 def stop(children: list[Child]) -> None:

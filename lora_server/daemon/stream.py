@@ -76,13 +76,9 @@ class ControllerStream:
         return None
 
     def _outgoing(self, reports: queue.SimpleQueue[pb.ShardReport | None]) -> Iterator[pb.ShardReport]:
-        kept = self._kept
-        registration = self._register()
-        registration.instance, registration.epoch = kept.instance, kept.claim.epoch
-        registration.run, registration.registered = kept.claim.run, kept.claim.registered
-        registration.kept = kept.count()
+        registration, kept = self._kept.sign(self._register()), list(self._kept.reports(self._layers_ready))
         yield pb.ShardReport(registration=registration)
-        yield from list(kept.reports(self._layers_ready))
+        yield from kept
         while (report := reports.get()) is not None:
             yield report
 

@@ -95,6 +95,9 @@ class LoadingStore(WeightStore):
                 entry = self._entries[handle] = _Entry(handle, source, self._place(), list(self._layers), [done])
                 self._enqueue(entry)
                 return
+            if entry.source.version != source.version:
+                done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
+                return
             if not entry.finished:
                 entry.done.append(done)
                 return

@@ -141,6 +141,10 @@ class _ShmConnection(Connection):
         self._socket = sock
         self._parker = park.Parker(region.parked)
 
+    def is_over(self, sock: socket.socket) -> bool:
+        """Whether this is its handshake's socket."""
+        return self._socket is sock
+
     def respond(self, seq: int, nbytes: int) -> None:
         """The payload is in place already: only the signal is left."""
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
@@ -257,6 +261,9 @@ class ShmListener:
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
         except OSError as error:  # out of descriptors or memory
+            for half in self._port.connections:
+                if isinstance(half, _ShmConnection) and half.is_over(sock):
+                    self._port.disconnect(half)
             self._refuse(sock, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
 
     def _refuse(self, sock: socket.socket, error: LoraServerError) -> None:

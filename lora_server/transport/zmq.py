@@ -59,10 +59,13 @@ class ZmqLink(Link):
             self._socket.connect(address)
             self._socket.send_multipart([_HELLO, messages.encode(hello)])
             layout = self._welcome(address, seconds)
+            self._memory = Mapping(layout.nbytes)
+        except OSError as error:
+            self.close()
+            raise ShardUnavailableError(f"shard {shard} at {address}: {error.strerror or error}") from error
         except BaseException:
             self.close()
             raise
-        self._memory = Mapping(layout.nbytes)
         self.region = Region(self._memory.view, layout)
 
     def _welcome(self, address: str, seconds: float) -> RegionLayout:
@@ -104,8 +107,10 @@ class ZmqLink(Link):
 
     @override
     def check(self) -> None:
-        if self._closed or self._events.poll(0):
-            raise self._gone(self.responded() + 1)
+        with contextlib.suppress(zmq.ZMQError):  # closed in this moment
+            if not self._closed and not self._events.poll(0):
+                return
+        raise self._gone(self.responded() + 1)
 
     @override
     def close(self) -> None:

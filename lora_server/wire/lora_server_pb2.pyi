@@ -283,7 +283,7 @@ class ShardStats(_message.Message):
     def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +295,10 @@ class Registration(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    LAST_CLIENT_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
     pid: int
@@ -306,7 +310,11 @@ class Registration(_message.Message):
     run: str
     kept: int
     registered: bool
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ...) -> None: ...
+    restarts: int
+    last_handle: int
+    last_client: int
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")
@@ -397,14 +405,16 @@ class Handles(_message.Message):
     def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Claim(_message.Message):
-    __slots__ = ("epoch", "run", "registered")
+    __slots__ = ("epoch", "run", "restarts", "registered")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run: str
+    restarts: int
     registered: bool
-    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., registered: bool = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
 
 class ShardCommand(_message.Message):
     __slots__ = ("id", "grant", "revoke", "load", "drop", "prefetch", "follow", "claim", "note")

@@ -64,6 +64,8 @@ def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float
     """One unary call. Raises the error that the server raised, or ServerUnavailableError."""
     try:
         return method(request, timeout=seconds)
+    except ValueError as error:  # the channel was closed
+        raise ServerUnavailableError(f"server {server}: this session was left ({error})") from None
     except grpc.RpcError as error:
         raise translate(cast(grpc.Call, error), server, seconds) from None
 
@@ -75,6 +77,8 @@ def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServer
             return rebuild(str(value), error.details() or "")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return ServerUnavailableError(f"server {server}: cannot be reached ({error.details()}); is it running?")
+    if error.code() is grpc.StatusCode.CANCELLED:
+        return ServerUnavailableError(f"server {server}: the call was cancelled ({error.details()})")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailableError(f"server {server}: no answer within {seconds:g} s")
     return LoraServerError(f"server {server}: {error.code().name}: {error.details()}")
