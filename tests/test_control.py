@@ -215,7 +215,7 @@ def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
 
 def test_nobody_joins_or_adds_before_all_shards_have_spoken(tiny_adapters):
     controller = make_controller(settled=False)
-    controller.shards.arrive(ShardHandle(registration(0)), False)
+    controller.shards.arrive(ShardHandle(registration(0)), False)  # its state is still being read
     with pytest.raises(ServerUnavailableError, match="waits for its shards"):
         controller.clients.join("early")
     tiny = Controller(Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64))

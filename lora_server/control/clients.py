@@ -26,9 +26,9 @@ class Clients:
 
     def join(self, instance: str) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        live = self._shards.require_up()
         if not self._settled.is_set():
             raise ServerUnavailableError(RESTARTED)
-        live = self._shards.require_up()
         lease = self.leases.grant(instance)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         try:
