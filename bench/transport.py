@@ -134,8 +134,9 @@ def _floor_partner(library: str, path: str, nbytes: int, rounds: int) -> None:
 
 def floor_us(library: str, nbytes: int, rounds: int) -> float:
     """Median of memcpy + release flag + acquire poll."""
-    fd, memory = create_memory("bench", 4096 + nbytes)
-    floor = _Floor(library, memory.view, nbytes)
+    fd, mapping = create_memory("bench", 4096 + nbytes)
+    memory = mapping.view
+    floor = _Floor(library, memory, nbytes)
     path = f"/proc/{os.getpid()}/fd/{fd}"
     process = SPAWN.Process(target=_floor_partner, args=(library, path, nbytes, rounds))
     process.start()
