@@ -2,7 +2,8 @@
 
 remote        joining a server                  client       a joined client: start, finish, recover
 directory     its list of adapters              lanes        the way to one shard
-prefetch      signals before a first step       exchange     one site of one step
+retry         while a server is away            exchange     one site of one step
+prefetch      signals before a first step
 routing       rows -> messages                  packing      messages <-> slots
 alora         where an activated LoRA begins    geometry     the same base model at both ends
 forward_pass  an engine's model at work

@@ -12,14 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import tenacity
 import torch
 
 from client_connector.exchange import Exchange, StepTimes
 from client_connector.lanes import Lane
 from client_connector.packing import Activations, Packer
+from client_connector.retry import while_away
 from client_connector.routing import Message, in_step, probe_messages
-from lora_server.errors import GeometryMismatchError, LoraServerError, ServerUnavailableError
+from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.spec import Site
 from lora_server.transport.session import Held, Server, Session, Terms
 
@@ -85,13 +85,7 @@ class Client:
 
     def acquire(self, names: Sequence[str]) -> list[Held]:
         """Hold adapters and tell the server that they are needed soon; waits for a controller that restarts."""
-        retry = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(ServerUnavailableError),
-            stop=tenacity.stop_after_delay(self.timeout_seconds),
-            wait=tenacity.wait_random(0.1, 0.4),
-            reraise=True,
-        )
-        held: list[Held] = retry(self.session.acquire, names)
+        held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names)
         self.session.prefetch([one.handle for one in held])
         return held
 

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import tenacity
 from typing_extensions import override
 
 from client_connector.prefetch import PrefetchSender
-from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError
+from client_connector.retry import while_away
+from lora_server.errors import LeaseError, LoraServerError, ShardUnavailableError
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
@@ -39,12 +39,7 @@ class RemoteServer(Server):
     @override
     def join(self, seconds: float = JOIN_SECONDS) -> Session:
         """Tries until all shards are up."""
-        retry = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((ServerUnavailableError, ShardUnavailableError, LeaseError)),
-            stop=tenacity.stop_after_delay(seconds),
-            wait=tenacity.wait_random(0.1, 0.4),
-            reraise=True,
-        )
+        retry = while_away(seconds, ShardUnavailableError, LeaseError)
         session: Session = retry(RemoteSession, self, min(CALL_SECONDS, seconds))
         return session
 

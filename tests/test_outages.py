@@ -10,6 +10,7 @@ import os
 import random
 import signal
 
+import grpc
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ def settled(address):
     """The server's status, once it is complete; None while it is not."""
     try:
         reply = status(address)
-    except Exception:
+    except grpc.RpcError:
         return None
     return reply if reply.ready else None
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import structlog
-import tenacity
 
 from client_connector.alora import invocation_start
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
+from client_connector.retry import while_away
 from client_connector.serving.plan import Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import BASE_MODEL, Settings
@@ -204,15 +204,9 @@ class Holder:
 
     def _regain(self) -> None:
         """The server is there: under the old lease where it is still good, else under a new one."""
-        retry = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(ServerUnavailableError),
-            stop=tenacity.stop_after_delay(self._settings.timeout_seconds),
-            wait=tenacity.wait_random(0.1, 0.4),
-            reraise=True,
-        )
         try:
             self._session.check()
-            retry(self._session.acquire, [])
+            while_away(self._settings.timeout_seconds)(self._session.acquire, [])
         except LeaseError:
             self._rejoined()
         else:

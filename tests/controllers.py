@@ -1,0 +1,43 @@
+"""A controller without sockets, and what shards and clients tell it."""
+
+from __future__ import annotations
+
+from lora_server import spec
+from lora_server.control.agreement import Agreement
+from lora_server.control.controller import Controller
+from lora_server.control.registry import Record
+from lora_server.placement import Layout
+from lora_server.spec import Invocation, Site
+from lora_server.wire import lora_server_pb2 as pb
+
+SPEC = spec.load("mixtral-8x7b")
+
+
+def make_controller(layout="ep1-pp1", settled=True, restarted=True):
+    agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
+    controller = Controller(agreement, restarted=restarted)
+    if settled:
+        controller.arrivals.settled.set()
+    return controller
+
+
+def kept(name, handle, version="v1", listed=True):
+    """An adapter as a shard keeps it."""
+    record = Record(
+        handle=handle,
+        name=name,
+        version=version,
+        path="/x",
+        stamp="",
+        lora_rank=4,
+        nbytes=1,
+        sites=(Site(0, "qkv"),),
+        warnings=("careful",),
+        invocation=Invocation((1, 2)),
+    )
+    return pb.Load(handle=handle, path="/x", version=version, record=record.encode(), listed=listed)
+
+
+def registration(shard, pid=1, **fields):
+    fields = {"instance": str(pid), "agreement": make_controller("ep2-pp1").agreement.digest()} | fields
+    return pb.Registration(shard=shard, pid=pid, **fields)

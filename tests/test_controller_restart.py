@@ -1,0 +1,127 @@
+"""A controller that was restarted learns everything from its shards, in whatever order they come."""
+
+import pytest
+
+from lora_server.control.agreement import Agreement
+from lora_server.control.controller import Controller
+from lora_server.control.shards import ShardHandle
+from lora_server.daemon.kept import Kept
+from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.placement import Layout
+from lora_server.wire import lora_server_pb2 as pb
+from tests.controllers import kept, make_controller, registration
+from tests.workload import spec_of
+
+
+def test_a_restarted_controller_learns_everything_from_its_shards():
+    controller = make_controller("ep2-pp1", settled=False)
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        controller.adapters.get("law")
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        controller.clients.renew(3, 9)
+    grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine")
+    law, old = kept("law", 5), kept("old", 4, listed=False)
+    state = {"run": "abc", "epoch": 2, "registered": True}
+    first = controller.arrivals.arrive(
+        registration(0, **state), [pb.Kept(load=law, layers=3), pb.Kept(load=old), pb.Kept(grant=grant)]
+    )
+    assert not controller.arrivals.settled.is_set()
+    controller.arrivals.arrive(registration(1, **state), [pb.Kept(load=law), pb.Kept(grant=grant)])
+    assert controller.arrivals.settled.is_set() and controller.arrivals.run == "abc"
+    assert controller.adapters.registered.is_set()
+    assert [(one.record.name, one.state) for one in controller.adapters.listings()] == [
+        ("law", "loading"),
+        ("old", "draining"),
+    ]
+    assert controller.clients.renew(3, 9), "the client is asked what it holds"
+    controller.clients.restore(3, 9, [4])
+    assert controller.adapters.get("law").record.handle == 5
+    controller.clients.release(3, 9, [4])
+    assert [one.record.name for one in controller.adapters.listings()] == ["law"], "what drained is gone"
+    assert [command.drop for command in drained(first) if command.HasField("drop")] == [4]
+    assert controller.clients.leases.grant("new").client == 4, "ids are not used twice"
+
+
+def drained(handle):
+    """The commands that a handle was given so far."""
+    handle.close()
+    return list(handle.commands())
+
+
+def test_what_only_one_shard_knew_reaches_the_others():
+    """The controller was killed in the middle of an add: one shard was told, the other comes first."""
+    controller = make_controller("ep2-pp1", settled=False)
+    first = controller.arrivals.arrive(registration(0, run="abc", epoch=1), [])
+    controller.arrivals.arrive(registration(1, run="abc", epoch=1), [pb.Kept(load=kept("law", 5))])
+    assert [command.load.handle for command in drained(first) if command.HasField("load")] == [5]
+
+
+def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
+    """It was away when the adapter was removed; its peers say that the handle is over, before or after it."""
+    for first in (0, 1):
+        controller = make_controller("ep2-pp1", settled=False)
+        tell = {0: ([pb.Kept(load=kept("law", 5))], {}), 1: ([], {"gone": [5], "last_handle": 9, "last_client": 4})}
+        for shard in (first, 1 - first):
+            own, fields = tell[shard]
+            controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **fields), own)
+        assert controller.adapters.listings() == []
+        assert controller.adapters._registry.next_handle() == 10, "no handle is used twice, also of what is gone"
+        assert controller.clients.leases.grant("new").client == 5
+
+
+def test_nobody_joins_or_adds_before_all_shards_have_spoken(tiny_adapters):
+    controller = make_controller(settled=False)
+    controller.shards.arrive(ShardHandle(registration(0)), False)  # its state is still being read
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        controller.clients.join("early")
+    tiny = Controller(Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64))
+    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+        tiny.adapters.register("law", str(tiny_adapters["all"]))
+
+
+def test_a_directory_is_listed_anew_by_a_node_that_was_started_anew(tiny_adapters):
+    """Unlike by a controller that its node restarted: other content under a name is refused, and said."""
+    controller = Controller(Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64))
+    digest = controller.agreement.digest()
+    told = registration(0, run="abc", epoch=1, registered=True, agreement=digest)
+    controller.arrivals.arrive(told, [pb.Kept(load=kept("law", 5))])
+    assert not controller.adapters.registered.is_set()
+    controller.adapters.register_directory({"law": tiny_adapters["all"], "new": tiny_adapters["down"]})
+    assert [one.record.name for one in controller.adapters.listings()] == ["law", "new"]
+    assert "is served under this name" in controller.adapters.refused()["law"]
+    assert controller.adapters.remove("law") == 0 and controller.adapters.refused() == {}
+    assert [one.record.name for one in controller.adapters.listings()] == ["new"]
+
+
+def test_kept_state_that_cannot_be_read_turns_a_shard_away_and_harms_nobody():
+    controller = make_controller("ep2-pp1", settled=False)
+    with pytest.raises(ConfigError, match="shard 0: what it kept cannot be read"):
+        controller.arrivals.arrive(registration(0, run="abc", epoch=1), [pb.Kept(load=pb.Load(handle=1, record=b"{}"))])
+    assert controller.shards.missing() == [0, 1]
+
+
+def test_state_of_another_run_is_dropped_by_the_shard_that_kept_it():
+    controller = make_controller("ep2-pp1", settled=False)
+    controller.arrivals.arrive(registration(0, run="abc", epoch=1), [pb.Kept(load=kept("law", 5))])
+    other = controller.arrivals.arrive(registration(1, run="xyz", epoch=1), [pb.Kept(load=kept("art", 6))])
+    assert [one.record.name for one in controller.adapters.listings()] == ["law"]
+    claims = [command.claim for command in drained(other) if command.HasField("claim")]
+    assert claims[0].run == claims[-1].run == "abc"
+    memory = Kept()
+    memory.note(pb.ShardCommand(claim=pb.Claim(epoch=1, run="xyz")))
+    memory.note(pb.ShardCommand(load=kept("art", 6)))
+    assert memory.is_foreign(claims[-1]) and not memory.is_foreign(pb.Claim(epoch=1))
+    assert memory.forget() == ([6], []) and memory.count() == 0
+
+
+def test_what_was_dropped_while_a_shard_was_away_is_dropped_there_too():
+    controller = make_controller()
+    controller.arrivals.run = "abc"
+    grant = pb.Grant(client=3, epoch=9, key=b"k")
+    came = controller.arrivals.arrive(
+        registration(0, run="abc", epoch=1, agreement=controller.agreement.digest()),
+        [pb.Kept(load=kept("gone", 5)), pb.Kept(grant=grant)],
+    )
+    commands = drained(came)
+    assert [c.drop for c in commands if c.HasField("drop")] == [5]
+    assert [c.revoke for c in commands if c.HasField("revoke")] == [3]
