@@ -69,6 +69,20 @@ def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
         assert controller.clients.leases.grant("new").client == 5
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_of_two_versions_under_a_name_the_later_one_is_listed(late):
+    """A shard was away while one was removed and the other added: it still thinks that the first is listed."""
+    controller = make_controller("ep2-pp1", settled=False)
+    tell = {
+        0: ([pb.Kept(load=kept("law", 5))], {}),
+        1: ([pb.Kept(load=kept("law", 7, version="v2"))], {"gone": [5], "last_handle": 7}),
+    }
+    for shard in (1 - late, late):
+        own, fields = tell[shard]
+        controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **fields), own)
+    assert [(one.record.handle, one.state) for one in controller.adapters.listings()] == [(7, "loading")]
+
+
 def test_nobody_joins_or_adds_before_all_shards_have_spoken(tiny_adapters):
     controller = make_controller(settled=False)
     controller.shards.arrive(ShardHandle(registration(0)), False)  # its state is still being read

@@ -80,10 +80,11 @@ class Registry:
         return record
 
     def add(self, record: Record, listed: bool = True) -> None:
-        """List a record, or, draining, only keep it."""
+        """List a record, or, draining, only keep it. Of two under one name the one that came later is listed."""
         self.reserve(record.handle)
         self._by_handle[record.handle] = record
-        if listed:
+        other = self._by_name.get(record.name)
+        if listed and (other is None or other.handle < record.handle):
             self.refused.pop(record.name, None)
             self._by_name[record.name] = record
 
