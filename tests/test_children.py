@@ -130,7 +130,7 @@ def serving_demo():
 @pytest.mark.parametrize("stuck", [False, True])
 def test_nothing_is_left_of_a_killed_demo(stuck):
     with serving_demo() as (demo, family, _):
-        assert len(family) >= 6, "a server, four shards, a keeper"
+        assert len(family) >= 7, "a server, its controller, four shards, a keeper"
         for process in descendants(demo.pid) if stuck else ():
             process.suspend()
         demo.kill()
@@ -154,7 +154,7 @@ def test_nothing_is_left_of_a_killed_test(tmp_path):
     try:
         assert parent.stdout.readline() == "up\n"
         family = [*descendants(parent.pid), *keepers(parent.pid)]
-        assert len(family) == 6, "a server, two shards, an engine, two keepers"
+        assert len(family) == 7, "a server, its controller, two shards, an engine, two keepers"
     finally:
         end(parent)
     all_gone(family)
