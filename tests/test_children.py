@@ -11,8 +11,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-import pytest
-
 from lora_server.demo import children
 from tests.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, until
 from tests.workload import workload
@@ -127,18 +125,18 @@ def serving_demo():
             end(demo)
 
 
-@pytest.mark.parametrize("stuck", [False, True])
-def test_nothing_is_left_of_a_killed_demo(stuck):
+def test_nothing_is_left_of_a_killed_demo():
+    """Not even of children that are stopped."""
     with serving_demo() as (demo, family, _):
         assert len(family) >= 7, "a server, its controller, four shards, a keeper"
-        for process in descendants(demo.pid) if stuck else ():
+        for process in descendants(demo.pid):
             process.suspend()
         demo.kill()
         all_gone(family)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_demo_that_is_asked_to_end_cleans_up(number):
+def test_a_demo_that_is_asked_to_end_cleans_up():
+    number = signal.SIGTERM
     with serving_demo() as (demo, family, scratch):
         assert list(scratch.glob("lora-*")), "its own, and its server's"
         demo.send_signal(number)

@@ -23,7 +23,7 @@ from tests.fleet import Fleet, now
 from tests.serving import cli, status, until
 from tests.workload import NEW_TOKENS, workload
 
-OUTAGES = int(os.environ.get("LORA_OUTAGES", "3"))
+OUTAGES = int(os.environ.get("LORA_OUTAGES", "2"))
 TRANSPORTS = ("shm", "zmq", "auto")
 PATIENCE = 60.0
 

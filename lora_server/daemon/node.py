@@ -59,28 +59,28 @@ class Node:
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
-        if process.node_rank == 0:
-            process = self._start_controller(process)
-        else:
+        if process.node_rank:
             listen_http(process, self._stack, self._not_up)
+            self._start_shards(process)
+            return
+        controller = self._run("lora_server.daemon.controller_main", "controller", process)
+        if not process.listen.port:  # its shards have to be told which it chose
+            listen = Address.parse(controller.wait_up(UP_SECONDS).listen)
+            controller.config = process = process.model_copy(update={"listen": listen})
+        self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
+        controller.wait_up(UP_SECONDS)
+
+    def _start_shards(self, process: ProcessConfig) -> None:
         layout = Layout.parse(process.layout)
         for shard in process.local_shards:
             name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
             self._run("lora_server.daemon.shard_main", name, process.model_copy(update={"shard": shard}))
 
-    def _start_controller(self, process: ProcessConfig) -> ProcessConfig:
-        """What its shards are told: where it listens, also after a restart."""
-        probe = Child("controller", "lora_server.daemon.controller_main", process, self._fail)
-        self._children.append(probe)
-        probe.start()
-        listen = Address.parse(probe.wait_up(UP_SECONDS).listen)
-        probe.config = process.model_copy(update={"listen": listen})
-        return probe.config.model_copy(update={"controller": listen.local()})
-
-    def _run(self, module: str, name: str, process: ProcessConfig) -> None:
+    def _run(self, module: str, name: str, process: ProcessConfig) -> Child:
         child = Child(name, module, process, self._fail)
         self._children.append(child)
         child.start()
+        return child
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
