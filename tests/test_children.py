@@ -102,11 +102,12 @@ def test_what_a_killed_child_leaves_ends_too():
 
 def test_a_shard_that_is_stuck_ends_without_its_parent():
     """The watching thread alone, for a shard whose loop does not hear that it shall stop."""
-    stuck = "from types import SimpleNamespace as Stuck\nfrom lora_server.daemon import shard_main\n"
-    stuck += "shard_main.STUCK_SECONDS = 0.1\nshard_main.ShardProcess._watch_parent(Stuck(stop=lambda: None))"
+    stuck = "from types import SimpleNamespace as Stuck\nfrom lora_server.daemon import child_main\n"
+    stuck += "child_main.STUCK_SECONDS = 0.1\n"
+    stuck += "child_main._watch_parent(Stuck(stop=lambda: print('asked to stop', flush=True)))"
     child = start("-c", stuck, stdin=subprocess.PIPE)
-    child.communicate(timeout=HANG_SECONDS)
-    assert child.returncode == 1
+    said, _ = child.communicate(timeout=HANG_SECONDS)
+    assert (child.returncode, said) == (1, "asked to stop\n")
 
 
 @contextlib.contextmanager

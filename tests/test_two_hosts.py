@@ -16,7 +16,7 @@ from tests.workload import workload
 
 MISSING = missing()
 BACK_SECONDS = 5.0
-LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 14  # leases and silence end at 10 s
+LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 12  # leases and silence end at 10 s
 BUSY = 5  # a machine that is so many times busier
 
 
