@@ -38,11 +38,10 @@ class Up(msgspec.Struct):
     listen: str = ""
 
 
-def say(up: Up, stream: IO[bytes] | None = None) -> None:
+def say(up: Up) -> None:
     """By a child."""
-    out = stream or sys.stdout.buffer
-    out.write(msgspec.json.encode(up) + b"\n")
-    out.flush()
+    sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 @dataclass
