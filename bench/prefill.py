@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from client_connector.client import Client
-from client_connector.packing import Activations
+from client_connector.packing import Activations, HostPacker
 from client_connector.remote import RemoteServer
 from client_connector.routing import Batch, route_experts
 from lora_server import spec
@@ -55,7 +55,8 @@ class Caller:
     def step(self) -> None:
         """One exchange; the deltas are not used."""
         messages = route_experts(self.batch, self.experts, self.owners, self.client.terms.max_step_rows)
-        exchange = self.client.start(SITE, messages, Activations(x=self.x, decode=self.batch.decode))
+        given = Activations(x=self.x, decode=self.batch.decode)
+        exchange = self.client.start(HostPacker(self.client.terms, SITE, given), messages)
         exchange.finish(lambda message, delta: None)
 
 

@@ -1,6 +1,6 @@
 """The engine-neutral client: start an exchange before the engine's own GEMM, finish it after.
 
-    exchange = client.start(site, messages, activations)   pushes; returns at once
+    exchange = client.start(packer, messages)              pushes; returns at once
     ... the engine's own GEMM ...
     exchange.finish(add)                                   add(message, delta) per message
 
@@ -16,11 +16,10 @@ import torch
 
 from client_connector.exchange import Exchange, StepTimes
 from client_connector.lanes import Lane
-from client_connector.packing import Activations, Packer
+from client_connector.packing import Activations, HostPacker, M, Packer
 from client_connector.retry import while_away
-from client_connector.routing import Message, in_step, probe_messages
+from client_connector.routing import in_step, probe_messages
 from lora_server.errors import GeometryMismatchError, LoraServerError
-from lora_server.spec import Site
 from lora_server.transport.session import Held, Server, Session, Terms
 
 TIMEOUT_SECONDS = 30.0
@@ -98,14 +97,17 @@ class Client:
         """Leave; idempotent."""
         self.session.leave()
 
-    def start(self, site: Site, messages: Sequence[Message], given: Activations) -> Exchange:
+    def takes(self, device: torch.device) -> bool:
+        """Whether every shard takes activations from a device without their visiting the host."""
+        return bool(self.lanes) and all(lane.link.device == device for lane in self.lanes)
+
+    def start(self, packer: Packer[M], messages: Sequence[M]) -> Exchange:
         """Push what fits; the rest follows while `finish` consumes. Raises StepError."""
         if (broken := self.broken) is not None:
             raise broken
         if self.terms.coordination == "leader":
-            messages = in_step(messages, self.terms.layout.stage_shards(site.layer))
-        deadline = time.monotonic() + self.timeout_seconds
-        exchange = Exchange(self.lanes, Packer(self.terms, site, given), deadline, self.observe)
+            messages = in_step(messages, self.terms.layout.stage_shards(packer.site.layer))
+        exchange = Exchange(self.lanes, packer, time.monotonic() + self.timeout_seconds, self.observe)
         for lane in exchange.queue(messages):
             exchange.push(lane)
         return exchange
@@ -118,4 +120,4 @@ class Client:
         given = like.packer.given
         one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window)
         messages = probe_messages(self.placement, like.site, handle)
-        self.start(like.site, messages, one).finish(lambda message, delta: None)
+        self.start(HostPacker(self.terms, like.site, one), messages).finish(lambda message, delta: None)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from client_connector.routing import Message
 from lora_server.errors import LoraServerError, StepError
 from lora_server.spec import Site
 from lora_server.wire import slot
-from lora_server.wire.slot import ResponseHeader
+from lora_server.wire.slot import RequestHeader, ResponseHeader
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class GemmTimes:
 
 class _Flying(NamedTuple):
     lane: Lane
-    seq: int
-    message: Message
-    pushed_ns: int
+    message: Any
+    sent: RequestHeader
 
 
 @dataclass
@@ -57,10 +56,10 @@ class Exchange:
     """The messages of one site, in the order of each lane; `deadline` is time.monotonic()."""
 
     lanes: Sequence[Lane]
-    packer: Packer
+    packer: Packer[Any]
     deadline: float
     observe: Callable[[StepTimes], None] | None = None
-    _queues: dict[int, deque[Message]] = field(default_factory=dict)
+    _queues: dict[int, deque[Any]] = field(default_factory=dict)
     _flying: deque[_Flying] = field(default_factory=deque)
 
     @property
@@ -68,8 +67,8 @@ class Exchange:
         """Where in the model."""
         return self.packer.site
 
-    def queue(self, messages: Sequence[Message]) -> list[Lane]:
-        """Line messages up; the lanes that have some, ready to be pushed on, once per free slot.
+    def queue(self, messages: Sequence[Any]) -> list[Lane]:
+        """Line up messages that the packer knows; the lanes that have some, ready to be pushed on, once per free slot.
 
         Consumes what a failed exchange left behind.
         """
@@ -86,12 +85,11 @@ class Exchange:
     def push(self, lane: Lane) -> None:
         """The lane's next message."""
         with lane:
-            message, pushed_ns = self._queues[lane.shard].popleft(), time.monotonic_ns()
-            seq, budget_us = lane.pushed + 1, max(0, round((self.deadline - time.monotonic()) * 1e6))
-            nbytes = self.packer.write_request(lane.link, seq, message, budget_us)
-            lane.pushed = seq  # first: whatever happens in between, a seq is never used twice
-            lane.link.push(seq, nbytes)
-            self._flying.append(_Flying(lane, seq, message, pushed_ns))
+            message, budget_us = self._queues[lane.shard].popleft(), round((self.deadline - time.monotonic()) * 1e6)
+            sent = self.packer.write_request(lane.link, lane.pushed + 1, message, max(0, budget_us))
+            lane.pushed = sent.seq  # first: whatever happens in between, a seq is never used twice
+            lane.link.push(sent.seq, slot.HEADER_BYTES + sent.payload_bytes)
+            self._flying.append(_Flying(lane, message, sent))
 
     def finish(self, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for every delta and hand it to `add`, which must copy what it keeps.
@@ -99,19 +97,19 @@ class Exchange:
         Raises the error that a shard answered with, or StepError (which breaks the session).
         """
         while self._flying:
-            flying = self._flying.popleft()
-            lane, seq, message, _ = flying
+            lane, message, sent = self._flying.popleft()
             waited_ns = time.monotonic_ns()
             with lane:
-                lane.link.wait(seq, self.deadline)
-                header = self.packer.read_response(lane.link, seq, message)
-            lane.consumed = seq
+                lane.link.wait(sent.seq, self.deadline)
+                message, sent = self.packer.settled(lane.link, message, sent)
+                header = self.packer.read_response(lane.link, sent)
+            lane.consumed = sent.seq
             if header.status != slot.OK:
-                raise self._failure(lane, seq, header)
-            if len(message.rows_M):
+                raise self._failure(lane, sent.seq, header)
+            if header.num_rows:
                 with lane:
-                    add(message, self.packer.response_rows(lane.link, seq, header))
-            self._report(flying, header, waited_ns)
+                    add(message, lane.link.rows.response(sent).to(self.packer.x.device, non_blocking=True))
+            self._report(message.shard, sent, header, waited_ns)
             if self._queues[lane.shard]:
                 self.push(lane)
 
@@ -122,16 +120,15 @@ class Exchange:
             lane.broken = StepError(f"{self.site}: chunks stayed unsent ({error}); the next request joins anew")
         return error
 
-    def _report(self, flying: _Flying, header: ResponseHeader, waited_ns: int) -> None:
+    def _report(self, shard: int, sent: RequestHeader, header: ResponseHeader, waited_ns: int) -> None:
         if self.observe is not None:
-            message = flying.message
             self.observe(
                 StepTimes(
                     self.site,
                     self.packer.given.decode,
-                    message.shard,
-                    len(message.entries_N),
-                    flying.pushed_ns,
+                    shard,
+                    sent.num_entries,
+                    sent.pushed_ns,
                     header.received_ns,
                     header.started_ns,
                     header.done_ns,

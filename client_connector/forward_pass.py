@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from client_connector.client import Client
 from client_connector.exchange import Exchange, GemmTimes
-from client_connector.packing import Activations, Window
+from client_connector.packing import Activations, HostPacker, Window
+from client_connector.routed import RoutedPacker, chunks_of, fits
 from client_connector.routing import Batch, Message, route_dense, route_experts
 from lora_server.errors import LoraServerError
 from lora_server.spec import Site
@@ -46,9 +48,11 @@ class ForwardPass:
         if batch is None:
             return None
         try:
-            messages = route_dense(batch, self.client.placement.owner(site), self.client.terms.max_step_rows)
-            given = Activations(x=self.staged(x_TK), decode=batch.decode, window=window)
-            return self.client.start(site, messages, given)
+            here = self.client.takes(x_TK.device)
+            rows = batch.on(x_TK.device, len(x_TK)).rows_R if here else None
+            messages = route_dense(batch, self.client.placement.owner(site), self.client.terms.max_step_rows, rows)
+            given = Activations(x=x_TK if here else self.staged(x_TK), decode=batch.decode, window=window)
+            return self.client.start(HostPacker(self.client.terms, site, given), messages)
         except LoraServerError as error:
             self.failed(error, None)
             return None
@@ -63,24 +67,37 @@ class ForwardPass:
     ) -> Exchange | None:
         """Push the rows of an expert site; experts E and beyond are not here.
 
-        Without `weights` x is [T, K]. With them, [T * k] on the host, x is [T * k, K], and deltas come
-        back weighted and summed per row.
+        Without `weights` x is [T, K]. With them, float32 [T * k], x is [T * k, K], and deltas come back weighted
+        and summed per row.
         """
         batch = self.batch.at(site) if self.batch is not None else None
         if batch is None:
             return None
         try:
-            limit = self.client.terms.max_step_rows
-            messages = route_experts(batch, experts_Tk.cpu(), self._owners_of(site.layer), limit)
-            if not messages:
-                return None
-            given = Activations(
-                x=self.staged(x), decode=batch.decode, by_entry=weights is not None, weights=weights, window=window
-            )
-            return self.client.start(site, messages, given)
+            given = Activations(x=x, decode=batch.decode, by_entry=weights is not None, weights=weights, window=window)
+            if self.client.takes(x.device) and fits(batch, self.client.terms.spec.experts):
+                return self._start_here(batch, site, experts_Tk, given)
+            return self._start_on_host(batch, site, experts_Tk, given)
         except LoraServerError as error:
             self.failed(error, None)
             return None
+
+    def _start_here(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange:
+        """Routed where the activations are."""
+        weights_Tk = None if given.weights is None else given.weights.view(experts_Tk.shape)
+        client = self.client
+        chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, client.terms.max_step_rows)
+        return client.start(RoutedPacker(client.terms, site, given), chunks)
+
+    def _start_on_host(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange | None:
+        """Routed on the host, which waits for the device where there is one."""
+        owners, limit = self._owners_of(site.layer), self.client.terms.max_step_rows
+        messages = route_experts(batch, experts_Tk.cpu().long(), owners, limit)
+        if not messages:
+            return None
+        weights = None if given.weights is None else given.weights.cpu()
+        given = replace(given, x=self.staged(given.x), weights=weights)
+        return self.client.start(HostPacker(self.client.terms, site, given), messages)
 
     def finish(self, exchange: Exchange | None, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for the deltas of a site and hand them to `add`, which must copy what it keeps."""

@@ -8,15 +8,17 @@ K input columns, O output columns; see routing.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from typing_extensions import override
 
 from client_connector.routing import Message
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.base import DeviceLink, Link
+from lora_server.transport.base import Link
 from lora_server.transport.session import Terms
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
@@ -50,19 +52,77 @@ class Activations:
     window: Window | None = None
 
 
-class Packer:
+M = TypeVar("M")
+
+
+class Packer(ABC, Generic[M]):
     """One site of one engine step: writes its messages into slots, reads the answers."""
 
     def __init__(self, terms: Terms, site: Site, given: Activations) -> None:
         self.terms, self.site, self.given = terms, site, given
         self.x = given.x.detach()
         self.window = given.window or Window(0, ((0, terms.spec.out_width(site)),))
-        self.width = sum(end - begin for begin, end in self.window.out)
 
-    # -- requests
+    @abstractmethod
+    def write_request(self, link: Link, seq: int, message: M, budget_us: int) -> RequestHeader:
+        """The step `seq`, but for its signal; returns the header. Raises ProtocolError."""
 
-    def write_request(self, link: Link, seq: int, message: Message, budget_us: int) -> int:
-        """Header, segments, maps and rows in the slot of `seq`; returns the bytes to push. Raises ProtocolError."""
+    @abstractmethod
+    def settled(self, link: Link, message: M, sent: RequestHeader) -> tuple[Message, RequestHeader]:
+        """A message and its header as they went out, once the answer is there."""
+
+    def header(
+        self,
+        link: Link,
+        seq: int,
+        flags: int,
+        budget_us: int,
+        counts: tuple[int, int, int, int] = (0, 0, 0, 0),
+        payload_bytes: int = 0,
+    ) -> RequestHeader:
+        """Of one message; `counts`: rows, entries, segments, rows out."""
+        rows, entries, segments, out_rows = counts
+        return RequestHeader(
+            step_class=slot.DECODE if self.given.decode else slot.PREFILL,
+            flags=flags,
+            client=self.terms.client,
+            epoch=self.terms.epoch,
+            seq=seq,
+            slot=seq % link.region.layout.depth,
+            layer=self.site.layer,
+            projection=PROJECTIONS.index(self.site.projection),
+            dtype=DTYPE_CODES[self.x.dtype],
+            num_rows=rows,
+            num_entries=entries,
+            num_segments=segments,
+            num_out_rows=out_rows,
+            in_begin=self.window.in_begin,
+            in_end=self.window.in_begin + self.x.shape[1],
+            windows=self.window.out,
+            payload_bytes=payload_bytes,
+            budget_us=budget_us,
+            pushed_ns=time.monotonic_ns(),
+        )
+
+    def read_response(self, link: Link, sent: RequestHeader) -> ResponseHeader:
+        """The header of an answer, which must be the one to this request; raises ProtocolError."""
+        header = ResponseHeader.unpack_from(link.region.response(sent.seq))
+        expected = (sent.client, sent.epoch, sent.seq, sent.num_out_rows, sent.out_width, sent.dtype)
+        got = (header.client, header.epoch, header.seq, header.num_rows, header.width, header.dtype)
+        if got[:3] != expected[:3] or (header.status == slot.OK and got != expected):
+            raise ProtocolError(
+                f"shard {link.shard} seq {sent.seq}: got a response for (client, epoch, seq, rows, width, dtype) "
+                f"{got}, expected {expected}"
+            )
+        return header
+
+
+class HostPacker(Packer[Message]):
+    """Of messages that were routed on the host."""
+
+    @override
+    def write_request(self, link: Link, seq: int, message: Message, budget_us: int) -> RequestHeader:
+        """Header, segments, maps and rows."""
         memory, x = link.region.request(seq), self.x
         combine = self.given.weights is not None and message.map_N is not None
         shared = not self.given.by_entry and message.map_N is not None
@@ -72,39 +132,16 @@ class Packer:
         at = slot.request_offsets(len(message.segments), entries, flags, len(sent) * width * x.element_size())
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
-        header = RequestHeader(
-            step_class=slot.DECODE if self.given.decode else slot.PREFILL,
-            flags=flags,
-            client=self.terms.client,
-            epoch=self.terms.epoch,
-            seq=seq,
-            slot=seq % link.region.layout.depth,
-            layer=self.site.layer,
-            projection=PROJECTIONS.index(self.site.projection),
-            dtype=DTYPE_CODES[x.dtype],
-            num_rows=len(sent),
-            num_entries=entries,
-            num_segments=len(message.segments),
-            num_out_rows=len(message.rows_M) if combine else entries,
-            in_begin=self.window.in_begin,
-            in_end=self.window.in_begin + width,
-            windows=self.window.out,
-            payload_bytes=at.end - slot.HEADER_BYTES,
-            budget_us=budget_us,
-            pushed_ns=time.monotonic_ns(),
-        )
+        counts = (len(sent), entries, len(message.segments), len(message.rows_M) if combine else entries)
+        header = self.header(link, seq, flags, budget_us, counts, at.end - slot.HEADER_BYTES)
         header.pack_into(memory)
         if entries:
             _view(memory, at.segments, len(message.segments) * 4, torch.int32).copy_(
                 torch.tensor(message.segments, dtype=torch.int32).view(-1)
             )
             self._write_maps(memory, at, flags, message)
-            if isinstance(link, DeviceLink):
-                link.put_rows(header, x, sent)
-            else:
-                rows = _view(memory, at.rows, len(sent) * width, x.dtype).view(len(sent), width)
-                _gather(x, sent, rows)
-        return at.end
+            link.put_rows(header, x, sent)
+        return header
 
     def _write_maps(self, memory: memoryview, at: slot.RequestOffsets, flags: int, message: Message) -> None:
         if message.map_N is None:
@@ -116,30 +153,9 @@ class Packer:
             _view(memory, at.out_map, entries, torch.int32).copy_(message.map_N)
             _view(memory, at.weights, entries, torch.float32).copy_(self.given.weights[message.entries_N])
 
-    # -- responses
-
-    def read_response(self, link: Link, seq: int, message: Message) -> ResponseHeader:
-        """The header of an answer, which must be the one to this message; raises ProtocolError."""
-        header = ResponseHeader.unpack_from(link.region.response(seq))
-        rows = len(message.rows_M) if self.given.weights is not None else len(message.entries_N)
-        shape = (rows, self.width, DTYPE_CODES[self.x.dtype])
-        expected = (self.terms.client, self.terms.epoch, seq, *shape)
-        got = (header.client, header.epoch, header.seq, header.num_rows, header.width, header.dtype)
-        if got[:3] != expected[:3] or (header.status == slot.OK and got != expected):
-            raise ProtocolError(
-                f"shard {link.shard} seq {seq}: got a response for (client, epoch, seq, rows, width, dtype) {got}, "
-                f"expected {expected}"
-            )
-        return header
-
-    def response_rows(self, link: Link, seq: int, header: ResponseHeader) -> torch.Tensor:
-        """[rows or entries, O] where the activations are; host memory of the slot itself, which is used again."""
-        if link.region.twin is not None:
-            sent = RequestHeader.unpack_from(link.region.request(seq))
-            return link.region.twin.response_rows(sent).to(self.x.device)
-        count = header.num_rows * header.width
-        rows = _view(link.region.response(seq), slot.HEADER_BYTES, count, self.x.dtype)
-        return rows.view(header.num_rows, header.width).to(self.x.device)
+    @override
+    def settled(self, link: Link, message: Message, sent: RequestHeader) -> tuple[Message, RequestHeader]:
+        return message, sent
 
 
 def read_failure(link: Link, seq: int, header: ResponseHeader) -> LoraServerError:
@@ -147,13 +163,6 @@ def read_failure(link: Link, seq: int, header: ResponseHeader) -> LoraServerErro
     payload = link.region.response(seq)[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]
     code, _, message = bytes(payload).decode(errors="replace").partition("\n")
     return rebuild(code, message)
-
-
-def _gather(x_TK: torch.Tensor, rows_M: torch.Tensor, out_MK: torch.Tensor) -> None:
-    if x_TK.device == out_MK.device:
-        torch.index_select(x_TK, 0, rows_M, out=out_MK)
-    else:
-        out_MK.copy_(x_TK.index_select(0, rows_M.to(x_TK.device)))
 
 
 def _view(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

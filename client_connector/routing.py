@@ -11,8 +11,8 @@ per token. Chunks are cut at tokens, so that everything of a token on a shard tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,19 @@ def empty_message(shard: int) -> Message:
     return Message(shard, [], EMPTY, None, EMPTY)
 
 
+class Tables(NamedTuple):
+    """A batch on a device. directory: (handle, 0, 1) per adapter, so that segments name (handle, expert)."""
+
+    rows_R: torch.Tensor  # int32
+    adapters_T: torch.Tensor  # int32: row of `directory`, or -1
+    directory: torch.Tensor  # int32 [adapters, 3]
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To a device without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R beside it."""
@@ -47,6 +60,8 @@ class Batch:
     handles_R: torch.Tensor
     held: tuple[Held, ...]
     decode: bool
+    _parts: dict[tuple[Held, ...], Batch | None] = field(default_factory=dict, compare=False)
+    _tables: dict[tuple[torch.device, int], Tables] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, held_T: Sequence[Held | None], keep_T: torch.Tensor | None, decode: bool) -> Batch:
@@ -78,17 +93,34 @@ class Batch:
             return None
         if len(inside) == len(self.held):
             return self
-        keep = torch.isin(self.handles_R, torch.tensor([held.handle for held in inside]))
-        if not bool(keep.any()):
-            return None
-        return Batch(self.rows_R[keep], self.handles_R[keep], tuple(inside), self.decode)
+        part = tuple(inside)
+        if part not in self._parts:
+            keep = torch.isin(self.handles_R, torch.tensor([held.handle for held in inside]))
+            found = Batch(self.rows_R[keep], self.handles_R[keep], part, self.decode)
+            self._parts[part] = found if bool(keep.any()) else None
+        return self._parts[part]
+
+    def on(self, device: torch.device, num_rows: int) -> Tables:
+        """The batch in a device's memory, for engine activations of `num_rows` rows; sent there once."""
+        if (device, num_rows) not in self._tables:
+            self._tables[device, num_rows] = self._on(device, num_rows)
+        return self._tables[device, num_rows]
+
+    def _on(self, device: torch.device, num_rows: int) -> Tables:
+        handles, index_R = torch.unique_consecutive(self.handles_R, return_inverse=True)
+        adapters_T = torch.full((num_rows,), -1, dtype=torch.int32)
+        adapters_T[self.rows_R] = index_R.int()
+        directory = torch.zeros(len(handles), 3, dtype=torch.int32)
+        directory[:, 0], directory[:, 2] = handles.int(), 1
+        return Tables(*(_sent(tensor, device) for tensor in (self.rows_R.int(), adapters_T, directory)))
 
 
-def route_dense(batch: Batch, shard: int, max_entries: int) -> list[Message]:
-    """Messages of a site with one weight for every row: entry i is row i."""
+def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor | None = None) -> list[Message]:
+    """Messages of a site with one weight for every row: entry i is row i. rows_R: the batch's, on a device."""
+    rows_R = batch.rows_R if rows_R is None else rows_R
     messages = []
-    for first in range(0, len(batch.rows_R), max_entries):
-        rows = batch.rows_R[first : first + max_entries]
+    for first in range(0, len(rows_R), max_entries):
+        rows = rows_R[first : first + max_entries]
         handles, counts = torch.unique_consecutive(batch.handles_R[first : first + max_entries], return_counts=True)
         segments = _segments(handles.tolist(), [0] * len(handles), counts.tolist())
         messages.append(Message(shard, segments, rows, None, rows))
@@ -144,7 +176,7 @@ def probe_messages(placement: Placement, site: Site, handle: int) -> list[Messag
     ]
 
 
-def in_step(messages: Sequence[Message], stage: range) -> list[Message]:
+def in_step(messages: Sequence[Any], stage: range) -> list[Any]:
     """Leader mode: every shard of the stage gets the same number of messages, if only empty ones."""
     by_shard = {shard: [m for m in messages if m.shard == shard] for shard in stage}
     longest = max(len(own) for own in by_shard.values())

@@ -2,14 +2,15 @@
 
 Semantics (T tokens, k experts each; a pair is t * k + j, adapters[t] a row of the directory or -1):
 
-    pairs = those (t, j) with 0 <= adapters[t] < num_adapters and 0 <= experts[t, j] < num_experts
+    pairs = those (t, j) with 0 <= adapters[t] < num_adapters and experts[t, j] in `among`, which are all by default
     entries = pairs sorted by (adapters[t], experts[t, j], t * k + j)
     segments = runs of entries of one (adapter, expert):
         block table row, first tile of the adapter + expert * tiles of each expert, first entry, entries
-    counts = number of segments, of entries, T
+    tokens = those with an entry, ascending; an entry's row is its token's place among them
+    counts = number of segments, of entries, T, of tokens with an entry
 
-An entry's `token` is gate_up's in_map; its `pair` is down's in_map, its `token` down's out_map. -1 stands
-for no adapter, and for an expert of another shard: such pairs never reach the step.
+An entry's `token` is gate_up's in_map; its `pair` is down's in_map, its `token` down's out_map. A client that
+sends rows away counts tokens that travel: `row` instead of `token`. -1 stands for no adapter.
 """
 
 from __future__ import annotations
@@ -39,20 +40,43 @@ class Route:
     """A step's segments and maps, in memory that the router overwrites; see `DeviceStep` for what they are."""
 
     segments: torch.Tensor  # int32 [at most, 4]
-    counts: torch.Tensor  # int32 [3]
+    counts: torch.Tensor  # int32 [4]
     token_N: torch.Tensor  # int32
     pair_N: torch.Tensor  # int32
     weights_N: torch.Tensor  # float32
+    row_N: torch.Tensor | None = None  # int32
+    token_M: torch.Tensor | None = None  # int32, of each row
 
     @staticmethod
-    def empty(max_pairs: int, device: torch.device | str) -> Route:
-        """Room for steps of up to so many pairs."""
+    def empty(max_pairs: int, device: torch.device | str, max_rows: int = 0) -> Route:
+        """Room for steps of up to so many pairs; with `max_rows` tokens that travel are counted."""
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
 
         weights = torch.empty(max_pairs, dtype=torch.float32, device=device)
-        return Route(ints(max_pairs, SEGMENT_INTS), ints(3), ints(max_pairs), ints(max_pairs), weights)
+        rows = (ints(max_pairs), ints(max_rows)) if max_rows else (None, None)
+        return Route(ints(max_pairs, SEGMENT_INTS), ints(4), ints(max_pairs), ints(max_pairs), weights, *rows)
+
+
+class Choice(NamedTuple):
+    """What an engine's router chose, on the device, contiguous; see `Router.launch`.
+
+    experts_Tk int32; weights_Tk float32, or None where nobody asks for them; adapters_T int32, rows of
+    `directory` or -1; directory int32 [num_adapters, 3]; among: the experts that count, by default all
+    """
+
+    experts_Tk: torch.Tensor
+    weights_Tk: torch.Tensor | None
+    adapters_T: torch.Tensor
+    directory: torch.Tensor
+    num_experts: int
+    among: range | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What a launch reads."""
+        return self[:4]
 
 
 class Routed(NamedTuple):
@@ -62,6 +86,8 @@ class Routed(NamedTuple):
     token_N: npt.NDArray[np.int32]
     pair_N: npt.NDArray[np.int32]
     weights_N: npt.NDArray[np.float32]
+    row_N: npt.NDArray[np.int32]
+    token_M: npt.NDArray[np.int32]
 
 
 def reference(
@@ -70,14 +96,15 @@ def reference(
     adapters_T: npt.NDArray[np.int32],
     directory: npt.NDArray[np.int32],
     num_experts: int,
+    among: range | None = None,
 ) -> Routed:
     """The slow, obvious oracle: Python's sort, one pair at a time."""
-    top_k = experts_Tk.shape[1]
+    top_k, among = experts_Tk.shape[1], range(num_experts) if among is None else among
     entries = sorted(
         (int(adapters_T[t]), int(expert), t * top_k + j)
         for t, experts in enumerate(experts_Tk)
         for j, expert in enumerate(experts)
-        if 0 <= adapters_T[t] < len(directory) and 0 <= expert < num_experts
+        if 0 <= adapters_T[t] < len(directory) and int(expert) in among
     )
     segments: list[list[int]] = []
     last = None
@@ -89,18 +116,15 @@ def reference(
         segments[-1][3] += 1
     pairs = np.array([pair for _, _, pair in entries], np.int32)
     table = np.array(segments, np.int32).reshape(-1, SEGMENT_INTS)
-    return Routed(table, pairs // np.int32(top_k), pairs, weights_Tk.reshape(-1)[pairs])
+    tokens = pairs // np.int32(top_k)
+    token_M = np.array(sorted({int(token) for token in tokens}), np.int32)
+    row_N = np.array([list(token_M).index(token) for token in tokens], np.int32)
+    return Routed(table, tokens, pairs, weights_Tk.reshape(-1)[pairs], row_N, token_M)
 
 
-def arguments(
-    experts_Tk: torch.Tensor,
-    weights_Tk: torch.Tensor,
-    adapters_T: torch.Tensor,
-    directory: torch.Tensor,
-    num_experts: int,
-    route: Route,
-) -> list[int]:
+def arguments(choice: Choice, route: Route) -> list[int]:
     """The kernel's arguments, all 64 bits wide. Raises ValueError for what does not fit; reads no device memory."""
+    experts_Tk, weights_Tk, adapters_T, directory, num_experts, among = choice
     (tokens, top_k), num_adapters = experts_Tk.shape, directory.shape[0]
     if not 1 <= tokens * top_k <= min(MAX_PAIRS, route.token_N.shape[0]):
         raise ValueError(
@@ -112,17 +136,24 @@ def arguments(
             f"got {num_adapters} adapters of {num_experts} experts, expected fewer than {MAX_KEYS} together; "
             "list only those that are in use"
         )
+    if route.token_M is not None and route.token_M.shape[0] < tokens:
+        raise ValueError(f"got {tokens} tokens, expected at most {route.token_M.shape[0]}; cut the step")
     for name, tensor, dtype, shape in (
         ("experts", experts_Tk, torch.int32, (tokens, top_k)),
         ("weights", weights_Tk, torch.float32, (tokens, top_k)),
         ("adapters", adapters_T, torch.int32, (tokens,)),
         ("directory", directory, torch.int32, (num_adapters, DIRECTORY_INTS)),
     ):
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}, contiguous")
+        if tensor is None and name == "weights":
+            continue
+        if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            got = "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(f"{name} is {got}, expected {dtype} {shape}, contiguous")
+    among = range(num_experts) if among is None else among
     inputs = (experts_Tk, weights_Tk, adapters_T, directory)
-    outputs = (route.segments, route.counts, route.token_N, route.pair_N, route.weights_N)
-    return [*(tensor.data_ptr() for tensor in (*inputs, *outputs)), tokens, top_k, num_experts, num_adapters]
+    outputs = (route.segments, route.counts, route.token_N, route.pair_N, route.weights_N, route.row_N, route.token_M)
+    pointers = (0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *outputs))
+    return [*pointers, tokens, top_k, num_experts, num_adapters, among.start, among.stop]
 
 
 def shared_bytes(warps: int) -> int:
@@ -144,22 +175,13 @@ class Router:
             self._function = self._module.get_function("route")
             self._function.max_dynamic_shared_size_bytes = shared_bytes(WARPS)
 
-    def launch(
-        self,
-        experts_Tk: torch.Tensor,
-        weights_Tk: torch.Tensor,
-        adapters_T: torch.Tensor,
-        directory: torch.Tensor,
-        num_experts: int,
-        route: Route,
-    ) -> None:
+    def launch(self, choice: Choice, route: Route) -> None:
         """Semantics: see this module. Safe in CUDA graphs: one block, no allocation, torch's current stream.
 
-        experts_Tk int32 [T, k]; weights_Tk float32 [T, k]; adapters_T int32 [T], rows of `directory` or -1;
-        directory int32 [num_adapters, 3]; all contiguous and on the device. `route` is overwritten as far as
-        `counts` says, and aliases none of them. Raises ValueError for what does not fit.
+        `route` is overwritten as far as `counts` says, and aliases nothing of the choice. Raises ValueError
+        for what does not fit.
         """
-        values = arguments(experts_Tk, weights_Tk, adapters_T, directory, num_experts, route)
+        values = arguments(choice, route)
         with on_torch_stream(self.device):
             self._function((1,), (WARPS * 32,), tuple(values), shared_mem=shared_bytes(WARPS))
 

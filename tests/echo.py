@@ -5,33 +5,51 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lora_server.transport.base import Grant, Link, Port
+import pytest
+
+from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
 from lora_server.transport.shm import ShmLink, ShmListener
 from lora_server.transport.zmq import ZmqLink, ZmqListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from tests import emulated
+from tests.emulated_link import EmulatedLink, MemfdMemory
 
 LAYOUT = RegionLayout(depth=3, request_bytes=8192, response_bytes=4096)
 SECONDS = 10.0
 SHARD = 7
+# `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device twin")]
+KINDS = ["inproc", "shm", "zmq", *DEVICES]
+
+
+def reverse(connection: Connection, seq: int) -> int:
+    """The request's bytes from the end to the beginning, in its response; their number comes first."""
+    request = connection.region.request(seq)
+    nbytes = int.from_bytes(request[:4], "little")
+    connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
+    return nbytes
 
 
 class EchoShard:
-    """A loop over a Port that answers each request with its bytes reversed."""
+    """A loop over a Port that answers each request: with its bytes reversed, unless `answer` is another."""
 
     def __init__(self, kind: str, directory: Path) -> None:
+        self.answer: Callable[[Connection, int], int] = reverse
         self.gone: list[tuple[int, int]] = []
         self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
         self.paused = threading.Event()
         self.kind, self.listener, self.failure = kind, None, None
         self._stop = threading.Event()
-        if kind == "shm":
-            self.listener = ShmListener(self.port, directory / "shard.sock")
+        self.device = MemfdMemory() if kind.startswith("device") else None
+        if kind == "shm" or self.device is not None:
+            self.listener = ShmListener(self.port, directory / "shard.sock", self.device)
         elif kind == "zmq":
             self.listener = ZmqListener(self.port, "127.0.0.1")
         if self.listener is not None:
@@ -42,6 +60,9 @@ class EchoShard:
         hello = Hello(client, epoch, key)
         if self.kind == "inproc":
             return InprocLink(self.port, hello, SHARD, self.serve_once)
+        if self.device is not None:
+            twin = "must" if self.kind == "device twin" else "no"
+            return EmulatedLink(self.listener.address, hello, SHARD, twin=twin)
         return {"shm": ShmLink, "zmq": ZmqLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
 
     def join(self, client: int, epoch: int = 1) -> Link:
@@ -54,9 +75,7 @@ class EchoShard:
         for connection in self.port.connections:
             if connection.requested() > connection.served:
                 seq = connection.served + 1
-                request = connection.region.request(seq)
-                nbytes = int.from_bytes(request[:4], "little")
-                connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
+                nbytes = self.answer(connection, seq)
                 connection.served = seq
                 connection.respond(seq, nbytes)
                 return True

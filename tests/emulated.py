@@ -17,6 +17,7 @@ import torch
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
+from lora_server.transport import put
 
 EMULATOR = Path(__file__).parent / "emulator"
 GRID = 2  # blocks
@@ -25,10 +26,12 @@ MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x
 
 
 @cache
-def _library(variant: Variant, source: str = "lora_step.cu") -> ctypes.CDLL:
+def _library(variant: Variant, source: str = "lora_step.cu", stack_bytes: int = 256 << 10) -> ctypes.CDLL:
     """Compiled once per content, shared by processes."""
-    source = read_source(source, {"ptx.cuh": (EMULATOR / "ptx.cuh").read_text()}) + (EMULATOR / "run.cpp").read_text()
-    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines, "-x", "c++", "-"]
+    instead = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
+    source = read_source(source, put.FILES | instead) + (EMULATOR / "run.cpp").read_text()
+    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines]
+    command += [f"-DSTACK_BYTES={stack_bytes}", "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
     if not built.exists():
@@ -53,10 +56,17 @@ def launch(
 
 
 def run(
-    kernel: str, values: list[int], variant: Variant, *, source: str = "lora_step.cu", grid: int = 1, late: bool = True
+    kernel: str,
+    values: list[int],
+    variant: Variant,
+    *,
+    source: str = "lora_step.cu",
+    grid: int = 1,
+    late: bool = True,
+    stack_bytes: int = 256 << 10,
 ) -> None:
     """A kernel of a source with its arguments, all 64 bits wide."""
-    library = _library(variant, source)
+    library = _library(variant, source, stack_bytes)
     address = ctypes.cast(library[kernel], ctypes.c_void_p)
     code = library.run(address, grid, int(late), (ctypes.c_int64 * len(values))(*values), len(values))
     assert code == 0, f"{kernel}: {code}"

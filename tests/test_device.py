@@ -27,10 +27,6 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
-from lora_server.spec import Site
-from lora_server.transport.twin import DeviceTwin
-from lora_server.wire import slot
-from lora_server.wire.slot import RequestHeader
 from tests import emulated
 from tests.rig import Client
 from tests.stores import load
@@ -173,43 +169,6 @@ def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
     with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
         client.send(client.request())
     server.close()
-
-
-@needs_emulator
-def test_rows_of_a_twin_never_visit_the_slots(tiny_adapters, quiet):
-    """What cuda_ipc does, with the twin on this CPU: same header, rows and result in the twin's memory."""
-    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
-    (shard,) = server.shards
-    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
-    site = Site(0, "gate_up")
-    width = spec_of("mixtral").in_width(site)
-    outputs = []
-    for twin in (False, True):
-        client = Client(shard, 1 + twin)
-        memory = client.request(site, dtype=1)  # the same bytes read as bf16, so more rows' worth than needed
-        header, at = client_header(memory)
-        bits = torch.randn(header.num_rows, width, generator=torch.Generator().manual_seed(1)).to(DTYPE)
-        if twin:
-            region = client.link.region
-            region.twin = DeviceTwin(torch.full((region.layout.nbytes,), 255, dtype=torch.uint8), region.layout)
-            region.twin.request_rows(header).copy_(bits)
-        else:
-            memory[at.rows : at.rows + bits.nbytes] = bits.view(torch.uint8).numpy().tobytes()
-        _, payload = client.send(memory[: at.end])
-        rows = region.twin.response_rows(header) if twin else torch.frombuffer(bytearray(payload), dtype=DTYPE)
-        outputs.append(rows.reshape(-1).clone())
-    assert torch.equal(*outputs) and outputs[0].abs().sum() > 0
-    server.close()
-
-
-def client_header(memory):
-    """The header of a request whose rows have 16 bits, put right, and its offsets."""
-    header = RequestHeader.unpack_from(memoryview(memory))
-    nbytes = header.num_rows * (header.in_end - header.in_begin) * 2
-    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, nbytes)
-    header = header._replace(payload_bytes=at.end - slot.HEADER_BYTES)
-    header.pack_into(memoryview(memory))
-    return header, at
 
 
 def test_a_pool_counts_its_pages():

@@ -22,9 +22,9 @@ ENGINES = ("transformers", "vllm")
 RULES = {
     **dict.fromkeys(LEAVES, LEAVES),
     "lora_server.wire": {*LEAVES, "lora_server.wire"},
-    "lora_server.transport": {*LEAVES, "lora_server.wire", "lora_server.transport"},
+    "lora_server.transport": {*LEAVES, "lora_server.wire", "lora_server.transport", "kernels_cuda"},
     "kernels_cuda": {"kernels_cuda"},
-    "client_connector": {*LEAVES, "lora_server.wire", "lora_server.transport", "client_connector"},
+    "client_connector": {*LEAVES, "lora_server.wire", "lora_server.transport", "client_connector", "kernels_cuda"},
     "provisioning": {*LEAVES, "provisioning"},
 }
 BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "zmq", "cuda_ipc", "nvshmem"))

@@ -6,14 +6,13 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from kernels_cuda import build
 from kernels_cuda.heuristics import Variant, choose
+from lora_server.transport import put
 
-ROOT = Path(__file__).parent.parent
 NVCC = shutil.which("nvcc")
 GPUS = {  # what compute capability, code and shared memory per block they have
     "H100, H200": ((9, 0), "90a", 232448),
@@ -31,7 +30,8 @@ def compiled(name: str, code: str, variant: Variant) -> str:
     """What the assembler says of one file in one variant."""
     command = [str(NVCC), build.STANDARD, f"-gencode=arch=compute_{code},code=sm_{code}", "-cubin", "-Xptxas", "-v"]
     command += ["-Werror", "all-warnings", *variant.defines, "-x", "cu", "-", "-o", "/dev/null"]
-    done = subprocess.run(command, input=build.read_source(name), text=True, capture_output=True, timeout=150)
+    source = build.read_source(name, put.FILES)
+    done = subprocess.run(command, input=source, text=True, capture_output=True, timeout=150)
     assert done.returncode == 0, f"{name} for sm_{code}: {done.stderr}"
     return done.stderr
 
@@ -39,7 +39,7 @@ def compiled(name: str, code: str, variant: Variant) -> str:
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_every_kernel_compiles_without_local_memory():
     files = sorted(path.name for path in build.SOURCE.glob("*.cu"))
-    files.append(str(ROOT / "lora_server" / "transport" / "put.cu"))
+    files.append("put.cu")
     jobs = [(name, code, choose(capability, shared)) for name in files for capability, code, shared in GPUS.values()]
     with ThreadPoolExecutor(2) as pool:
         logs = list(pool.map(lambda job: compiled(*job), jobs))

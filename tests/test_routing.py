@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_connector.client import Client
-from client_connector.packing import Activations
+from client_connector.packing import Activations, HostPacker
 from client_connector.routing import Batch, in_step, route_dense, route_experts
 from lora_server.adapters import open_adapter
 from lora_server.daemon.inproc import InprocServer
@@ -144,7 +144,7 @@ def exchange(client, batch, site, x, experts_Tk=None, weights=None, chunk=None):
         messages = route_experts(part, experts_Tk, torch.tensor(client.placement.owners(site)), chunk)
     place = "entries_N" if experts_Tk is not None and weights is None else "rows_M"
     given = Activations(x=x, decode=batch.decode, by_entry=weights is not None, weights=weights)
-    pending = client.start(site, messages, given)
+    pending = client.start(HostPacker(client.terms, site, given), messages)
     pending.finish(lambda message, delta: out.index_add_(0, getattr(message, place), delta.double()))
     return out
 

@@ -18,10 +18,15 @@ VARIANT = Variant(bulk_copy=False, warps=2)
 
 
 def garbage(pairs):
-    route = routing.Route.empty(pairs, "cpu")
-    for tensor in (route.segments, route.counts, route.token_N, route.pair_N, route.weights_N):
+    route = routing.Route.empty(pairs, "cpu", max_rows=pairs)
+    for tensor in outputs(route):
         tensor.fill_(GARBAGE)
+    route.counts.fill_(GARBAGE)
     return route
+
+
+def outputs(route):
+    return (route.segments, route.token_N, route.pair_N, route.weights_N, route.row_N, route.token_M)
 
 
 def inputs(tokens, top_k, num_adapters, num_experts, seed, popularity="zipf", absent=0.1):
@@ -39,19 +44,23 @@ def inputs(tokens, top_k, num_adapters, num_experts, seed, popularity="zipf", ab
     return experts.astype(np.int32), weights, adapters.astype(np.int32), directory.astype(np.int32)
 
 
-def launch(arrays, num_experts, route, variant=VARIANT):
-    values = routing.arguments(*(torch.from_numpy(array) for array in arrays), num_experts, route)
+def choice(arrays, num_experts, among=None):
+    return routing.Choice(*(torch.from_numpy(array) for array in arrays), num_experts, among)
+
+
+def launch(arrays, num_experts, route, variant=VARIANT, among=None):
+    values = routing.arguments(choice(arrays, num_experts, among), route)
     emulated.run("route", values, variant, source="route.cu")
 
 
-def check(arrays, num_experts, variant=VARIANT, spare=3):
+def check(arrays, num_experts, variant=VARIANT, spare=3, among=None):
     experts, _, adapters, _ = arrays
     route = garbage(experts.size + spare)
-    launch(arrays, num_experts, route, variant)
-    expected = routing.reference(*arrays, num_experts)
+    launch(arrays, num_experts, route, variant, among)
+    expected = routing.reference(*arrays, num_experts, among)
     segments, entries = len(expected.segments), len(expected.pair_N)
-    assert route.counts.tolist() == [segments, entries, len(adapters)]
-    for tensor, wanted in zip((route.segments, route.token_N, route.pair_N, route.weights_N), expected, strict=True):
+    assert route.counts.tolist() == [segments, entries, len(adapters), len(expected.token_M)]
+    for tensor, wanted in zip(outputs(route), expected, strict=True):
         np.testing.assert_array_equal(tensor[: len(wanted)].numpy(), wanted)
         assert (tensor[len(wanted) :] == GARBAGE).all(), "wrote beyond what there is"
 
@@ -73,6 +82,24 @@ def test_equals_the_reference(tokens, top_k, num_adapters, num_experts, seed, po
     check(inputs(tokens, top_k, num_adapters, num_experts, seed, popularity, absent), num_experts)
 
 
+@settings(max_examples=20, deadline=None)
+@given(tokens=st.integers(1, 40), begin=st.integers(0, 16), size=st.integers(0, 16), seed=st.integers(0, 2**31))
+def test_only_the_experts_of_one_shard(tokens, begin, size, seed):
+    check(inputs(tokens, 4, 9, 16, seed), 16, among=range(begin, min(begin + size, 16)))
+
+
+def test_weights_that_nobody_asks_for():
+    experts, weights, adapters, directory = inputs(9, 4, 5, 8, 3)
+    route = garbage(36)
+    arrays = [torch.from_numpy(array) for array in (experts, adapters, directory)]
+    emulated.run(
+        "route", routing.arguments(routing.Choice(arrays[0], None, *arrays[1:], 8), route), VARIANT, source="route.cu"
+    )
+    expected = routing.reference(experts, weights, adapters, directory, 8)
+    np.testing.assert_array_equal(route.pair_N[: len(expected.pair_N)].numpy(), expected.pair_N)
+    assert (route.weights_N == GARBAGE).all()
+
+
 @pytest.mark.parametrize("warps", [4, 6, 8])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1024, 8), (1024, 2), (8192, 1), (1170, 7)])
 def test_large_steps(tokens, top_k, warps):
@@ -91,7 +118,7 @@ def test_a_second_step_in_the_same_memory():
         arrays = inputs(tokens, 8, 100, 32, seed)
         launch(arrays, 32, route)
         expected = routing.reference(*arrays, 32)
-        assert route.counts.tolist() == [len(expected.segments), len(expected.pair_N), tokens]
+        assert route.counts.tolist()[:3] == [len(expected.segments), len(expected.pair_N), tokens]
         np.testing.assert_array_equal(route.pair_N[: len(expected.pair_N)].numpy(), expected.pair_N)
 
 
@@ -108,4 +135,4 @@ def test_a_second_step_in_the_same_memory():
 def test_what_does_not_fit_is_refused(change, message):
     arrays = change(inputs(4, 2, 5, 3, 0))
     with pytest.raises(ValueError, match=message):
-        routing.arguments(*(torch.from_numpy(array) for array in arrays), 3, garbage(8))
+        routing.arguments(choice(arrays, 3), garbage(8))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import mmap
 import os
 import signal
@@ -14,17 +16,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from lora_server.demo import children
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park, shm
 from lora_server.transport.base import Grant, Port
+from lora_server.transport.rows import SlotRows
 from lora_server.transport.shm import ShmLink, create_memory
-from lora_server.transport.twin import DeviceTwin
 from lora_server.wire import messages
-from lora_server.wire.messages import Hello, Refused, Welcome
+from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from tests.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
+from tests.emulated_link import EmulatedLink, MemfdMemory
 from tests.serving import until
 
 ROOT = Path(__file__).parent.parent
@@ -249,49 +251,96 @@ def test_a_parked_wait_is_bounded_and_says_whether_it_is_ready():
     assert word.cast("I")[0] == 0, "nobody is parked now"
 
 
-class HostTwin(DeviceTwin):
-    """A twin in this process's own memory: what the handshake does with it needs no GPU."""
+# -- device memory of a shard: see emulated_link
 
-    def __init__(self, layout):
-        super().__init__(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
-        self.handle, self.freed = b"where it is", threading.Event()
 
-    def free(self):
-        self.freed.set()
+def device_shard(directory, memory):
+    gone = []
+    port = Port(LAYOUT, on_gone=lambda *client: gone.append(client))
+    for client in (1, 2):
+        port.grant(Grant(client, 1, b"key"))
+    return port, shm.ShmListener(port, directory / "socket", memory), gone
+
+
+def connection_of(port, client):
+    until(lambda: any(c.client == client for c in port.connections), f"client {client} to be connected")
+    return next(connection for connection in port.connections if connection.client == client)
 
 
 def test_a_twin_is_made_for_who_asks_and_freed_some_time_after_the_client_went(tmp_path, monkeypatch):
     monkeypatch.setattr(shm, "QUARANTINE_SECONDS", 0.2)
-    made, port = [], Port(LAYOUT)
-
-    def make(layout):
-        made.append(HostTwin(layout))
-        return made[-1]
-
-    listener = shm.ShmListener(port, tmp_path / "socket", make)
-    for client in (1, 2):
-        port.grant(Grant(client, 1, b"key"))
+    memory = MemfdMemory()
+    port, listener, _ = device_shard(tmp_path, memory)
     plain = ShmLink(listener.address, Hello(1, 1, b"key"), 0)
-    asking = ShmLink(listener.address, Hello(2, 1, b"key", twin=True), 0)
-    assert plain.welcome.twin == b"" and asking.welcome.twin == b"where it is"
-    (twin,) = made
-    by_client = {connection.client: connection for connection in port.connections}
-    assert by_client[2].region.twin is twin and by_client[2].polled
-    assert by_client[1].region.twin is None and not by_client[1].polled
+    asking = EmulatedLink(listener.address, Hello(2, 1, b"key"), 0)
+    (twin,) = memory.twins
+    assert connection_of(port, 2).rows is twin.rows and memory.pinned == 1, "the slots of client 1"
+    assert connection_of(port, 2).pause() < 1 and connection_of(port, 1).pause() == math.inf
     cut_off = time.monotonic()
     port.revoke(2)
     assert twin.freed.wait(SECONDS) and time.monotonic() - cut_off >= 0.2
-    plain.close(), asking.close(), listener.close()
+    plain.close(), asking.close()
+    until(lambda: gc.collect() >= 0 and memory.pinned == 0, "the slots to be unpinned")
+    listener.close()
 
 
-def test_a_twin_that_cannot_be_made_is_a_refusal_and_harms_nobody(tmp_path):
-    def make(layout):
-        raise ShardUnavailableError("no room")
+def test_a_shard_without_room_serves_from_the_slots(tmp_path):
+    """Review item 2: it was an error of the join."""
+    port, listener, gone = device_shard(tmp_path, MemfdMemory(full=True))
+    link = EmulatedLink(listener.address, Hello(1, 1, b"key"), 0, twin="may")
+    assert link.twin is None and link.welcome.why == "no room on this device"
+    assert isinstance(connection_of(port, 1).rows, SlotRows) and gone == []
+    link.close(), listener.close()
 
-    port = Port(LAYOUT)
-    listener = shm.ShmListener(port, tmp_path / "socket", make)
-    port.grant(Grant(1, 1, b"key"))
-    with pytest.raises(ShardUnavailableError, match="no room"):
-        ShmLink(listener.address, Hello(1, 1, b"key", twin=True), 0)
-    ShmLink(listener.address, Hello(1, 1, b"key"), 0).close()
+
+def test_who_cannot_map_a_twin_keeps_its_lease(tmp_path):
+    """Review item 1: the shard took its end for the client's, and the next try met no such lease."""
+    memory = MemfdMemory()
+    port, listener, gone = device_shard(tmp_path, memory)
+    with pytest.raises(ConfigError, match="this device cannot map it"):
+        EmulatedLink(listener.address, Hello(1, 1, b"key"), 0, can_map=False)
+    link = ShmLink(listener.address, Hello(1, 1, b"key"), 0)
+    assert connection_of(port, 1) and gone == []
+    link.close()
+    until(lambda: gone == [(1, 1)], "its end")
+    link = EmulatedLink(listener.address, Hello(2, 1, b"key"), 0, twin="may", can_map=False)
+    assert isinstance(connection_of(port, 2).rows, SlotRows)
+    assert memory.twins[1].freed.wait(SECONDS), "nobody will use it"
+    link.close(), listener.close()
+
+
+def test_nothing_is_served_before_the_client_says_what_it_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(shm, "HANDSHAKE_SECONDS", 0.3)
+    memory = MemfdMemory()
+    port, listener, gone = device_shard(tmp_path, memory)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(SECONDS)
+        sock.connect(listener.address)
+        sock.send(messages.encode(Hello(1, 1, b"key", device=True, twin=True)))
+        data, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 8)
+        assert messages.decode_welcome(data).twin == "fd" and len(fds) == 3
+        assert port.connections == ()
+        assert sock.recv(100) == b"", "who says nothing is cut off in time"
+    for fd in fds:
+        os.close(fd)
+    assert gone == [] and port.connections == ()
+    listener.close()
+
+
+@pytest.mark.parametrize("answer", [Mapped(True), Refused("a", "b"), Hello(1, 1, b"key")])
+def test_a_client_that_mapped_what_it_was_not_given_is_cut_off(tmp_path, answer):
+    port, listener, gone = device_shard(tmp_path, MemfdMemory(full=True))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(SECONDS)
+        sock.connect(listener.address)
+        sock.send(messages.encode(Hello(1, 1, b"key", device=True, twin=True)))
+        _, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 8)
+        sock.send(messages.encode(answer))
+        with pytest.raises(ProtocolError):
+            messages.decode_welcome(sock.recv(messages.MAX_MESSAGE_BYTES))
+        assert sock.recv(100) == b""
+    for fd in fds:
+        os.close(fd)
+    assert gone == [] and port.connections == ()
+    ShmLink(listener.address, Hello(2, 1, b"key"), 0).close()
     listener.close()

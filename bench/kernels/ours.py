@@ -13,7 +13,7 @@ from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
 from kernels_cuda.ops import Block
-from kernels_cuda.routing import Route, Router
+from kernels_cuda.routing import Choice, Route, Router
 from kernels_cuda.tables import BlockTable
 
 DTYPE = torch.bfloat16
@@ -114,7 +114,7 @@ def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -
 
 def route(draw: DeviceDraw, router: Router) -> None:
     """Fills the draw's segments and maps on the device."""
-    router.launch(*draw.inputs, draw.num_experts, draw.route)
+    router.launch(Choice(*draw.inputs, draw.num_experts), draw.route)
 
 
 def launch(draw: DeviceDraw, kernels: CudaKernels, workspace: Workspace) -> None:

@@ -56,7 +56,7 @@ class RemoteExperts:
         """Push activations [T * k, >= I], which come back weighted and summed per token."""
         if not self.forward.active:
             return None
-        weights = weights_Tk.reshape(-1).float().cpu()
+        weights = weights_Tk.reshape(-1).float()
         return self.forward.start_experts(
             Site(self.layer, "down"),
             self._experts(ids_Tk, expert_map),
@@ -79,4 +79,4 @@ class RemoteExperts:
         absent = ids < 0
         if expert_map is not None:
             absent = absent | (expert_map[ids.clamp(min=0)] < 0)
-        return torch.where(absent, self.forward.client.terms.spec.experts, ids).cpu()
+        return torch.where(absent, self.forward.client.terms.spec.experts, ids)

@@ -25,4 +25,4 @@ class Staging:
 
 def add_rows(y: torch.Tensor, rows_M: torch.Tensor, delta_MO: torch.Tensor) -> None:
     """y[rows] += delta, wherever y is. `delta` is a slot's memory, which is used again."""
-    y.index_add_(0, rows_M.to(y.device), delta_MO.to(y.device))
+    y.index_add_(0, rows_M.to(y.device, non_blocking=True), delta_MO.to(y.device, non_blocking=True))

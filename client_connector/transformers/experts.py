@@ -45,8 +45,7 @@ def experts_forward(
 
     exchange = None
     if forward.acts_at(down):
-        flat_weights = weights_Tk.reshape(-1).float().cpu()
-        exchange = forward.start_experts(down, experts_Tk, act_NI[place], flat_weights)
+        exchange = forward.start_experts(down, experts_Tk, act_NI[place], weights_Tk.reshape(-1).float())
     began = time.monotonic_ns()
     out_NH = _grouped_linear(module, "down_proj", act_NI, counts)
     out_NH = out_NH * weights_Tk.reshape(-1)[order_N, None]

@@ -10,15 +10,18 @@ constexpr int DIGIT_BITS = 4, DIGITS = 1 << DIGIT_BITS;
 
 struct RouteArgs {
     const int* experts;    // [tokens, top_k]
-    const float* weights;  // [tokens, top_k]
+    const float* weights;  // [tokens, top_k], or null
     const int* adapters;   // [tokens]: rows of `directory`, or -1
     const int* directory;  // [num_adapters, 3]: row of the block table, first tile, tiles of each expert
     uint4* segments;       // block, first tile, first entry, entries
-    int* counts;           // segments, entries, output rows
+    int* counts;           // segments, entries, tokens, tokens with an entry
     int* token;            // of each entry, like the following
     int* pair;
     float* weight;
+    int* row;              // null, or of each entry: its token among those with an entry
+    int* row_token;        // of each of those
     int tokens, top_k, num_experts, num_adapters;
+    int first_expert, end_expert;  // no others count
 };
 
 struct BlockMemory {
@@ -89,13 +92,33 @@ DEVICE void write_segment(const RouteArgs& a, int segment, int key, int first, i
                            static_cast<unsigned>(first), static_cast<unsigned>(end - first)};
 }
 
+// The tokens that have an entry, counted in their order; `number` has room for all tokens.
+DEVICE void number_tokens(const RouteArgs& a, BlockMemory& memory, const unsigned* items, int* number, int entries) {
+    const int thread = threadIdx.x, share = (a.tokens + THREADS - 1) / THREADS;
+    const int begin = share * thread, end = begin + share < a.tokens ? begin + share : a.tokens;
+    sync_block();
+    for (int t = thread; t < a.tokens; t += THREADS) number[t] = 0;
+    sync_block();
+    for (int i = thread; i < entries; i += THREADS) number[(items[place(i)] & (MAX_PAIRS - 1)) / a.top_k] = 1;
+    sync_block();
+    int mine = 0, all;
+    for (int t = begin; t < end; t++) mine += number[t];
+    int next = sum_before(mine, memory.totals, all);
+    for (int t = begin; t < end; t++)
+        if (number[t]) a.row_token[next] = t, number[t] = next++;
+    sync_block();
+    for (int i = thread; i < entries; i += THREADS)
+        a.row[i] = number[(items[place(i)] & (MAX_PAIRS - 1)) / a.top_k];
+    if (thread == 0) a.counts[3] = all;
+}
+
 DEVICE void route_pairs(const RouteArgs& a, BlockMemory& memory) {
     const int thread = threadIdx.x, pairs = a.tokens * a.top_k;
     const int nobody = a.num_adapters * a.num_experts;  // the key of pairs without an adapter: they sort last
     unsigned *items = memory.items[0], *others = memory.items[1];
     for (int pair = thread; pair < pairs; pair += THREADS) {
         const int adapter = a.adapters[pair / a.top_k], expert = a.experts[pair];
-        const bool live = adapter >= 0 && adapter < a.num_adapters && expert >= 0 && expert < a.num_experts;
+        const bool live = adapter >= 0 && adapter < a.num_adapters && expert >= a.first_expert && expert < a.end_expert;
         const int key = live ? adapter * a.num_experts + expert : nobody;
         items[place(pair)] = static_cast<unsigned>(key) << PAIR_BITS | pair;
     }
@@ -130,18 +153,21 @@ DEVICE void route_pairs(const RouteArgs& a, BlockMemory& memory) {
         const int pair = items[place(i)] & (MAX_PAIRS - 1);
         a.token[i] = pair / a.top_k;
         a.pair[i] = pair;
-        a.weight[i] = a.weights[pair];
+        if (a.weights) a.weight[i] = a.weights[pair];
     }
     if (thread == 0) a.counts[0] = segments, a.counts[1] = entries, a.counts[2] = a.tokens;
+    if (a.row) number_tokens(a, memory, items, reinterpret_cast<int*>(others), entries);
 }
 
 // Arguments are all 64 bits wide. Grid: one block. Shared memory: sizeof(BlockMemory).
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     route(const int* experts, const float* weights, const int* adapters, const int* directory, uint4* segments,
-          int* counts, int* token, int* pair, float* weight, int64 tokens, int64 top_k, int64 num_experts,
-          int64 num_adapters) {
+          int* counts, int* token, int* pair, float* weight, int* row, int* row_token, int64 tokens, int64 top_k,
+          int64 num_experts, int64 num_adapters, int64 first_expert, int64 end_expert) {
     SHARED_MEMORY(shared);
-    const RouteArgs a = {experts, weights,     adapters,   directory,        segments,         counts, token, pair,
-                         weight,  int(tokens), int(top_k), int(num_experts), int(num_adapters)};
+    const RouteArgs a = {experts,     weights,          adapters,          directory,         segments,
+                         counts,      token,            pair,              weight,            row,
+                         row_token,   int(tokens),      int(top_k),        int(num_experts),  int(num_adapters),
+                         int(first_expert), int(end_expert)};
     route_pairs(a, *reinterpret_cast<BlockMemory*>(shared));
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,8 +18,7 @@ from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
-from lora_server.transport.shm import MakeTwin, OwnedTwin
-from lora_server.wire.region import RegionLayout
+from lora_server.transport.base import DeviceMemory
 
 GIB = 1 << 30
 FREE_SHARE = 0.8  # of the device memory that is free at the start, unless --pool-gib says
@@ -46,10 +46,11 @@ def paged(
     launch: Launch,
     max_step_rows: int,
     on_layer: OnLayer = lambda *_: None,
+    lost: Callable[[], bool] = lambda: False,
 ) -> Backend:
     """Weights in the pages of any device, computed by `launch`."""
     store = PagedStore(placement, shard, dtype, pool, on_layer)
-    return Backend(store, DeviceCompute(launch, store.table, placement.spec, dtype, max_step_rows))
+    return Backend(store, DeviceCompute(launch, store.table, placement.spec, dtype, max_step_rows, lost))
 
 
 def cuda(
@@ -81,18 +82,25 @@ def cuda(
         raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")
     sharing = len(range(local_index % torch.cuda.device_count(), local_shards, torch.cuda.device_count()))
     pool = _pool(device, pool_gib, sharing)
-    return paged(placement, shard, dtype, pool, compiled.launch, max_step_rows, on_layer)
+    return paged(
+        placement, shard, dtype, pool, compiled.launch, max_step_rows, on_layer, functools.partial(_is_lost, device)
+    )
 
 
-def exported_twins(local_index: int) -> MakeTwin:
-    """What makes the memory of a client's rows, on the GPU that `cuda` gave the shard; from any thread."""
+def _is_lost(device: torch.device) -> bool:
+    """An error that a context does not survive comes back at every call; any other was told once."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
-    def make(layout: RegionLayout) -> OwnedTwin:
-        from lora_server.transport.cuda_ipc import ExportedTwin
 
-        return ExportedTwin(layout, _gpu(local_index))
+def client_memory(local_index: int) -> DeviceMemory:
+    """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
+    from lora_server.transport.device_memory import GpuMemory
 
-    return make
+    return GpuMemory(_gpu(local_index))
 
 
 def _gpu(local_index: int) -> torch.device:

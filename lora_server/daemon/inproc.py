@@ -19,7 +19,7 @@ from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Independent
 from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
-from lora_server.transport.base import Grant, Port
+from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
 from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire.messages import Hello
@@ -79,6 +79,10 @@ class InprocServer(Server):
         """Never waits."""
         return _InprocSession(self, next(self._clients))
 
+    def connect(self, hello: Hello) -> list[Link]:
+        """A client's way to each shard."""
+        return [InprocLink(shard.port, hello, shard.index, shard.serve_once) for shard in self.shards]
+
     def close(self) -> None:
         """Free the weights."""
         for shard in self.shards:
@@ -90,10 +94,9 @@ class _InprocSession(Session):
         self._server = server
         placement = server.placement
         self.terms = Terms(client, 1, placement.spec, placement.layout, "independent", server.max_step_rows)
-        hello = Hello(client, 1, b"")
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
-        self.links = [InprocLink(shard.port, hello, shard.index, shard.serve_once) for shard in server.shards]
+        self.links = server.connect(Hello(client, 1, b""))
 
     @override
     def acquire(self, names: Sequence[str]) -> list[Held]:

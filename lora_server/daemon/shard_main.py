@@ -28,7 +28,7 @@ from lora_server.shard.coordination import Coordinator, Follower, Independent, L
 from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
-from lora_server.transport.base import Grant, Port
+from lora_server.transport.base import DeviceMemory, Grant, Port
 from lora_server.transport.shm import ShmListener
 from lora_server.transport.zmq import ZmqListener
 from lora_server.wire import lora_server_pb2 as pb
@@ -55,7 +55,7 @@ class ShardProcess:
         self.exit_code = 0
         self.port = Port(RegionLayout.for_model(spec, config.max_step_rows, config.slots), on_gone=self._client_gone)
         self.shm = self._shm_listener()
-        self.zmq = ZmqListener(self.port, config.bind_host, config.advertise)
+        self.zmq = ZmqListener(self.port, config.bind_host, config.advertise, self._client_memory())
         self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
         backend = self._backend(Placement(spec, layout))
         self.store = backend.store
@@ -93,8 +93,10 @@ class ShardProcess:
         directory, name = self.config.run_dir, f"shard-{self.config.shard}"
         for killed in directory.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
-        make_twin = backends.exported_twins(self._local_index) if self.config.device == "cuda" else None
-        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", make_twin)
+        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", self._client_memory())
+
+    def _client_memory(self) -> DeviceMemory | None:
+        return backends.client_memory(self._local_index) if self.config.device == "cuda" else None
 
     def _coordinator(self, layout: Layout) -> Coordinator:
         if self.config.coordination == "independent":

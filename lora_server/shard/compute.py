@@ -1,8 +1,7 @@
 """From a checked request to the rows of its response: on the host, or on a GPU.
 
-A compute returns when the response's rows are where the transport takes them from. On a GPU, rows
-and results of a client on the same host stay in device memory (the twin of its region, see
-transport.cuda_ipc); those of any other client are copied from and to its slots.
+A compute returns when the response's rows are where the transport takes them from. What a connection has
+on the compute's own device is read and written in place; anything else is copied there and back.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.ops import Block, Segment, Step
 from kernels_cuda.tables import SEGMENT_INTS, BlockTable, Packed, segment_table
 from lora_server.errors import ProtocolError, StepError
-from lora_server.shard.request import Request, response_rows
+from lora_server.shard.request import Request
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection
+from lora_server.transport.rows import TORCH_DTYPES
 
 Launch = Callable[[DeviceStep, torch.Tensor, Workspace], None]
 
@@ -47,7 +47,7 @@ class HostCompute(Compute):
     def run(self, request: Request, segments: Sequence[Segment[Block]], connection: Connection) -> None:
         header = request.header
         step = Step(
-            rows_TK=request.rows_TK,
+            rows_TK=connection.rows.request(header),
             segments=segments,
             num_entries=header.num_entries,
             num_out_rows=header.num_out_rows,
@@ -57,16 +57,24 @@ class HostCompute(Compute):
             out_map_N=request.out_map_N,
             weights_N=request.weights_N,
         )
-        self._kernel(step, response_rows(connection.region.response(header.seq), header))
+        self._kernel(step, connection.rows.response(header))
 
 
 class DeviceCompute(Compute):
     """Segments are Packed; `launch` is `CudaKernels.launch`, or a stand-in with the same contract."""
 
     def __init__(
-        self, launch: Launch, table: BlockTable, spec: ModelSpec, dtype: torch.dtype, max_step_rows: int
+        self,
+        launch: Launch,
+        table: BlockTable,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_step_rows: int,
+        lost: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`lost`: whether the device is beyond recovery, asked after an error."""
         sites = list(spec.sites())
+        self._lost = lost
         self._launch, self._table, self._spec, self._dtype = launch, table, spec, dtype
         self._device = table.tensor.device
         self._widest_in = max(spec.in_width(site) for site in sites)
@@ -88,9 +96,10 @@ class DeviceCompute(Compute):
     @override
     def run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
         """Raises DeviceLostError after an error from which a GPU does not recover."""
-        if request.rows_TK.dtype != self._dtype:
+        dtype = TORCH_DTYPES[request.header.dtype]
+        if dtype != self._dtype:
             raise ProtocolError(
-                f"{request.header.where}: got {request.rows_TK.dtype} rows, expected {self._dtype}; run the engine in "
+                f"{request.header.where}: got {dtype} rows, expected {self._dtype}; run the engine in "
                 "it, or start the server with the engine's --dtype (bfloat16 or float16 on a GPU)"
             )
         try:
@@ -98,25 +107,22 @@ class DeviceCompute(Compute):
         except torch.OutOfMemoryError as error:
             raise StepError(f"{request.header.where}: {error}; start the server with a smaller --pool-gib") from error
         except RuntimeError as error:
-            if self._device.type == "cuda":
+            if self._lost():
                 raise DeviceLostError(f"{request.header.where}: {error}") from error
             raise
 
     def _run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
-        header, twin = request.header, connection.region.twin
         rank = max((segment.block.max_rank for segment in segments), default=0)
         if rank > self._workspace.max_rank:
             self._workspace = self._new_workspace(rank)
-        step = self._step(request, segments, request.rows_TK if twin is None else twin.request_rows(header))
-        if twin is None:
-            host_rows = response_rows(connection.region.response(header.seq), header)
-            out_UO = torch.empty(host_rows.shape, dtype=self._dtype, device=self._device)
-            self._launch(step, out_UO, self._workspace)
-            host_rows.copy_(out_UO)  # waits for the launch
-        else:
-            self._launch(step, twin.response_rows(header), self._workspace)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+        rows_TK = connection.rows.request(request.header).to(self._device, non_blocking=True)
+        out_UO = connection.rows.response(request.header)
+        here = out_UO if out_UO.device == self._device else torch.empty_like(out_UO, device=self._device)
+        self._launch(self._step(request, segments, rows_TK), here, self._workspace)
+        if here is not out_UO:
+            out_UO.copy_(here, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _step(self, request: Request, segments: Sequence[Segment[Packed]], rows_TK: torch.Tensor) -> DeviceStep:
         header = request.header
@@ -126,7 +132,7 @@ class DeviceCompute(Compute):
         counts_on_device, segments_on_device, in_map, out_map, weights_on_device = tables
         assert counts_on_device is not None and segments_on_device is not None
         return DeviceStep(
-            rows_TK=rows_TK.to(self._device),
+            rows_TK=rows_TK,
             segments=segments_on_device.view(-1, SEGMENT_INTS),
             blocks=self._table.tensor,
             counts=counts_on_device,

@@ -12,14 +12,13 @@ import torch
 
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
-from lora_server.transport.twin import TORCH_DTYPES
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
 
 @dataclass(frozen=True)
 class Request:
-    """One checked step; segments are (handle, expert, first entry, entries)."""
+    """One checked step but its rows (transport.rows); segments are (handle, expert, first entry, entries)."""
 
     header: RequestHeader
     site: Site
@@ -27,7 +26,6 @@ class Request:
     in_map_N: torch.Tensor | None
     out_map_N: torch.Tensor | None
     weights_N: torch.Tensor | None
-    rows_TK: torch.Tensor
 
 
 def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> RequestHeader:
@@ -72,8 +70,7 @@ def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max
     if header.flags & slot.HAS_OUT_MAP:
         out_map = _map(memory, at.out_map, entries, header.num_out_rows, header, "out_map")
         weights = _tensor(memory, at.weights, entries, torch.float32).clone()
-    rows = _tensor(memory, at.rows, header.num_rows * width, TORCH_DTYPES[header.dtype]).view(header.num_rows, width)
-    return Request(header, site, segments, in_map, out_map, weights, rows)
+    return Request(header, site, segments, in_map, out_map, weights)
 
 
 def _site(header: RequestHeader, spec: ModelSpec) -> Site:
@@ -136,12 +133,6 @@ def _map(memory: memoryview, offset: int, entries: int, rows: int, header: Reque
     if entries and not (int(mapped.min()) >= 0 and int(mapped.max()) < rows):
         raise ProtocolError(f"{header.where}: {name} points outside [0, {rows})")
     return mapped
-
-
-def response_rows(memory: memoryview, header: RequestHeader) -> torch.Tensor:
-    """The [U, O] tensor in the response slot that a kernel fills."""
-    rows, width = header.num_out_rows, header.out_width
-    return _tensor(memory, slot.HEADER_BYTES, rows * width, TORCH_DTYPES[header.dtype]).view(rows, width)
 
 
 def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[int, int, int]) -> int:

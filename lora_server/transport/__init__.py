@@ -4,6 +4,8 @@ base      Link, Connection, Port            session   what a client has after jo
 connect   which backend a client uses       mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
 zmq       TCP, across hosts                 address   binding its sockets
-cuda_ipc  GPUs of one host                  twin      a region's rows in device memory
-inproc    one thread of one process
+inproc    one thread of one process         rows      where the rows of a step lie
+cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal
+device_link    what such a client does, whatever the device
+device_memory  GPU memory that two processes share, host memory that a GPU can use
 """

@@ -2,8 +2,10 @@
 
 Client side, one `Link` per shard:        Shard side, one `Port` with a `Connection` per client:
     fill link.region.request(seq)             scan port.connections for new request signals
-    link.push(seq, nbytes)                    fill connection.region.response(seq)
+    link.put_rows(header, x, rows)            read connection.rows.request(header)
+    link.push(seq, nbytes)                    fill connection.rows.response(header), then the header before it
     link.wait(seq, deadline)                  connection.respond(seq, nbytes)
+    read link.rows.response(header)
 
 A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 per (client, shard).
 """
@@ -11,14 +13,16 @@ A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 pe
 from __future__ import annotations
 
 import hmac
+import math
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
+from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
 from lora_server.transport.park import LocalParker, Parker
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -28,16 +32,53 @@ from lora_server.wire.slot import RequestHeader
 if TYPE_CHECKING:
     import torch
 
+    from kernels_cuda.routing import Choice, Route
+    from lora_server.transport.rows import Rows
 
-POLL_SECONDS = 200e-6
+
+SPIN_SECONDS = 200e-6  # at a time, so that the loop can look at other things
 
 
-class Link(ABC):
-    """A client's end of its region on one shard. One thread at a time."""
+class End:
+    """One end of a region, the client's or the shard's."""
 
     region: Region
+    _slot_rows: Rows | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Where the rows of the region's steps lie."""
+        if self._slot_rows is None:
+            from lora_server.transport.rows import SlotRows  # torch: who only holds adapters needs none
+
+            self._slot_rows = SlotRows(self.region)
+        return self._slot_rows
+
+
+class Link(End, ABC):
+    """A client's end of its region on one shard. One thread at a time."""
+
     epoch: int
     shard: int
+    device: torch.device | None = None  # activations there need not visit the host
+
+    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        """Rows `rows_M` (int64, where x is or on the host) of x become those of a request. Raises ProtocolError.
+
+        Nobody writes to x until the answer was waited for.
+        """
+        self.rows.fill(header, x_TK, rows_M)
+
+    def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
+        """The same for a step that is routed on `device`, which completes header and tables; by links that have one.
+
+        `by_entry`: a row per entry, weighted and summed per token, instead of a row per token.
+        """
+        raise ProtocolError(f"shard {self.shard}: this link routes nothing; give it rows")
+
+    def routed(self, seq: int) -> Route:
+        """How such a step was routed, on `device`, once its answer is there."""
+        raise ProtocolError(f"shard {self.shard}: this link routes nothing")
 
     @abstractmethod
     def push(self, seq: int, nbytes: int) -> None:
@@ -78,33 +119,58 @@ class Link(ABC):
         )
 
 
-class DeviceLink(Link):
-    """A link whose rows stay in device memory; see transport.cuda_ipc."""
-
-    @abstractmethod
-    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        """The next push sends rows `rows_M` of x, which nobody writes to until its answer was waited for."""
-
-
-class Connection(ABC):
+class Connection(End, ABC):
     """A shard's end of one client's region."""
 
     client: int
     epoch: int
-    region: Region
     served: int = 0  # the newest seq that was answered
-    polled: bool = False  # its signals come from a GPU, which rings no doorbell
 
     @abstractmethod
     def respond(self, seq: int, nbytes: int) -> None:
         """Push the first `nbytes` of `region.response(seq)`, then its signal. Never raises for a dead client."""
 
-    def close(self) -> None:  # noqa: B027  (most backends hold nothing)
+    def close(self) -> None:
         """Let the client know that the region is given up; idempotent."""
 
     def requested(self) -> int:
         """The newest seq that the client has pushed."""
         return slot.signalled_seq(self.region.request_signal[0], self.epoch)
+
+    def pause(self) -> float:
+        """Seconds that the loop may sleep without a look at this client: any number, if it rings the doorbell."""
+        return math.inf
+
+
+class Twin(Protocol):
+    """Device memory for the rows of one client, allocated by its shard."""
+
+    rows: Rows
+    kind: Literal["fd", "ipc"]  # how a client finds it
+    handle: bytes
+    fd: int
+
+    def free(self, let_go: bool) -> bool:
+        """Give it back once no step uses it; whether that could be done. `let_go`: the client has unmapped it."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """What a shard that computes on a GPU has for its clients; from any thread."""
+
+    def twin(self, layout: RegionLayout) -> Twin:
+        """Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
+        ...
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Let the GPU copy from and to host memory at full speed, until the result (which keeps nothing) is called."""
+        ...
+
+
+def pin(connection: Connection, device: DeviceMemory | None) -> None:
+    """The slots of a connection stay pinned for as long as anybody, the loop say, has the connection."""
+    if device is not None:
+        weakref.finalize(connection, device.pin(connection.region.memory)).atexit = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +231,7 @@ class Port:
             self.connections = (*kept, connection)
         for older in replaced:
             older.close()
+        self.ring()  # it may have pushed already
 
     def disconnect(self, connection: Connection) -> None:
         """A client closed, died, or broke the rules."""
@@ -179,7 +246,15 @@ class Port:
         self._parker.wake()
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """The loop: wait until ready(), at most one bounded sleep; a short one while a client has to be polled."""
-        if any(connection.polled for connection in self.connections):
-            seconds = min(seconds, POLL_SECONDS)
-        return self._parker.wait(ready, time.monotonic() + seconds)
+        """The loop: wait until ready(), at most one bounded sleep, and no longer than any client's pause."""
+        seconds = min(seconds, *(connection.pause() for connection in self.connections), math.inf)
+        if seconds > 0:
+            return self._parker.wait(ready, time.monotonic() + seconds)
+        return _spin(ready, time.monotonic() + SPIN_SECONDS)
+
+
+def _spin(ready: Callable[[], bool], deadline: float) -> bool:
+    while not ready():
+        if time.monotonic() >= deadline:
+            return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -28,36 +29,37 @@ def check_transport(name: str) -> str:
 def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu") -> Link:
     """A link to one shard, for activations on `device`.
 
-    `auto` takes shared memory where the shard is on this host, CUDA IPC where both compute on GPUs.
-    Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
+    `auto` takes shared memory where the shard is on this host, and rows in GPU memory where both compute on
+    GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
     """
-    if transport == "cuda_ipc" and not (endpoint.device == "cuda" and device.startswith("cuda")):
-        raise ConfigError(
-            f"transport cuda_ipc: shard {endpoint.shard} computes on {endpoint.device or 'cpu'}, the engine on "
-            f"{device}; expected both on GPUs of one host; use auto"
-        )
+    gpu = device.startswith("cuda")
+    if transport == "cuda_ipc":
+        if not (endpoint.device == "cuda" and gpu):
+            raise ConfigError(
+                f"transport cuda_ipc: shard {endpoint.shard} computes on {endpoint.device or 'cpu'}, the engine on "
+                f"{device}; expected both on GPUs of one host; use auto"
+            )
+        return _gpu_link(endpoint, hello, device, "must")
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
     near = endpoint.shm != "" and endpoint.host == host_identity() and Path(endpoint.shm).exists()
-    if transport == "cuda_ipc":
-        return _cuda_ipc(endpoint, hello, device)
-    if transport == "auto" and near and {endpoint.device, device[:4]} == {"cuda"}:
+    if not (transport == "shm" or (transport == "auto" and near)):
+        return ZmqLink(endpoint.zmq, hello, endpoint.shard)
+    if gpu:
         try:
-            return _cuda_ipc(endpoint, hello, device)
+            return _gpu_link(endpoint, hello, device, "may" if transport == "auto" else "no")
         except ConfigError as error:
-            log.warning("rows go through host memory", shard=endpoint.shard, reason=str(error))
-    if transport == "shm" or (transport == "auto" and near):
-        return ShmLink(endpoint.shm, hello, endpoint.shard)
-    return ZmqLink(endpoint.zmq, hello, endpoint.shard)
+            log.warning("activations are copied by the host", shard=endpoint.shard, reason=str(error))
+    return ShmLink(endpoint.shm, hello, endpoint.shard)
 
 
-def _cuda_ipc(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
+def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:
     """Imported only where it is used: it needs CuPy."""
     import torch
 
-    from lora_server.transport.cuda_ipc import CudaIpcLink
+    from lora_server.transport.cuda_ipc import GpuLink
 
     try:
-        return CudaIpcLink(endpoint.shm, hello, endpoint.shard, torch.device(device))
+        return GpuLink(endpoint.shm, hello, endpoint.shard, torch.device(device), twin)
     except ImportError as error:
         raise ConfigError(f"transport cuda_ipc: {error}; install lora-server[cuda], or use shm") from error

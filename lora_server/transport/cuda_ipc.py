@@ -1,193 +1,104 @@
-"""CUDA IPC on one host: shared memory for headers and signals, a twin in GPU memory for rows and deltas.
+"""An engine on a GPU and a shard on the same host: the GPU puts each step where the shard finds it.
 
-The shard allocates a twin of each client's region on its own GPU and passes its IPC handle over the Unix
-socket of the handshake. A client's put kernel gathers rows straight into that memory and then stores the
-request signal, with release at system scope, into the region's signal line, which is pinned host memory;
-nothing waits for the engine's GEMM, which runs on another stream. The shard's kernels read the rows where
-they are, write the deltas beside them, and the client reads those through the same mapping.
+A put kernel (put.cu), on a stream of its own with the highest priority, stores tables and rows and then the
+request signal, with release at system scope; nothing waits for the engine's GEMM, and the host waits for no
+stream. Signals, headers and tables lie in the region, which both processes pin. Rows and deltas lie in its
+twin, memory of the shard's GPU that the client has mapped too (transport.device_memory), or, where there is
+none, in the region as well. A GPU rings no doorbell: the shard looks at such clients' signals itself.
 
-The host launches and waits on both sides. A GPU cannot ring a doorbell, so a shard with such clients
-looks at their signals every POLL_SECONDS (transport.base.Port).
+The host launches on one side, and waits for answers on the other: see Link.
 """
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from pathlib import Path
-from typing import Any
+import contextlib
+from typing import Literal
 
+import structlog
 import torch
 from typing_extensions import override
 
-from lora_server.errors import ConfigError, ShardUnavailableError
-from lora_server.transport.base import DeviceLink
-from lora_server.transport.shm import ShmLink
-from lora_server.transport.twin import DeviceTwin
-from lora_server.wire import slot
-from lora_server.wire.messages import Hello
+from kernels_cuda.routing import Choice, router
+from lora_server.errors import ConfigError
+from lora_server.transport import put
+from lora_server.transport.device_link import DeviceLink
+from lora_server.transport.device_memory import ImportedTwin, Pinned
+from lora_server.wire.messages import Hello, Welcome
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
-from lora_server.wire.slot import RequestHeader
 
-THREADS = 256
-MAX_BLOCKS = 64
-SOURCE = Path(__file__).with_name("put.cu")
-VECTOR_BYTES, HALF_BYTES = 16, 2
-PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags
+HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch takes the nearest
+log = structlog.get_logger()
 
 
-def _view(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor over memory that is not torch's; it keeps `owner` alive."""
-    import cupy
+class GpuLink(DeviceLink):
+    """The client's end; see DeviceLink. `twin`: whether rows must, may or shall not lie in the shard's GPU memory."""
 
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, owner, device.index), 0)
-    return torch.as_tensor(cupy.ndarray((nbytes,), cupy.uint8, memory))
-
-
-class ExportedTwin(DeviceTwin):
-    """The shard's end: memory of its own GPU; `handle` is what a client needs to map it."""
-
-    def __init__(self, layout: RegionLayout, device: torch.device) -> None:
-        """Raises ShardUnavailableError where the GPU has no room, or cannot export its memory."""
-        import cupy
-
-        self._runtime, self._pointer = cupy.cuda.runtime, 0
-        with cupy.cuda.Device(device.index):
-            try:
-                self._pointer = self._runtime.malloc(layout.nbytes)
-                self.handle: bytes = self._runtime.ipcGetMemHandle(self._pointer)
-            except self._runtime.CUDARuntimeError as error:
-                self.free()
-                raise ShardUnavailableError(
-                    f"{device}: cannot set up {layout.nbytes} bytes for a client's rows ({error}); start the server "
-                    "with a smaller --pool-gib, --max-step-rows or --slots, or attach with transport='shm'"
-                ) from error
-        super().__init__(_view(self._pointer, layout.nbytes, None, device), layout)
-
-    def free(self) -> None:
-        """Give the memory back; nobody may still map it. Idempotent."""
-        if self._pointer:
-            self._runtime.free(self._pointer)
-            self._pointer = 0
-
-
-class ImportedTwin(DeviceTwin):
-    """The client's end: the shard's memory, mapped."""
-
-    def __init__(self, handle: bytes, layout: RegionLayout, device: torch.device) -> None:
-        """Raises ConfigError where the memory cannot be mapped."""
-        import cupy
-
-        self._runtime = cupy.cuda.runtime
-        with cupy.cuda.Device(device.index):
-            try:
-                self._pointer = self._runtime.ipcOpenMemHandle(handle)
-            except self._runtime.CUDARuntimeError as error:
-                raise ConfigError(
-                    f"transport cuda_ipc: {device} cannot map the shard's GPU memory ({error}); is the shard's GPU "
-                    "visible to this process? transport='shm' works without"
-                ) from error
-        super().__init__(_view(self._pointer, layout.nbytes, None, device), layout)
-
-    def close(self) -> None:
-        """Unmap; idempotent. The caller has waited for its kernels."""
-        if self._pointer:
-            self._runtime.ipcCloseMemHandle(self._pointer)
-            self._pointer = 0
-
-
-class _Stream:
-    """torch's stream, as CuPy takes those of others."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
-
-
-@cache
-def _put_kernels() -> dict[int, Any]:
-    import cupy
-
-    module = cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17",))
-    return {VECTOR_BYTES: module.get_function("put_vectors"), HALF_BYTES: module.get_function("put_halves")}
-
-
-class CudaIpcLink(ShmLink, DeviceLink):
-    """The client's end; see Link. Used from a process whose activations are on `device`."""
-
-    def __init__(self, address: str, hello: Hello, shard: int, device: torch.device) -> None:
-        import cupy
-
-        super().__init__(address, Hello(hello.client, hello.epoch, hello.key, twin=True), shard)
-        self._cupy, self._device = cupy, device
-        self._waiting: tuple[RequestHeader, torch.Tensor, torch.Tensor] | None = None
-        self._twin: ImportedTwin | None = None
-        self._signals = 0  # the address of the pinned signal lines
-        self._stream = torch.cuda.Stream(device)
-        self._finished = torch.zeros(1, dtype=torch.int32, device=device)
-        try:
-            if not self.welcome.twin:
-                raise ConfigError(f"transport cuda_ipc: shard {shard} does not compute on a GPU; use transport='shm'")
-            self._twin = ImportedTwin(self.welcome.twin, self.region.layout, device)
-            self._pin_signals()
-            _put_kernels()  # compiled now, not in the first step
-        except BaseException:
-            self.close()
-            raise
-        self.region.twin = self._twin
-
-    def _pin_signals(self) -> None:
-        """Let this GPU store to the region's signal lines."""
-        runtime = self._cupy.cuda.runtime
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self.region.memory))
-        try:
-            with self._cupy.cuda.Device(self._device.index):
-                runtime.hostRegister(address, PAGE_BYTES, PORTABLE_AND_MAPPED)
-        except runtime.CUDARuntimeError as error:
-            raise ConfigError(
-                f"transport cuda_ipc: {self._device} cannot pin the signals of shard {self.shard} ({error}); "
-                "use transport='shm'"
-            ) from error
-        self._signals = address
+    def __init__(
+        self, address: str, hello: Hello, shard: int, device: torch.device, twin: Literal["must", "may", "no"]
+    ) -> None:
+        """Raises ConfigError without a twin that there must be, or where the region cannot be pinned."""
+        put.compile_now()  # not in the first step
+        self._wanted = twin
+        self._imported: ImportedTwin | None = None
+        self._pinned: Pinned | None = None
+        self._stream = torch.cuda.Stream(device, priority=HIGHEST)
+        super().__init__(address, hello, shard, device, twin != "no")
 
     @override
-    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        self._waiting = header, x_TK.contiguous(), rows_M.to(self._device)
+    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+        if self._wanted != "no":
+            try:
+                self._imported = ImportedTwin(welcome, fd, self.region.layout, self.device)
+            except ConfigError as error:
+                if self._wanted == "must":
+                    raise
+                log.warning("rows go through host memory", shard=self.shard, reason=str(error))
+            else:
+                self.twin = self._imported.rows
+        layout = self.region.layout
+        self._pinned = Pinned(self.region.memory, _used_parts(layout, self.twin is not None), self.device)
+        self._signal = self._pinned.pointer(0)
+        self._slots = [self._pinned.pointer(PAGE_BYTES + i * layout.request_bytes) for i in range(layout.depth)]
+        return self.twin is not None
 
     @override
-    def push(self, seq: int, nbytes: int) -> None:
-        """One kernel, beside what the engine's own stream does from here on."""
-        if self._waiting is None:  # no rows: the host signals, but not before the steps that it pushed earlier
-            self._stream.synchronize()
-            super().push(seq, nbytes)
-            return
-        (header, x_TK, rows_M), self._waiting = self._waiting, None
-        assert self._twin is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for tensor in (x_TK, rows_M):
-            tensor.record_stream(self._stream)
-        target, row_bytes = self._twin.request_rows(header), x_TK.shape[1] * x_TK.element_size()
-        aligned = (x_TK.data_ptr() | target.data_ptr() | row_bytes) % VECTOR_BYTES == 0
-        unit = VECTOR_BYTES if aligned else HALF_BYTES
-        blocks = max(1, min(MAX_BLOCKS, -(-len(rows_M) * row_bytes // (unit * THREADS))))
-        arguments = [x_TK.data_ptr(), rows_M.data_ptr(), target.data_ptr(), len(rows_M), row_bytes // unit]
-        arguments += [self._finished.data_ptr(), self._signals, slot.signal(self.epoch, seq)]
-        numbers = tuple(self._cupy.uint64(value) for value in arguments)
-        stream = self._cupy.cuda.Stream.from_external(_Stream(self._stream.cuda_stream))
-        with self._cupy.cuda.Device(self._device.index), stream:
-            _put_kernels()[unit]((blocks,), (THREADS,), numbers)
-        self._doorbell.wake()
+    def _address(self, seq: int | None) -> int:
+        return self._signal if seq is None else self._slots[seq % len(self._slots)]
+
+    @override
+    def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
+        return rows_M.pin_memory().to(self.device, non_blocking=True)
+
+    @override
+    def _launch(self, step: put.Put, choice: Choice | None) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in (step.x, step.rows_M, *(choice.tensors if choice is not None else ())):
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+        if choice is not None:
+            assert step.route is not None
+            with torch.cuda.stream(self._stream):
+                router(self.device).launch(choice, step.route)
+        put.launch(step, self._stream)
 
     @override
     def close(self) -> None:
-        if self._twin is not None:
-            torch.cuda.synchronize(self._device)  # whoever reads or writes through the mapping
-            self.region.twin = None
-            self._twin.close()
-            self._twin = None
-        if self._signals:
-            self._cupy.cuda.runtime.hostUnregister(self._signals)
-            self._signals = 0
+        """Unmaps after what uses the memory has ended; a GPU that is lost to this process has ended it all."""
+        with contextlib.suppress(RuntimeError):
+            if self._imported is not None or self._pinned is not None:
+                torch.cuda.synchronize(self.device)
+            if self._imported is not None:
+                self._imported.close()
+            if self._pinned is not None:
+                self._pinned.close()
+        self._imported = self._pinned = None
         super().close()
+
+
+def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
+    """What a GPU stores to or loads from: everything, or all but the rows."""
+    if not twin or not layout.table_bytes:
+        return [(0, layout.nbytes)]
+    tables = -(-layout.table_bytes // PAGE_BYTES) * PAGE_BYTES
+    starts = [PAGE_BYTES + i * layout.request_bytes for i in range(layout.depth)]
+    return [(0, PAGE_BYTES), *((start, start + min(tables, layout.request_bytes)) for start in starts)]

@@ -1,33 +1,103 @@
-// Rows of a client's activations into the memory of a shard's GPU, then the step's signal: one one-sided put.
+// One step of a client into a shard's memory: tables, rows, then the signal. One one-sided put.
 //
-// to[i] = from[rows[i]], `width` units of Unit each. The last block to finish stores `value` to `signal`, which
-// lies in host memory that both processes map, with a release at system scope: whoever reads it there finds
-// the rows in place. `finished` is this client's counter, 0 before and after.
-template <class Unit>
-__device__ void put(const Unit* from, const long long* rows, Unit* to, long long num_rows, long long width,
-                    unsigned* finished, unsigned long long* signal, unsigned long long value) {
-    const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
-    for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < num_rows * width; i += step)
-        to[i] = from[rows[i / width] * width + i % width];
-    __syncthreads();
+// The host has written the header, and the tables too unless `counts` is given: then a step was routed on this GPU
+// (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a twin in GPU memory, or
+// behind the tables in the slot, which is host memory that both processes map. The last block to finish stores the
+// signal with a release at system scope: whoever reads it there finds the rest in place.
+#include "warp.cuh"
+#include "system.cuh"
+#include "slot.h"
+
+struct Put {
+    const unsigned char* from;  // activations: rows of row_bytes, stride apart
+    const int* rows;            // which of them
+    unsigned char* to;          // or null: the slot's own rows
+    unsigned char* slot;        // the request
+    const int* counts;          // or null; segments, entries, tokens, tokens with an entry
+    const uint4* segments;
+    const int* map;             // entry -> its token among those with an entry
+    const unsigned* weights;    // or null: a row per token; otherwise one per entry, summed with these weights
+    unsigned* finished;         // blocks; 0 before and after
+    uint64* signal;
+    uint64 value;
+    int num_rows, row_bytes;    // num_rows: unless counts are given
+    int64 stride;
+};
+
+struct BlockMemory {};  // none is shared
+
+DEVICE int aligned_to(int offset, int to) { return (offset + to - 1) / to * to; }
+
+// Where the parts of a request lie: slot.py, request_offsets.
+struct Parts {
+    int map, weights, rows;  // a step has one map, in or out
+    DEVICE Parts(int segments, int entries, bool weighted)
+        : map(LORA_HEADER_BYTES + segments * static_cast<int>(sizeof(lora_segment))),
+          weights(aligned_to(map + 4 * entries, 16)),
+          rows(aligned_to(weighted ? weights + 4 * entries : weights, LORA_ALIGN)) {}
+};
+
+DEVICE void write_header(const Put& p, int segments, int entries, int tokens, const Parts& at) {
+    lora_request& header = *reinterpret_cast<lora_request*>(p.slot);
+    const int rows = p.weights ? entries : tokens;
+    header.num_segments = segments;
+    header.num_entries = entries;
+    header.num_rows = rows;
+    header.num_out_rows = p.weights ? tokens : entries;
+    header.payload_bytes = static_cast<uint64_t>(at.rows - LORA_HEADER_BYTES) + static_cast<uint64_t>(rows) * p.row_bytes;
+}
+
+template <class T> DEVICE void copy(T* to, const T* from, int count, int thread, int threads) {
+    for (int i = thread; i < count; i += threads) to[i] = from[i];
+}
+
+// A row per warp, `Unit`s that row_bytes, stride and addresses are multiples of.
+template <class Unit> DEVICE void copy_rows(const Put& p, unsigned char* to, int num_rows) {
+    const int lane = threadIdx.x % LANES, units = p.row_bytes / static_cast<int>(sizeof(Unit));
+    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS) {
+        const Unit* source = reinterpret_cast<const Unit*>(p.from + p.rows[row] * p.stride);
+        Unit* target = reinterpret_cast<Unit*>(to + static_cast<int64>(row) * p.row_bytes);
+#pragma unroll 4
+        for (int i = lane; i < units; i += LANES) target[i] = source[i];
+    }
+}
+
+DEVICE void signal_when_all_are_done(const Put& p) {
+    sync_block();
     if (threadIdx.x != 0) return;
-    __threadfence_system();
-    if (atomicAdd(finished, 1) != gridDim.x - 1) return;
-    *finished = 0;
-    __threadfence_system();
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(signal), "l"(value) : "memory");
+    fence_system();
+    if (add_one(p.finished) != gridDim.x - 1) return;
+    *p.finished = 0;
+    fence_system();
+    store_release_system(p.signal, p.value);
 }
 
-// Addresses are multiples of 16 and so is a row's size: 16 bytes at a time.
-extern "C" __global__ void put_vectors(const uint4* from, const long long* rows, uint4* to, long long num_rows,
-                                       long long width, unsigned* finished, unsigned long long* signal,
-                                       unsigned long long value) {
-    put(from, rows, to, num_rows, width, finished, signal, value);
+template <class Unit> DEVICE void put(const Put& p) {
+    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    unsigned char* to = p.to;
+    int num_rows = p.num_rows;
+    if (p.counts) {
+        const int segments = p.counts[0], entries = p.counts[1], tokens = p.counts[3];
+        const Parts at(segments, entries, p.weights);
+        if (thread == 0) write_header(p, segments, entries, tokens, at);
+        copy(reinterpret_cast<uint4*>(p.slot + LORA_HEADER_BYTES), p.segments, segments, thread, threads);
+        copy(reinterpret_cast<int*>(p.slot + at.map), p.map, entries, thread, threads);
+        if (p.weights) copy(reinterpret_cast<unsigned*>(p.slot + at.weights), p.weights, entries, thread, threads);
+        num_rows = p.weights ? entries : tokens;
+        if (!to) to = p.slot + at.rows;
+    }
+    copy_rows<Unit>(p, to, num_rows);
+    signal_when_all_are_done(p);
 }
 
-// Anything else: 2 bytes at a time.
-extern "C" __global__ void put_halves(const unsigned short* from, const long long* rows, unsigned short* to,
-                                      long long num_rows, long long width, unsigned* finished,
-                                      unsigned long long* signal, unsigned long long value) {
-    put(from, rows, to, num_rows, width, finished, signal, value);
-}
+#define PUT(name, Unit)                                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
+        name(const unsigned char* from, const int* rows, unsigned char* to, unsigned char* slot, const int* counts,    \
+             const uint4* segments, const int* map, const unsigned* weights, unsigned* finished, uint64* signal,       \
+             uint64 value, int64 num_rows, int64 row_bytes, int64 stride) {                                            \
+        put<Unit>({from, rows, to, slot, counts, segments, map, weights, finished, signal, value,                      \
+                   static_cast<int>(num_rows), static_cast<int>(row_bytes), stride});                                  \
+    }
+
+PUT(put_vectors, uint4)
+PUT(put_halves, unsigned short)

@@ -16,36 +16,30 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+import structlog
 from typing_extensions import override
 
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
-from lora_server.transport.base import Connection, Grant, Link, Port
+from lora_server.transport.base import Connection, DeviceMemory, Grant, Link, Port, Twin, pin
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
-from lora_server.wire.messages import Hello, Refused, Welcome
-from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout, Twin
+from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
+from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 
+if TYPE_CHECKING:
+    from lora_server.transport.rows import Rows
+
+log = structlog.get_logger()
 HANDSHAKE_SECONDS = 5.0
 QUARANTINE_SECONDS = 60.0
+BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause
+POLL_SECONDS = 200e-6  # later a GPU's signals are looked at so often
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-class OwnedTwin(Twin, Protocol):
-    """Device memory of one client that this process allocated."""
-
-    handle: bytes
-
-    def free(self) -> None:
-        """Give it back; idempotent."""
-        ...
-
-
-MakeTwin = Callable[[RegionLayout], OwnedTwin]
 
 
 def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
@@ -68,31 +62,37 @@ class ShmLink(Link):
             self._socket.settimeout(seconds)
             self._socket.connect(address)
             self._socket.send(messages.encode(hello))
-            region, doorbell = self._mappings = self._receive()
-            self.region = Region(region.view, Region.read_geometry(region.view))
+            self._shake_hands(hello)
         except OSError as error:
-            self._give_up()
+            self.close()
             raise ShardUnavailableError(f"shard {shard} at {address}: {error.strerror or error}") from error
-        except LoraServerError:
-            self._give_up()
+        except BaseException:
+            self.close()
             raise
         self._socket.setblocking(False)
-        self._doorbell = park.Parker(doorbell.view[0:4])
-        self._parker = park.Parker(self.region.parked)
 
-    def _receive(self) -> tuple[Mapping, Mapping]:
-        data, fds, _, _ = socket.recv_fds(self._socket, messages.MAX_MESSAGE_BYTES, 2)
+    def _shake_hands(self, hello: Hello) -> None:
+        data, fds, _, _ = socket.recv_fds(self._socket, messages.MAX_MESSAGE_BYTES, 3)
         try:
             if not data:
                 raise ShardUnavailableError(f"shard {self.shard}: it closed the connection during the handshake")
-            self.welcome = answer = messages.decode_welcome(data)
-            if len(fds) != 2:
-                raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors, expected 2")
-            layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes)
-            return Mapping(layout.nbytes, fds[0]), Mapping(PAGE_BYTES, fds[1])
+            answer = messages.decode_welcome(data)
+            if len(fds) != 2 + (answer.twin == "fd"):
+                raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors with {answer}")
+            layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
+            region, doorbell = self._mappings = Mapping(layout.nbytes, fds[0]), Mapping(PAGE_BYTES, fds[1])
+            self.region = Region(region.view, Region.read_geometry(region.view))
+            self._doorbell, self._parker = park.Parker(doorbell.view[0:4]), park.Parker(self.region.parked)
+            if hello.device:
+                twin = self._prepare(answer, fds[2] if answer.twin == "fd" else -1)
+                self._socket.send(messages.encode(Mapped(twin)))
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+        """A device's turn to map what it was given; whether rows lie in a twin from now on."""
+        return False
 
     def push(self, seq: int, nbytes: int) -> None:
         """The payload is in place already: only the signal is left."""
@@ -124,9 +124,6 @@ class ShmLink(Link):
 
     @override
     def close(self) -> None:
-        self._give_up()
-
-    def _give_up(self) -> None:
         self._socket.close()
         for mapping in self._mappings:
             mapping.drop()
@@ -137,13 +134,9 @@ class _ShmConnection(Connection):
 
     def __init__(self, grant: Grant, region: Region, sock: socket.socket) -> None:
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
-        self.polled = region.twin is not None
         self._socket = sock
         self._parker = park.Parker(region.parked)
-
-    def is_over(self, sock: socket.socket) -> bool:
-        """Whether this is its handshake's socket."""
-        return self._socket is sock
+        self.cut_off = False
 
     def respond(self, seq: int, nbytes: int) -> None:
         """The payload is in place already: only the signal is left."""
@@ -153,19 +146,56 @@ class _ShmConnection(Connection):
     @override
     def close(self) -> None:
         """The listener's selector then sees the end of file and drops the socket."""
+        self.cut_off = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class _DeviceConnection(_ShmConnection):
+    """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
+
+    def __init__(self, grant: Grant, region: Region, sock: socket.socket, twin: Twin | None) -> None:
+        super().__init__(grant, region, sock)
+        self._twin, self._busy_until = twin, time.monotonic() + BUSY_SECONDS
+
+    @property
+    @override
+    def rows(self) -> Rows:
+        return super().rows if self._twin is None else self._twin.rows
+
+    @override
+    def respond(self, seq: int, nbytes: int) -> None:
+        super().respond(seq, nbytes)
+        self._busy_until = time.monotonic() + BUSY_SECONDS
+
+    @override
+    def pause(self) -> float:
+        """None between the sites of a forward pass, a short one between passes."""
+        return 0.0 if time.monotonic() < self._busy_until else POLL_SECONDS
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A client's socket, and what it was given."""
+
+    sock: socket.socket
+    due: float  # the end of the handshake; of what is kept for a client that went
+    hello: Hello | None = None
+    region: Region | None = None
+    connection: _ShmConnection | None = None
+    twin: Twin | None = None
+    left: bool = False  # it closed the socket itself, or its process ended
 
 
 class ShmListener:
     """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
 
-    def __init__(self, port: Port, path: Path, make_twin: MakeTwin | None = None) -> None:
-        """`make_twin`: device memory for the rows of a client that asks for it; see transport.cuda_ipc."""
+    def __init__(self, port: Port, path: Path, device: DeviceMemory | None = None) -> None:
+        """`device`: of a shard that computes on a GPU."""
         park.require_total_store_order()
-        self._port, self._path, self._make_twin = port, path, make_twin
-        self._twins: dict[socket.socket, OwnedTwin] = {}
-        self._retired: list[tuple[float, OwnedTwin]] = []
+        self._port, self._path, self._device = port, path, device
+        self._shaking: list[_Peer] = []
+        self._retired: list[_Peer] = []
         self._doorbell_fd, doorbell = create_memory("lora-doorbell", PAGE_BYTES)
         port.share_doorbell(doorbell.view)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -186,16 +216,31 @@ class ShmListener:
         return str(self._path)
 
     def _run(self) -> None:
-        while True:
-            self._reap()
-            for key, _ in self._selector.select(QUARANTINE_SECONDS if self._retired else None):
-                if key.data == "stop":
-                    return
-                if key.data is None:
-                    self._accept()
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._on_client(key.fileobj, key.data)
+        while self._round():
+            pass
+
+    def _round(self) -> bool:
+        """What there is to do, or the next thing that comes; False at the end. Keeps nothing of a client that went."""
+        for key, _ in self._selector.select(self._patience()):
+            if key.data == "stop":
+                return False
+            if key.data is None:
+                self._accept()
+            else:
+                self._on_client(key.data)
+        now = time.monotonic()
+        for peer in [peer for peer in self._shaking if peer.due <= now]:
+            self._end(peer)
+        self._retired = [peer for peer in self._retired if peer.due > now or not self._freed(peer)]
+        return True
+
+    def _patience(self) -> float | None:
+        due = [peer.due for peer in (*self._shaking, *self._retired)]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _freed(self, peer: _Peer) -> bool:
+        peer.due = time.monotonic() + QUARANTINE_SECONDS
+        return peer.twin is None or peer.twin.free(peer.left)
 
     def _accept(self) -> None:
         try:
@@ -207,71 +252,99 @@ class ShmListener:
         if uid not in (os.getuid(), 0):
             sock.close()
             return
-        self._selector.register(sock, selectors.EVENT_READ, "hello")
+        peer = _Peer(sock, time.monotonic() + HANDSHAKE_SECONDS)
+        self._shaking.append(peer)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
 
-    def _on_client(self, sock: socket.socket, state: object) -> None:
+    def _on_client(self, peer: _Peer) -> None:
         try:
-            data = sock.recv(messages.MAX_MESSAGE_BYTES)
+            data = peer.sock.recv(messages.MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if data and state == "hello":
-            self._welcome(sock, data)
+        if not data or peer.connection is not None:
+            peer.left = not data and not (peer.connection is not None and peer.connection.cut_off)
+            self._end(peer)
             return
-        if isinstance(state, Connection):
-            self._port.disconnect(state)
-        self._selector.unregister(sock)
-        self._retire(sock)
-        sock.close()
-
-    def _retire(self, sock: socket.socket) -> None:
-        """A client that was cut off may still have a put under way: its memory is freed later."""
-        if sock in self._twins:
-            self._retired.append((time.monotonic() + QUARANTINE_SECONDS, self._twins.pop(sock)))
-
-    def _reap(self) -> None:
-        now = time.monotonic()
-        for due, twin in self._retired:
-            if due <= now:
-                twin.free()
-        self._retired = [(due, twin) for due, twin in self._retired if due > now]
-
-    def _welcome(self, sock: socket.socket, data: bytes) -> None:
         try:
-            hello = messages.decode(data, Hello)
-            grant = self._port.admit(hello)
-            layout = self._port.layout
-            fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
-            try:
-                region = Region(memory.view, layout)
-                region.write_geometry()
-                if hello.twin and self._make_twin is not None:
-                    region.twin = self._twins[sock] = self._make_twin(layout)
-                connection = _ShmConnection(grant, region, sock)
-                self._port.connect(connection)
-                self._selector.modify(sock, selectors.EVENT_READ, connection)
-                handle = self._twins[sock].handle if sock in self._twins else b""
-                welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, handle)
-                _send_fds(sock, messages.encode(welcome), [fd, self._doorbell_fd])
-            finally:
-                os.close(fd)
-        except (LeaseError, ProtocolError, ShardUnavailableError) as error:
-            self._refuse(sock, error)
+            if peer.hello is None:
+                self._welcome(peer, messages.decode(data, Hello))
+            else:
+                self._connect(peer, peer.hello, messages.decode(data, Mapped).twin)
+        except (LeaseError, ProtocolError) as error:
+            self._refuse(peer, error)
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
         except OSError as error:  # out of descriptors or memory
-            for half in self._port.connections:
-                if isinstance(half, _ShmConnection) and half.is_over(sock):
-                    self._port.disconnect(half)
-            self._refuse(sock, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
+            self._refuse(peer, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
 
-    def _refuse(self, sock: socket.socket, error: LoraServerError) -> None:
+    def _welcome(self, peer: _Peer, hello: Hello) -> None:
+        """Region and twin; a client without a device may push at once, another when it has mapped them."""
+        grant = self._port.admit(hello)
+        layout = self._port.layout
+        fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
+        fds = [fd, self._doorbell_fd]
+        try:
+            peer.hello, peer.region = hello, Region(memory.view, layout)
+            peer.region.write_geometry()
+            answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
+            if hello.twin:
+                self._offer_twin(peer, answer, fds)
+            if not hello.device:
+                self._connect(peer, hello, False)
+            _send_fds(peer.sock, messages.encode(answer), fds)
+        finally:
+            os.close(fd)
+
+    def _offer_twin(self, peer: _Peer, answer: Welcome, fds: list[int]) -> None:
+        """A shard without room for one says why, and serves the client all the same."""
+        answer.why = "the shard does not compute on a GPU"
+        if self._device is None:
+            return
+        try:
+            peer.twin = self._device.twin(self._port.layout)
+        except ShardUnavailableError as error:
+            answer.why = str(error)
+            log.warning("a client's rows go through host memory", reason=answer.why)
+            return
+        answer.twin, answer.handle, answer.why = peer.twin.kind, peer.twin.handle, ""
+        if peer.twin.kind == "fd":
+            fds.append(peer.twin.fd)
+
+    def _connect(self, peer: _Peer, hello: Hello, twin: bool) -> None:
+        """From now on the loop takes its steps."""
+        grant, region = self._port.admit(hello), peer.region
+        assert region is not None
+        if twin and peer.twin is None:
+            raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
+        if not twin and peer.twin is not None and peer.twin.free(let_go=True):
+            peer.twin = None
+        if hello.device:
+            peer.connection = _DeviceConnection(grant, region, peer.sock, peer.twin if twin else None)
+        else:
+            peer.connection = _ShmConnection(grant, region, peer.sock)
+        if not twin:
+            pin(peer.connection, self._device)
+        self._shaking.remove(peer)
+        self._port.connect(peer.connection)
+
+    def _refuse(self, peer: _Peer, error: LoraServerError) -> None:
         with contextlib.suppress(OSError):
-            sock.send(messages.encode(Refused(error.code, str(error))))
-        self._selector.unregister(sock)
-        self._retire(sock)
-        sock.close()
+            peer.sock.send(messages.encode(Refused(error.code, str(error))))
+        self._end(peer)
+
+    def _end(self, peer: _Peer) -> None:
+        """A client went, or is cut off. It may still have a put under way: device memory is freed later."""
+        if peer.connection is not None:
+            self._port.disconnect(peer.connection)
+        if peer in self._shaking:
+            self._shaking.remove(peer)
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+        if peer.twin is not None:
+            peer.due = time.monotonic() + QUARANTINE_SECONDS
+            self._retired.append(peer)
 
     def close(self) -> None:
         """Stop listening and cut all of its clients off; idempotent."""

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport.address import bind
-from lora_server.transport.base import Connection, Grant, Link, Port
+from lora_server.transport.base import Connection, DeviceMemory, Grant, Link, Port, pin
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Refused, Welcome
@@ -143,9 +143,12 @@ class _ZmqConnection(Connection):
 class ZmqListener:
     """Accepts clients on a TCP port and puts what they push into their slots, in a thread of its own."""
 
-    def __init__(self, port: Port, host: str, advertise: str = "") -> None:
-        """Binds to `host`, and tells clients to come to `advertise` if that is another."""
-        self._port = port
+    def __init__(self, port: Port, host: str, advertise: str = "", device: DeviceMemory | None = None) -> None:
+        """Binds to `host`, and tells clients to come to `advertise` if that is another.
+
+        `device`: of a shard that computes on a GPU.
+        """
+        self._port, self._device = port, device
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         _tune(self._router)
@@ -221,6 +224,7 @@ class ZmqListener:
             grant = self._port.admit(messages.decode(data, Hello))
             region = Region(Mapping(self._port.layout.nbytes).view, self._port.layout)
             connection = _ZmqConnection(grant, region, identity, self)
+            pin(connection, self._device)
             self._port.connect(connection)
         except (LeaseError, ProtocolError) as error:
             self._send([identity, _HELLO, messages.encode(Refused(error.code, str(error)))])

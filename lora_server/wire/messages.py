@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
@@ -17,16 +17,26 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     client: int
     epoch: int
     key: bytes
+    device: bool = False  # a GPU stores its signals, which rings no doorbell; it says Mapped before the first step
     twin: bool = False  # it wants its rows in the shard's GPU memory
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
-    """A shard's answer to Hello: the sizes of their region."""
+    """A shard's answer to Hello: the sizes of their region, and where a twin of it can be had."""
 
     depth: int
     request_bytes: int
     response_bytes: int
-    twin: bytes = b""  # the IPC handle of that memory
+    table_bytes: int = 0
+    twin: Literal["", "fd", "ipc"] = ""  # by the third descriptor, by `handle`, or not at all
+    handle: bytes = b""
+    why: str = ""  # there is none
+
+
+class Mapped(msgspec.Struct, tag="mapped", forbid_unknown_fields=True):
+    """A client with a device, after the Welcome: steps may come from now on, rows in the twin or in the slots."""
+
+    twin: bool
 
 
 class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):

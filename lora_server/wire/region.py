@@ -14,15 +14,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from lora_server.errors import ProtocolError
 from lora_server.spec import ModelSpec
 from lora_server.wire import slot
-from lora_server.wire.slot import RequestHeader
-
-if TYPE_CHECKING:
-    import torch
 
 LINE_BYTES = 128
 PAGE_BYTES = 4096
@@ -32,11 +27,15 @@ MAGIC = 0x4752_4F4C  # "LORG"
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Sizes of a region; `request_bytes` and `response_bytes` are those of one slot."""
+    """Sizes of a region; `request_bytes` and `response_bytes` are those of one slot.
+
+    `table_bytes` of a request slot hold all but the rows of any step; 0 where that is not known.
+    """
 
     depth: int
     request_bytes: int
     response_bytes: int
+    table_bytes: int = 0
 
     @classmethod
     def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int) -> RegionLayout:
@@ -46,25 +45,14 @@ class RegionLayout:
         widest_out = max(spec.out_width(site) for site in sites)
         flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP
         request = slot.request_offsets(max_step_rows, max_step_rows, flags, max_step_rows * widest_in * 4).end
+        tables = slot.request_offsets(max_step_rows, max_step_rows, flags, 0).end
         response = slot.HEADER_BYTES + max_step_rows * widest_out * 4
-        return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES))
+        return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES), tables)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole region."""
         return PAGE_BYTES + self.depth * (self.request_bytes + self.response_bytes)
-
-
-class Twin(Protocol):
-    """The rows of a region's slots in device memory, where both ends have them there; see transport.twin."""
-
-    def request_rows(self, header: RequestHeader) -> torch.Tensor:
-        """[num_rows, in_end - in_begin] of a request slot."""
-        ...
-
-    def response_rows(self, header: RequestHeader) -> torch.Tensor:
-        """[num_out_rows, out_width] of the response slot to a request."""
-        ...
 
 
 class Region:
@@ -75,7 +63,6 @@ class Region:
             raise ProtocolError(f"region: got {memory.nbytes} bytes, expected {layout.nbytes} for {layout}")
         self.memory = memory
         self.layout = layout
-        self.twin: Twin | None = None
         self.request_signal = memory[0:8].cast("Q")
         self.response_signal = memory[LINE_BYTES : LINE_BYTES + 8].cast("Q")
         self.parked = memory[2 * LINE_BYTES : 2 * LINE_BYTES + 4]
@@ -103,7 +90,7 @@ class Region:
             MAGIC,
             slot.VERSION,
             layout.depth,
-            0,
+            layout.table_bytes,
             layout.request_bytes,
             layout.response_bytes,
         )
@@ -111,9 +98,9 @@ class Region:
     @staticmethod
     def read_geometry(memory: memoryview) -> RegionLayout:
         """By the client, from a mapped region; raises ProtocolError for one that is not ours."""
-        magic, version, depth, _, request_bytes, response_bytes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
+        magic, version, depth, table_bytes, request_bytes, response_bytes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
         if magic != MAGIC or version != slot.VERSION:
             raise ProtocolError(
                 f"region: got magic {magic:#x} version {version}, expected {MAGIC:#x} version {slot.VERSION}"
             )
-        return RegionLayout(depth, request_bytes, response_bytes)
+        return RegionLayout(depth, request_bytes, response_bytes, table_bytes)

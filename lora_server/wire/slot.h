@@ -1,7 +1,14 @@
 /* The slot of lora_server/wire/slot.py, for code that runs on a device. A test compares the two. */
 #ifndef LORA_SERVER_SLOT_H
 #define LORA_SERVER_SLOT_H
+#ifdef __CUDACC_RTC__ /* NVRTC has no headers */
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdint.h>
+#endif
 
 #define LORA_REQUEST_MAGIC 0x51524F4Cu
 #define LORA_RESPONSE_MAGIC 0x50524F4Cu
@@ -73,7 +80,7 @@ struct lora_geometry {
     uint32_t magic;
     uint32_t version;
     uint32_t depth;
-    uint32_t reserved;
+    uint32_t table_bytes; /* of a request slot: header, segments and maps of any step */
     uint64_t request_bytes;
     uint64_t response_bytes;
 };

@@ -3,7 +3,9 @@
 
 namespace {
 
-constexpr size_t STACK_BYTES = 256 * 1024;
+#ifndef STACK_BYTES
+#define STACK_BYTES (256 * 1024)
+#endif
 constexpr size_t MAX_ARGUMENTS = 40;
 const void* body;
 int64 arguments[MAX_ARGUMENTS];  // all are 64 bits wide: a kernel that takes fewer leaves the rest alone

@@ -1,0 +1,87 @@
+"""Expert sites of an engine on a GPU: routed there, so that no site waits for the host to learn who goes where.
+
+The host knows which rows have adapters, and cuts chunks by tokens so that any routing fits a message. How many
+entries a shard gets, which rows, and in which order, only the device knows, until the answer is there.
+Every shard of the stage gets every chunk, if only an empty one.
+
+Shapes: T rows of the engine's activations, k experts per row, E experts; see routing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from typing_extensions import override
+
+from client_connector.packing import Packer
+from client_connector.routing import Batch, Message
+from kernels_cuda.routing import MAX_KEYS, MAX_PAIRS, Choice
+from lora_server.placement import Placement
+from lora_server.spec import Site
+from lora_server.transport.base import Link
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+
+
+class Chunk(NamedTuple):
+    """One push to one shard: tokens [first, first + tokens) of the engine's rows."""
+
+    shard: int
+    first: int
+    choice: Choice
+
+
+def fits(batch: Batch, num_experts: int) -> bool:
+    """Whether the kernel can tell so many (adapter, expert) apart."""
+    return len(batch.held) * num_experts < MAX_KEYS
+
+
+def chunks_of(
+    batch: Batch,
+    placement: Placement,
+    site: Site,
+    experts_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor | None,
+    max_entries: int,
+) -> list[Chunk]:
+    """By shard, then chunk; all tensors on the device. experts_Tk: any that a shard does not have are nowhere."""
+    tokens, top_k = experts_Tk.shape
+    _, adapters_T, directory = batch.on(experts_Tk.device, tokens)
+    experts_Tk = experts_Tk.int().contiguous()
+    size = max(1, min(max_entries, MAX_PAIRS) // top_k)
+    chunks = []
+    for shard in placement.layout.stage_shards(site.layer):
+        own = placement.experts(site, shard)
+        for first in range(0, tokens, size):
+            part = slice(first, first + size)
+            weights = None if weights_Tk is None else weights_Tk[part]
+            choice = Choice(experts_Tk[part], weights, adapters_T[part], directory, placement.spec.experts, own)
+            chunks.append(Chunk(shard, first, choice))
+    return chunks
+
+
+class RoutedPacker(Packer[Chunk]):
+    """One expert site of one engine step; x [T, K], or, by entry, [T * k, K]."""
+
+    @override
+    def write_request(self, link: Link, seq: int, message: Chunk, budget_us: int) -> RequestHeader:
+        """The header without its counts: the device adds them."""
+        by_entry, (tokens, top_k) = self.given.by_entry, message.choice.experts_Tk.shape
+        header = self.header(link, seq, slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP, budget_us)
+        header.pack_into(link.region.request(seq))
+        per_token = top_k if by_entry else 1
+        x = self.x[message.first * per_token : (message.first + tokens) * per_token]
+        link.put_routed(header, x, message.choice, by_entry)
+        return header
+
+    @override
+    def settled(self, link: Link, message: Chunk, sent: RequestHeader) -> tuple[Message, RequestHeader]:
+        """Rows and entries stay on the device; their counts are read where the device wrote them."""
+        sent = RequestHeader.unpack_from(link.region.request(sent.seq))
+        route, top_k = link.routed(sent.seq), message.choice.experts_Tk.shape[1]
+        assert route.token_M is not None
+        rows = sent.num_out_rows if self.given.by_entry else sent.num_rows
+        rows_M = route.token_M[:rows].long() + message.first
+        entries_N = route.pair_N[: sent.num_entries].long() + message.first * top_k
+        return Message(message.shard, [], rows_M, route.row_N, entries_N), sent

@@ -1,0 +1,12 @@
+// What one kernel says to other processors: whoever sees the signal finds what was stored before it.
+#pragma once
+
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+DEVICE unsigned add_one(unsigned* p) {
+    unsigned before;
+    asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+}
+DEVICE void store_release_system(uint64* p, uint64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}

@@ -1,0 +1,107 @@
+"""A client whose activations lie on a device: kernels put its steps where the shard finds them.
+
+What a kernel is told, and which memory belongs to which step, is here; how kernels are launched and memory is
+reached, in a subclass: transport.cuda_ipc on a GPU. Steps go out in order on one queue of the device, beside
+the engine's own; that queue waits for what the engine had queued when the step was pushed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from typing_extensions import override
+
+from kernels_cuda.routing import Choice, Route
+from lora_server.transport.put import Put
+from lora_server.transport.rows import Rows, TwinRows
+from lora_server.transport.shm import ShmLink
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello
+from lora_server.wire.slot import RequestHeader
+
+
+class DeviceLink(ShmLink):
+    """The client's end; see Link. `device` is where activations are; `twin` where rows are, unless in the slots."""
+
+    device: torch.device
+    twin: TwinRows | None = None
+
+    def __init__(self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool) -> None:
+        self.device = device
+        self._waiting: tuple[Put, Choice | None] | None = None
+        self._routes: dict[int, Route] = {}  # of each slot
+        self._finished = torch.zeros(1, dtype=torch.int32, device=device)
+        self._no_rows = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
+        super().__init__(address, Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin), shard)
+
+    @abstractmethod
+    def _launch(self, step: Put, choice: Choice | None) -> None:
+        """Route, if there is a choice, and put: in order, behind what the engine has queued. Does not wait."""
+
+    @abstractmethod
+    def _address(self, seq: int | None) -> int:
+        """Where the device finds the request slot of a step; without one, the request signal."""
+
+    @property
+    @override
+    def rows(self) -> Rows:
+        return super().rows if self.twin is None else self.twin
+
+    @override
+    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        rows = rows_M.int() if rows_M.device == self.device else self._moved(rows_M.int())
+        offset = slot.HEADER_BYTES + header.payload_bytes - len(rows) * x_TK.shape[1] * x_TK.element_size()
+        to = self._address(header.seq) + offset if self.twin is None else self.twin.request_address(header)
+        self._waiting = self._step(header.seq, x_TK, to, rows_M=rows), None
+
+    def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
+        """From the host, without a wait."""
+        return rows_M.to(self.device)
+
+    @override
+    def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
+        to = 0 if self.twin is None else self.twin.request_address(header)
+        route = self._route(header.seq, choice)
+        self._waiting = self._step(header.seq, x_TK, to, route=route, by_entry=by_entry), choice
+
+    @override
+    def routed(self, seq: int) -> Route:
+        return self._routes[seq % self.region.layout.depth]
+
+    def _route(self, seq: int, choice: Choice) -> Route:
+        """The slot's; the kernels and copies that used it before are ahead in the queue."""
+        index, (tokens, top_k) = seq % self.region.layout.depth, choice.experts_Tk.shape
+        route = self._routes.get(index)
+        if route is None or route.token_M is None or len(route.token_M) < tokens or len(route.pair_N) < tokens * top_k:
+            route = self._routes[index] = Route.empty(tokens * top_k, self.device, max_rows=tokens)
+        return route
+
+    def _step(
+        self,
+        seq: int,
+        x_TK: torch.Tensor,
+        to: int,
+        rows_M: torch.Tensor | None = None,
+        route: Route | None = None,
+        by_entry: bool = False,
+    ) -> Put:
+        return Put(
+            x=x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(),
+            to=to,
+            slot=self._address(seq),
+            signal=self._address(None),
+            value=slot.signal(self.epoch, seq),
+            finished=self._finished,
+            rows_M=rows_M,
+            route=route,
+            by_entry=by_entry,
+        )
+
+    @override
+    def push(self, seq: int, nbytes: int) -> None:
+        """Without rows the kernel only signals, behind the steps that were pushed before."""
+        waiting, self._waiting = self._waiting, None
+        step, choice = waiting or (self._step(seq, self._no_rows, 0, rows_M=self._finished[:0]), None)
+        self._launch(step, choice)
+        self._doorbell.wake()

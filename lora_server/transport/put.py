@@ -1,0 +1,104 @@
+"""The kernel that puts a step into a shard's memory (put.cu): its arguments, and its launch.
+
+Two kinds of step: one whose header and tables the host has written, and one that was routed on the GPU, of
+which the host knows neither counts nor rows; see kernels_cuda.routing.Route.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.cuda import on_torch_stream
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.routing import Route
+from lora_server.wire import slot
+
+BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
+WARPS = 8
+VARIANT = Variant(bulk_copy=False, warps=WARPS)
+VECTOR_BYTES = 16
+FILES = {
+    "put.cu": Path(__file__).with_name("put.cu").read_text(),
+    "slot.h": Path(slot.__file__).with_name("slot.h").read_text(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """One step. Addresses are the device's; `to` is 0 where rows lie behind the tables of the slot.
+
+    x: [.., K] 16- or 32-bit, rows contiguous;  rows_M int32 on the device, rows of x, which is null if routed
+    by_entry: of a routed step: a row per entry, weighted and summed per token, instead of a row per token
+    finished: int32 [1], 0
+    """
+
+    x: torch.Tensor
+    to: int
+    slot: int
+    signal: int
+    value: int
+    finished: torch.Tensor
+    rows_M: torch.Tensor | None = None
+    route: Route | None = None
+    by_entry: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """16 bytes at a time where all addresses and sizes are multiples of that."""
+        x = self.x
+        parts = (x.data_ptr(), self.to, self.slot, self._row_bytes, x.stride(0) * x.element_size())
+        return "put_halves" if any(part % VECTOR_BYTES for part in parts) else "put_vectors"
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.x.shape[1] * self.x.element_size()
+
+    def arguments(self) -> list[int]:
+        """The kernel's, all 64 bits wide. Raises ValueError for what it cannot take."""
+        x, route = self.x, self.route
+        if x.dim() != 2 or x.stride(1) != 1:
+            raise ValueError(f"got activations of {tuple(x.shape)} with strides {x.stride()}, expected contiguous rows")
+        counts = segments = row_map = weights = None
+        rows = self.rows_M
+        if route is not None:
+            rows = route.pair_N if self.by_entry else route.token_M
+            counts, segments, row_map = route.counts, route.segments, route.row_N
+            weights = route.weights_N if self.by_entry else None
+        for name, table in (("rows", rows), ("map", row_map)):
+            if table is None and (route is not None or name == "rows"):
+                raise ValueError(f"got a step without {name}")
+            if table is not None and (table.dtype != torch.int32 or not table.is_contiguous()):
+                raise ValueError(f"{name} is {table.dtype}, expected int32, contiguous")
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (counts, segments, row_map, weights)]
+        assert rows is not None
+        step = [x.data_ptr(), rows.data_ptr(), self.to, self.slot, *pointers]
+        done = [self.finished.data_ptr(), self.signal, self.value]
+        return [*step, *done, len(rows), self._row_bytes, x.stride(0) * x.element_size()]
+
+
+@cache
+def _kernels() -> dict[str, Any]:
+    import cupy
+
+    module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
+    return {name: module.get_function(name) for name in ("put_vectors", "put_halves")}
+
+
+def compile_now() -> None:
+    """Not in the first step. Raises ImportError without CuPy."""
+    _kernels()
+
+
+def launch(step: Put, stream: torch.cuda.Stream) -> None:
+    """On a stream, beside all others; returns at once. Raises ValueError; see Put."""
+    import cupy
+
+    numbers = tuple(cupy.uint64(value) for value in step.arguments())
+    with torch.cuda.stream(stream), on_torch_stream(step.x.device):
+        _kernels()[step.kernel]((BLOCKS,), (WARPS * 32,), numbers)

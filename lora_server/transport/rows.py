@@ -1,0 +1,108 @@
+"""Where the rows of a step lie: in the slots themselves, or in a *twin* of them in device memory.
+
+Either end of a region asks its `rows` (transport.base.End) and gets tensors to read or to fill; which memory
+they are views of is the transport's business. Headers, segments and maps, which a host reads, always
+stay in the slots.
+
+Shapes: T rows sent of K columns, U rows returned of O columns; see wire.slot.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from lora_server.errors import ProtocolError
+from lora_server.wire import slot
+from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.slot import RequestHeader
+
+TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Rows(ABC):
+    """One region's. The header's counts were checked against the slots, which are not looked at here."""
+
+    @abstractmethod
+    def request(self, header: RequestHeader) -> torch.Tensor:
+        """[T, K] of a request, the header's dtype."""
+
+    @abstractmethod
+    def response(self, header: RequestHeader) -> torch.Tensor:
+        """[U, O] of the response to a request, the header's dtype."""
+
+    def fill(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        """Rows `rows_M` (int64) of x, wherever it is, become a request's."""
+        out_MK = self.request(header)
+        if x_TK.device == out_MK.device:
+            torch.index_select(x_TK, 0, rows_M, out=out_MK)
+        else:
+            out_MK.copy_(x_TK.index_select(0, rows_M.to(x_TK.device)))
+
+
+class SlotRows(Rows):
+    """Host memory: the region's own."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def request(self, header: RequestHeader) -> torch.Tensor:
+        """The end of the request slot."""
+        rows, width = header.num_rows, header.in_end - header.in_begin
+        nbytes = rows * width * slot.ELEMENT_BYTES[header.dtype]
+        offset = slot.HEADER_BYTES + header.payload_bytes - nbytes
+        return _host(self._region.request(header.seq), offset, rows, width, header.dtype)
+
+    def response(self, header: RequestHeader) -> torch.Tensor:
+        """All of the response slot but its header."""
+        memory = self._region.response(header.seq)
+        return _host(memory, slot.HEADER_BYTES, header.num_out_rows, header.out_width, header.dtype)
+
+
+def _host(memory: memoryview, offset: int, rows: int, width: int, dtype: int) -> torch.Tensor:
+    if rows == 0:
+        return torch.empty(0, width, dtype=TORCH_DTYPES[dtype])
+    flat = torch.frombuffer(memory, dtype=TORCH_DTYPES[dtype], count=rows * width, offset=offset)
+    return flat.view(rows, width)
+
+
+class TwinRows(Rows):
+    """Device memory: rows of 16 bits, from the start of a slot of half the size on. `memory`: uint8 [twin_bytes]."""
+
+    def __init__(self, memory: torch.Tensor, layout: RegionLayout) -> None:
+        """Raises ProtocolError if the memory is too small."""
+        if memory.nbytes < twin_bytes(layout):
+            raise ProtocolError(f"twin: got {memory.nbytes} bytes, expected {twin_bytes(layout)} for {layout}")
+        self.memory, self._layout = memory, layout
+
+    def request(self, header: RequestHeader) -> torch.Tensor:
+        """Raises ProtocolError for rows of 32 bits."""
+        return self._rows(self._request_begin(header), header.num_rows, header.in_end - header.in_begin, header)
+
+    def request_address(self, header: RequestHeader) -> int:
+        """Where a request's rows begin, also while nobody knows how many there are. Raises as `request` does."""
+        return self.request(header._replace(num_rows=1)).data_ptr()
+
+    def _request_begin(self, header: RequestHeader) -> int:
+        return header.seq % self._layout.depth * (self._layout.request_bytes // 2)
+
+    def response(self, header: RequestHeader) -> torch.Tensor:
+        """Raises ProtocolError for rows of 32 bits."""
+        layout = self._layout
+        begin = layout.depth * (layout.request_bytes // 2) + header.seq % layout.depth * (layout.response_bytes // 2)
+        return self._rows(begin, header.num_out_rows, header.out_width, header)
+
+    def _rows(self, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
+        if slot.ELEMENT_BYTES[header.dtype] != 2:
+            raise ProtocolError(
+                f"{header.where}: got {slot.DTYPES[header.dtype]} rows in GPU memory, expected bfloat16 or float16; "
+                "run the engine in one of them, or attach with transport='shm'"
+            )
+        return self.memory[begin : begin + 2 * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+
+
+def twin_bytes(layout: RegionLayout) -> int:
+    """Bytes of a region's twin; half a slot holds every step that a slot does, in elements half as large."""
+    assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
+    return layout.depth * (layout.request_bytes // 2 + layout.response_bytes // 2)
