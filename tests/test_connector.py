@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from client_connector.routing import Batch
 from client_connector.transformers import attach
+from client_connector.transformers.experts import OnDevice, OnHost
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
@@ -344,3 +345,20 @@ def test_a_copy_of_an_attached_model_is_a_plain_one(mixtral_server):
         theirs = tiny.peft_model(load.model, load.paths["fused"])(ids).logits
         assert torch.allclose(ours, theirs, atol=1e-4)
         assert torch.equal(load.model(ids).logits, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_grouped_alike_with_and_without_the_host(dtype):
+    """What a GPU does; experts of another rank (4 of 4) come last, and add nothing."""
+    generator = torch.Generator().manual_seed(3)
+    experts_N = torch.randint(0, 5, (24,), generator=generator)
+    x = torch.randn(24, 16, generator=generator, dtype=dtype)
+    weight = torch.randn(4, 24, 16, generator=generator, dtype=dtype)
+    results = []
+    for groups in (OnHost(experts_N, 4), OnDevice(experts_N, 4)):
+        out = groups.kept(groups.multiply(x[groups.order_N], weight))
+        results.append(torch.zeros(24, 24, dtype=dtype).index_add_(0, groups.order_N, out))
+        here = experts_N < 4
+        assert torch.equal(groups.order_N[groups.place_N[here]], torch.nonzero(here).squeeze(1))
+    torch.testing.assert_close(*results)
+    assert (results[0][experts_N == 4] == 0).all()

@@ -29,16 +29,12 @@ def experts_forward(
     """The whole block of routed experts, with the deltas of `forward.batch`; returns [T, H] in x's dtype."""
     top_k = experts_Tk.shape[1]
     gate_up, down = Site(layer, "gate_up"), Site(layer, "down")
-    expert_N, order_N = torch.sort(experts_Tk.reshape(-1), stable=True)
-    kept = int((expert_N < module.num_experts).sum())  # ids beyond mean "not here" under expert parallelism
-    expert_N, order_N = expert_N[:kept], order_N[:kept]
-    counts = torch.bincount(expert_N, minlength=module.num_experts).tolist()
-    place = torch.zeros_like(experts_Tk.reshape(-1), dtype=torch.int64)
-    place[order_N] = torch.arange(kept, device=place.device)
+    groups = (OnDevice if x_TH.is_cuda else OnHost)(experts_Tk.reshape(-1), module.num_experts)
+    order_N, place = groups.order_N, groups.place_N
 
     exchange = forward.start_experts(gate_up, experts_Tk, x_TH)
     began = time.monotonic_ns()
-    hidden_NI = _grouped_linear(module, "gate_up_proj", x_TH[order_N // top_k], counts)
+    hidden_NI = _linear(groups, module, "gate_up_proj", x_TH[order_N // top_k])
     forward.timed(gate_up, began)
     forward.finish(exchange, lambda message, delta: _add_gate_up(hidden_NI, message, delta, place, module))
     act_NI = module._apply_gate(hidden_NI)
@@ -47,33 +43,80 @@ def experts_forward(
     if forward.acts_at(down):
         exchange = forward.start_experts(down, experts_Tk, act_NI[place], weights_Tk.reshape(-1).float())
     began = time.monotonic_ns()
-    out_NH = _grouped_linear(module, "down_proj", act_NI, counts)
-    out_NH = out_NH * weights_Tk.reshape(-1)[order_N, None]
+    out_NH = _linear(groups, module, "down_proj", act_NI)
+    out_NH = groups.kept(out_NH * weights_Tk.reshape(-1)[order_N, None])
     y_TH = torch.zeros_like(x_TH).index_add_(0, order_N // top_k, out_NH.to(x_TH.dtype))
     forward.timed(down, began)
     forward.finish(exchange, lambda message, delta: _add_rows(y_TH, message, delta))
     return y_TH
 
 
-def _grouped_linear(module: Any, name: str, x_NK: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Rows sorted by expert, `counts` of each, through that expert's weight."""
+class OnHost:
+    """Entries sorted by expert; those of experts beyond E ("not here", under expert parallelism) are left out.
+
+    order_N: int64, the entry at each place; place_N: int64, the place of each entry.
+    """
+
+    def __init__(self, experts_N: torch.Tensor, num_experts: int) -> None:
+        expert_N, order_N = torch.sort(experts_N, stable=True)
+        self.order_N = order_N[: int((expert_N < num_experts).sum())]
+        self.expert_N = expert_N[: len(self.order_N)]
+        self._counts = torch.bincount(self.expert_N, minlength=num_experts).tolist()
+        self.place_N = torch.zeros_like(experts_N, dtype=torch.int64)
+        self.place_N[self.order_N] = torch.arange(len(self.order_N))
+
+    def multiply(self, x_NK: torch.Tensor, weight_EOK: torch.Tensor) -> torch.Tensor:
+        """[N, O]: each row through its expert's weight, an expert at a time."""
+        out_NO = x_NK.new_empty(x_NK.shape[0], weight_EOK.shape[1])
+        first = 0
+        for expert, count in enumerate(self._counts):
+            if count:
+                rows = slice(first, first + count)
+                out_NO[rows] = functional.linear(x_NK[rows], weight_EOK[expert])
+                first += count
+        return out_NO
+
+    def kept(self, out_NO: torch.Tensor) -> torch.Tensor:
+        """The same: all entries are here."""
+        return out_NO
+
+
+class OnDevice:
+    """The same on a GPU, which never waits for the host to learn how many rows an expert has.
+
+    Entries of experts beyond E are at the end; what `multiply` gives for them is not defined, and `kept` is zero.
+    """
+
+    def __init__(self, experts_N: torch.Tensor, num_experts: int) -> None:
+        self._num_experts = num_experts
+        expert_N, self.order_N = torch.sort(experts_N, stable=True)
+        every_E = torch.arange(num_experts, device=expert_N.device, dtype=expert_N.dtype)
+        self._ends_E = torch.searchsorted(expert_N, every_E, right=True).int()
+        self._here_N1 = (expert_N < num_experts)[:, None]
+        self.expert_N = expert_N.clamp(max=num_experts - 1)
+        self.place_N = torch.empty_like(self.order_N)
+        self.place_N[self.order_N] = torch.arange(len(expert_N), device=expert_N.device)
+
+    def multiply(self, x_NK: torch.Tensor, weight_EOK: torch.Tensor) -> torch.Tensor:
+        """[N, O]: each row through its expert's weight, in one launch."""
+        return functional.grouped_mm(x_NK, weight_EOK.transpose(1, 2), offs=self._ends_E)
+
+    def kept(self, out_NO: torch.Tensor) -> torch.Tensor:
+        """Zeros where an entry is not here."""
+        return torch.where(self._here_N1, out_NO, 0)
+
+
+def _linear(groups: OnHost | OnDevice, module: Any, name: str, x_NK: torch.Tensor) -> torch.Tensor:
+    """Rows sorted by expert through the weights and biases of the module, whichever way round those lie."""
     weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-    width = weight.shape[2] if module.is_transposed else weight.shape[1]
-    out_NO = x_NK.new_empty(x_NK.shape[0], width)
-    first = 0
-    for expert, count in enumerate(counts):
-        if count:
-            rows = slice(first, first + count)
-            matrix = weight[expert].t() if module.is_transposed else weight[expert]
-            out_NO[rows] = functional.linear(x_NK[rows], matrix, None if bias is None else bias[expert])
-            first += count
-    return out_NO
+    out_NO = groups.multiply(x_NK, weight.transpose(1, 2) if module.is_transposed else weight)
+    return out_NO if bias is None else out_NO + bias[groups.expert_N]
 
 
 def _add_gate_up(
     hidden_NI: torch.Tensor, message: Message, delta: torch.Tensor, place: torch.Tensor, module: Any
 ) -> None:
-    rows = place[message.entries_N.to(place.device)]
+    rows = place[message.entries_N.to(place.device, non_blocking=True)]
     if module.is_concatenated:
         hidden_NI.index_add_(0, rows, delta)
         return
@@ -83,4 +126,4 @@ def _add_gate_up(
 
 
 def _add_rows(y_TH: torch.Tensor, message: Message, delta: torch.Tensor) -> None:
-    y_TH.index_add_(0, message.rows_M.to(y_TH.device), delta)
+    y_TH.index_add_(0, message.rows_M.to(y_TH.device, non_blocking=True), delta)
