@@ -9,8 +9,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -25,9 +27,14 @@ MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x
 
 
 @cache
-def _library(variant: Variant, source: str = "lora_step.cu") -> ctypes.CDLL:
+def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
+    texts = {"ptx.cuh": (EMULATOR / "ptx.cuh").read_text(), **dict(instead)}
+    return read_source(name, texts) + (EMULATOR / "run.cpp").read_text()
+
+
+@cache
+def _library(variant: Variant, source: str) -> ctypes.CDLL:
     """Compiled once per content, shared by processes."""
-    source = read_source(source, {"ptx.cuh": (EMULATOR / "ptx.cuh").read_text()}) + (EMULATOR / "run.cpp").read_text()
     command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines, "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
@@ -46,22 +53,30 @@ def launch(
     *,
     kernel: str = "lora_step",
     late: bool = True,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """`kernel` over the whole step; `late`: copies happen when they are waited for."""
+    """`kernel` over the whole step; `late`: copies happen when they are waited for; `instead`: see `read_source`."""
     values = arguments(step, out, workspace, variant.stages)
-    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late)
+    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late, instead=instead)
 
 
 def run(
-    kernel: str, values: list[int], variant: Variant, *, source: str = "lora_step.cu", grid: int = 1, late: bool = True
+    kernel: str,
+    values: list[int],
+    variant: Variant,
+    *,
+    source: str = "lora_step.cu",
+    grid: int = 1,
+    late: bool = True,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """A kernel of a source with its arguments, all 64 bits wide."""
-    library = _library(variant, source)
+    library = _library(variant, _text(source, tuple(sorted(instead.items()))))
     address = ctypes.cast(library[kernel], ctypes.c_void_p)
     code = library.run(address, grid, int(late), (ctypes.c_int64 * len(values))(*values), len(values))
     assert code == 0, f"{kernel}: {code}"
 
 
-def shared_bytes(variant: Variant) -> int:
+def shared_bytes(variant: Variant, source: str = "lora_step.cu") -> int:
     """Shared memory of one block."""
-    return int(_library(variant).shared_bytes())
+    return int(_library(variant, _text(source, ())).shared_bytes())
