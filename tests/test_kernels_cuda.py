@@ -158,6 +158,20 @@ def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
         assert torch.equal(launch(packed, workspace=workspace), expected), "a workspace used before"
 
 
+@needs_emulator
+@pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
+@pytest.mark.parametrize("cost", ["1", "rows"])
+def test_what_jobs_are_said_to_cost_changes_no_bits(combine, cost):
+    """With a cost of 1, shares are of equal numbers of jobs."""
+    _, packed = example("cpu", combine)
+    expected = launch(packed)
+    instead = {"cost.cuh": f'#pragma once\n#include "ptx.cuh"\nDEVICE int job_cost(int rows) {{ return {cost}; }}'}
+    for variant in (SMALL, Variant(False, 4, 3)):
+        out = packed.poisoned_out()
+        emulated.launch(packed.step, out, packed.poisoned_workspace(600), variant, instead=instead)
+        assert torch.equal(out, expected), variant
+
+
 @pytest.mark.parametrize("device", BACKENDS)
 def test_a_row_does_not_depend_on_its_neighbours(device):
     step, packed = example(device)

@@ -1,8 +1,8 @@
 // One LoRA step in one launch: shrink, expand, and the sum per token. Semantics: kernels_cuda/ops.py.
 //
-// Every warp of a persistent grid is a worker with its own ring of tiles, and takes an equal share of the step's
-// tiles (8 KB each), first of A, then of B. What a warp computes for an entry depends on that entry and its
-// weights alone: one MMA shape, K split at fixed places, sums in a fixed order, no floating-point atomics.
+// Every warp of a persistent grid is a worker with its own ring of tiles (8 KB each). It takes a share of the step's
+// tiles that costs as much as any other's, first of A, then of B. What a warp computes for an entry depends on that
+// entry and its weights alone: one MMA shape, K split at fixed places, sums in a fixed order, no floating-point atomics.
 //
 //   shrink    partial[k][entry] = scale * weight * x[:, chunk k] A[chunk k]      copies of B begin meanwhile
 //   barrier, v[entry] = partial[0] + partial[1] + ..., barrier

@@ -1,4 +1,4 @@
-// Which warp does which of a step's jobs: shares of equal cost.
+// Which warp does which of a step's jobs: shares of equal cost. Mirrored by kernels_cuda/shares.py.
 //
 // The jobs of a phase lie one behind the other on a line, each as long as it costs. The line is cut into one share
 // per warp, all equally long, and a job belongs to the share in which its last unit lies.
