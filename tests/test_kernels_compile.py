@@ -6,12 +6,17 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from kernels_cuda import build
+from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
 
 ROOT = Path(__file__).parent.parent
@@ -92,3 +97,41 @@ def test_the_source_is_one_text_with_each_file_once():
     assert "#include" not in text and "#pragma once" not in text
     assert text.count("struct Args {") == text.count("struct Ring {") == 1
     assert "instead" in build.read_source(instead={"ptx.cuh": "// instead"})
+
+
+def test_a_kernel_alone_is_the_text_without_the_others():
+    kernels = [f"{kernel}_{dtype}" for kernel in build.KERNELS for dtype in build.DTYPES]
+    for name in kernels:
+        text = build.read_kernel(name)
+        assert [kernel for kernel in kernels if f"KERNEL({kernel}," in text] == [name]
+        assert len(text.splitlines()) == len(build.read_source().splitlines()) - len(kernels) + 1
+
+
+class FakeCuPy(types.ModuleType):
+    """As much of CuPy as compiling takes; `compiled` holds the texts."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.compiled: list[str] = []
+        device = MagicMock()
+        device.return_value.attributes = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 132}
+        self.cuda = types.SimpleNamespace(Device=device)
+
+    def RawModule(self, *, code: str, options: tuple[str, ...], enable_cooperative_groups: bool) -> MagicMock:  # noqa: N802
+        assert enable_cooperative_groups and build.STANDARD in options
+        self.compiled.append(code)
+        return MagicMock()
+
+
+def test_a_process_compiles_what_it_launches_and_nothing_else(monkeypatch):
+    fake = FakeCuPy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    kernels = CudaKernels(torch.device("cuda", 0), Variant(bulk_copy=True, warps=8))
+    assert not fake.compiled
+    assert kernels.compile(torch.bfloat16) > 0
+    assert kernels.compile(torch.bfloat16) == 0
+    assert fake.compiled == [build.read_kernel("lora_step_bfloat16")]
+    kernels.compile(torch.float16, "shrink")
+    assert fake.compiled[1:] == [build.read_kernel("shrink_float16")]
+    with pytest.raises(ValueError, match=r"got torch.float32, expected torch.bfloat16 or torch.float16"):
+        kernels.compile(torch.float32)

@@ -101,6 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     models, tokens, names = models_of(arguments.models), tokens_of(arguments.tokens), peers_of(arguments.peers)
     need_gpu()
     gpu = ours_measure.Gpu(torch.device("cuda", 0))
+    print(f"lora_step compiled in {gpu.compile_s:.1f} s", file=sys.stderr)
     sites: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
     for model in models:
