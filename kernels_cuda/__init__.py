@@ -5,5 +5,5 @@ cpu        torch                            cuda        the kernels of one GPU
 layout     weights as tiles, and pages      tables      what kernels are told of weights and of a step
 launch     one launch and its workspace     routing     segments from a router's choice, on the GPU
 heuristics which variant a GPU gets         torch_ops   the step as a torch operator
-build      the sources as one text
+build      the sources as one text          shares      which warp does what
 """

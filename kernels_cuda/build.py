@@ -28,3 +28,9 @@ def read_source(name: str = "lora_step.cu", instead: Mapping[str, str] | None = 
         return expand(found[1]) if found[1] and found[1] not in seen else ""
 
     return expand(name)
+
+
+def read_kernel(name: str) -> str:
+    """lora_step.cu with one of its kernels alone, for a compiler that takes seconds for each."""
+    lines = read_source().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("KERNEL(") or line.startswith(f"KERNEL({name},"))

@@ -1,4 +1,4 @@
-"""The CUDA kernels of one GPU: compiled by NVRTC on first use (CuPy caches the result), launched on a stream.
+"""The CUDA kernels of one GPU: each compiled by NVRTC on first use (CuPy caches the result), launched on a stream.
 
 `kernels(device)` is all that a caller needs; `launch` is one call, safe to capture in a CUDA graph: its grid is
 fixed, it reads every count from device memory, allocates nothing, and runs on the stream that is current
@@ -7,13 +7,15 @@ in torch. Launches that share a workspace must follow each other on one stream.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
-from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
+from kernels_cuda.build import STANDARD, read_kernel
 from kernels_cuda.heuristics import Variant, choose
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
 
@@ -49,17 +51,28 @@ class CudaKernels:
             torch.cuda.get_device_capability(device), about["MaxSharedMemoryPerBlockOptin"]
         )
         self.grid = int(about["MultiProcessorCount"])
-        with cupy.cuda.Device(device.index):
-            self._module = cupy.RawModule(
-                code=read_source(), options=(STANDARD, *self.variant.defines), enable_cooperative_groups=True
-            )
-            self._shared_bytes = self.variant.shared_bytes
-            self._functions = {}
-            for dtype in DTYPES:
-                for kernel in KERNELS:
-                    function = self._module.get_function(f"{kernel}_{dtype}")
-                    function.max_dynamic_shared_size_bytes = self._shared_bytes
-                    self._functions[kernel, dtype] = function
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+
+    def compile(self, dtype: torch.dtype, kernel: str = "lora_step") -> float:
+        """Make a kernel ready, as `launch` does on first use: too late for a step that is timed or captured.
+
+        Returns the seconds that it took, few where CuPy's cache on disk had it. Raises ValueError for another dtype
+        than bfloat16 and float16.
+        """
+        if (kernel, dtype) in self._functions:
+            return 0.0
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"got {dtype}, expected torch.bfloat16 or torch.float16")
+        import cupy
+
+        begin, name = time.monotonic(), f"{kernel}_{DTYPE_NAMES[dtype]}"
+        with cupy.cuda.Device(self.device.index):
+            options = (STANDARD, *self.variant.defines)
+            module = cupy.RawModule(code=read_kernel(name), options=options, enable_cooperative_groups=True)
+            function = module.get_function(name)
+            function.max_dynamic_shared_size_bytes = self.variant.shared_bytes
+        self._functions[kernel, dtype] = function
+        return time.monotonic() - begin
 
     def launch(self, step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, kernel: str = "lora_step") -> None:
         """Semantics: see `ops`; what lies where: see `DeviceStep`.
@@ -69,16 +82,17 @@ class CudaKernels:
         does not fit; errors of the GPU surface at the next synchronisation, as everywhere in torch.
         """
         values = arguments(step, out_UO, workspace, self.variant.stages)
-        function = self._functions[kernel, DTYPE_NAMES[step.rows_TK.dtype]]
+        self.compile(step.rows_TK.dtype, kernel)
+        function = self._functions[kernel, step.rows_TK.dtype]
         with on_torch_stream(self.device):
-            function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self._shared_bytes)
+            function((self.grid,), (self.variant.warps * 32,), tuple(values), shared_mem=self.variant.shared_bytes)
 
 
 def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:
-    """The kernels of a device, compiled once per process. Raises ValueError for a GPU before sm_80."""
-    return _compiled(torch.device(device.type, device.index or 0), variant)
+    """The kernels of a device, each compiled once per process. Raises ValueError for a GPU before sm_80."""
+    return _of(torch.device(device.type, device.index or 0), variant)
 
 
 @cache
-def _compiled(device: torch.device, variant: Variant | None) -> CudaKernels:
+def _of(device: torch.device, variant: Variant | None) -> CudaKernels:
     return CudaKernels(device, variant)

@@ -9,8 +9,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -21,15 +23,20 @@ from lora_server.transport import put
 
 EMULATOR = Path(__file__).parent / "emulator"
 GRID = 2  # blocks
+STACK_BYTES = 256 << 10  # of a thread
 COMPILER = shutil.which("g++")
 MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x86-64"
 
 
 @cache
-def _library(variant: Variant, source: str = "lora_step.cu", stack_bytes: int = 256 << 10) -> ctypes.CDLL:
+def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
+    texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
+    return read_source(name, put.FILES | texts | dict(instead)) + (EMULATOR / "run.cpp").read_text()
+
+
+@cache
+def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> ctypes.CDLL:
     """Compiled once per content, shared by processes."""
-    instead = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
-    source = read_source(source, put.FILES | instead) + (EMULATOR / "run.cpp").read_text()
     command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines]
     command += [f"-DSTACK_BYTES={stack_bytes}", "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
@@ -49,10 +56,11 @@ def launch(
     *,
     kernel: str = "lora_step",
     late: bool = True,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """`kernel` over the whole step; `late`: copies happen when they are waited for."""
+    """`kernel` over the whole step; `late`: copies happen when they are waited for; `instead`: see `read_source`."""
     values = arguments(step, out, workspace, variant.stages)
-    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late)
+    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late, instead=instead)
 
 
 def run(
@@ -63,15 +71,16 @@ def run(
     source: str = "lora_step.cu",
     grid: int = 1,
     late: bool = True,
-    stack_bytes: int = 256 << 10,
+    stack_bytes: int = STACK_BYTES,
+    instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """A kernel of a source with its arguments, all 64 bits wide."""
-    library = _library(variant, source, stack_bytes)
+    library = _library(variant, _text(source, tuple(sorted(instead.items()))), stack_bytes)
     address = ctypes.cast(library[kernel], ctypes.c_void_p)
     code = library.run(address, grid, int(late), (ctypes.c_int64 * len(values))(*values), len(values))
     assert code == 0, f"{kernel}: {code}"
 
 
-def shared_bytes(variant: Variant) -> int:
+def shared_bytes(variant: Variant, source: str = "lora_step.cu") -> int:
     """Shared memory of one block."""
-    return int(_library(variant).shared_bytes())
+    return int(_library(variant, _text(source, ())).shared_bytes())

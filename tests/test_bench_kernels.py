@@ -15,7 +15,7 @@ import torch
 
 from bench import fetch_peers, kernels_cpu
 from bench.kernels import __main__ as command
-from bench.kernels import correctness, draws, floor, ours, peer_process, peers, report, roofline
+from bench.kernels import balance, correctness, draws, floor, ours, peer_process, peers, report, roofline
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from bench.kernels.peers import vllm
 from kernels_cuda import layout, routing
@@ -247,6 +247,29 @@ def test_the_result_is_written_and_merged(tmp_path, monkeypatch, capsys):
     assert "no option ran and was right" in text and "| dbrx" in text and "7.5 us" in text
 
 
+def test_the_balance_model_counts_tiles_and_bands():
+    """1056 warps: 2112 jobs of one row and one of 32, which is four times as long; then a step of one row each."""
+    rows = np.array([1] * 1056 + [32] + [1] * 1056)
+    phase = balance.Phase("expand", rows, np.ones(len(rows), np.int64))
+    assert phase.nbytes == 2113 * 8192 and phase.mean(1.0) == pytest.approx(2116 / 1056)
+    assert phase.slowest(balance.equal, 1.0) == 1 + 4
+    assert phase.slowest(balance.job_cost, 1.0) == 4
+    lonely = phase._replace(rows_J=np.ones_like(rows))
+    assert lonely.slowest(balance.job_cost, 1.0) == lonely.slowest(balance.equal, 1.0) == 3
+
+
+def test_weighed_shares_are_more_even_where_segments_are_long():
+    model = MODELS["mixtral-8x7b"]
+    for row in balance.table([model], [256], roofline.GBPS):
+        assert row["weighed_us"] < 0.6 * row["equal_us"], "as modelled"
+    bytes_us = {(r["site"], r["phase"]): r["bytes_us"] for r in balance.table([model], [64], roofline.GBPS)}
+    floor_us = next(r for r in roofline.table([model], [64], roofline.GBPS) if r["site"] == "gate_up")
+    assert bytes_us["gate_up", "shrink"] == pytest.approx(floor_us["shrink_us"], rel=0.08)
+    assert bytes_us["gate_up", "expand"] == pytest.approx(floor_us["expand_us"], rel=0.08)
+    by_cost = {row["cost"]: row for row in balance.unevenness([model], [256])}
+    assert by_cost["1 + 2 bands"]["band 0.75 %"] < by_cost["1"]["band 0.75 %"]
+
+
 def test_the_roofline_command_needs_no_gpu():
     done = subprocess.run(
         [sys.executable, "-m", "bench.kernels", "--roofline", "--json", "--models", "dbrx", "--tokens", "64"],
@@ -263,6 +286,7 @@ def test_the_roofline_command_needs_no_gpu():
         (["--models", "mixtral"], "--models: got mixtral, expected some of mixtral-8x7b"),
         (["--tokens", "64,many"], "--tokens: got 'many'"),
         (["--roofline", "--tokens", "0"], "--tokens: got '0'"),
+        (["--balance", "--tokens", "x"], "--tokens: got 'x'"),
         (["--peers", "vllm,peft"], "--peers: got peft"),
     ],
 )

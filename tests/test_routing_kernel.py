@@ -108,8 +108,8 @@ def test_large_steps(tokens, top_k, warps):
 
 def test_shared_memory_is_what_the_source_says():
     for warps in (2, 8):
-        library = emulated._library(Variant(bulk_copy=False, warps=warps), "route.cu")
-        assert library.shared_bytes() == routing.shared_bytes(warps)
+        variant = Variant(bulk_copy=False, warps=warps)
+        assert emulated.shared_bytes(variant, "route.cu") == routing.shared_bytes(warps)
 
 
 def test_a_second_step_in_the_same_memory():

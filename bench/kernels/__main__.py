@@ -1,6 +1,7 @@
-"""python -m bench.kernels [--roofline | --correctness | --merge FILES] [--models ...] [--tokens ...] [--peers ...]
+"""python -m bench.kernels [--roofline | --balance | --correctness | --merge FILES] [--models ...] [--tokens ...] ...
 
-Without --roofline (which needs no GPU) it runs on the first GPU. --out FILE writes JSON there and FILE's .md beside it.
+--roofline and --balance need no GPU: they count and model. The rest runs on the first GPU. --out FILE writes JSON
+there and FILE's .md beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.kernels import report, roofline
+from bench.kernels import balance, report, roofline
 from bench.kernels.models import MODELS, Model
 
 PEERS = ("vllm", "sglang", "punica")
@@ -29,7 +30,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--roofline", action="store_true")
-    parser.add_argument("--gbps", type=float, default=roofline.GBPS, help="of the roofline")
+    parser.add_argument("--balance", action="store_true", help="a model of how evenly warps share a step")
+    parser.add_argument("--gbps", type=float, default=roofline.GBPS, help="of --roofline and --balance")
     parser.add_argument("--correctness", action="store_true")
     parser.add_argument("--merge", type=Path, nargs="+", help="results of runs over different models, into one")
     return parser.parse_args(arguments)
@@ -65,7 +67,7 @@ def need_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("no NVIDIA GPU here; only --roofline and --merge run without one")
+        sys.exit("no NVIDIA GPU here; only --roofline, --balance and --merge run without one")
     try:
         import cupy  # noqa: F401
     except ImportError:
@@ -99,6 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     models, tokens, names = models_of(arguments.models), tokens_of(arguments.tokens), peers_of(arguments.peers)
     need_gpu()
     gpu = ours_measure.Gpu(torch.device("cuda", 0))
+    print(f"lora_step compiled in {gpu.compile_s:.1f} s", file=sys.stderr)
     sites: list[dict[str, Any]] = []
     peers: list[dict[str, Any]] = []
     for model in models:
@@ -138,6 +141,12 @@ def main() -> None:
     if arguments.roofline:
         rows = roofline.table(models_of(arguments.models), tokens_of(arguments.tokens), arguments.gbps)
         print(json.dumps(rows, indent=2) if arguments.json else report.picked(report.ROOFLINE, rows))
+        return
+    if arguments.balance:
+        models, tokens = models_of(arguments.models), tokens_of(arguments.tokens)
+        found = {"steps": balance.table(models, tokens, arguments.gbps), "costs": balance.unevenness(models, tokens)}
+        tables = [report.picked(report.BALANCE, found["steps"]), report.picked(list(found["costs"][0]), found["costs"])]
+        print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(tables))
         return
     if arguments.correctness:
         from bench.kernels import correctness

@@ -87,6 +87,7 @@ class Gpu:
 
         self.device = device
         self.kernels: CudaKernels = kernels(device)
+        self.compile_s = self.kernels.compile(ours.DTYPE)
         self.router: Router = router(device)
         self.flush = Flush(device)
         self.read_gbps = read_gbps(device)

@@ -52,6 +52,7 @@ PEER = ("model", "tokens", "site", "peer", "us", "with_routing_us", "max_rel_err
 ROOFLINE = ("model", "tokens", "site", "distinct_pairs", "rows_per_segment", "weights_mb", "shrink_us", "expand_us",
             "floor_us", "ours_mb", "workspace_mb", "tiles", "ratio_workspace_in_memory",
             "ratio_workspace_in_l2")  # fmt: skip
+BALANCE = ("model", "tokens", "site", "phase", "bytes_us", "equal_us", "weighed_us")
 
 
 def picked(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,8 @@
 // A warp's expand jobs, one tile each, for up to JOB_ROWS entries.
 struct ExpandWalk {
     const Args& a;
-    int left = 0, segment = 0, row = 0, pair = 0, window = 0;
+    int left = 0;  // units of cost from the beginning of the job at hand to the share's end
+    int segment = 0, row = 0, pair = 0, window = 0;
     int tile = 0, end = 0, base_tile = 0;  // a range of the pair's tiles, counted from base_tile: its first in the pages
     int rank = 0;
     Segment s = {};
@@ -16,32 +17,34 @@ struct ExpandWalk {
         left = stop - begin;
         if (left == 0) return;
         int local;
-        find_job(a, false, through, begin, lane, segment, local);
+        find_segment(a, false, through, begin, lane, segment, local);
         s = a.segments[segment];
-        const int per_rows = expand_tiles(a, a.blocks[s.block]);
-        row = local / per_rows * JOB_ROWS;
+        const int full = expand_tiles(a, a.blocks[s.block]) * job_cost(JOB_ROWS);
+        row = local / full * JOB_ROWS;
+        int job = local % full / cost();
+        left += local % full % cost();
         enter();
-        for (local %= per_rows; local >= end - tile; next_range()) local -= end - tile;
-        tile += local;
+#pragma unroll 1
+        while (find_range() && job >= end - tile) job -= end - tile, window++;
+        tile += job;
+        if (left < cost()) left = 0;
     }
 
-    // To the first tile for the entries from `row` on; false if the segment has none.
-    DEVICE bool enter() {
+    DEVICE int cost() const { return job_cost(job_rows(s, row)); }
+
+    // To before the first tile for the entries from `row` on.
+    DEVICE void enter() {
         pair = window = end = rank = 0;
         base_tile = s.first_tile + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups;
-        return find_range();
     }
 
-    DEVICE bool next_range() {
-        window++;
-        return find_range();
-    }
-
-    // From (pair, window) on, the next range of tiles that is not empty.
+    // From (pair, window) on, the next range of tiles that is not empty; false if these entries have none.
     DEVICE bool find_range() {
         const Block& block = a.blocks[s.block];
+#pragma unroll 1
         for (; pair < block.num_pairs; pair++) {
             const Pair p = block.pairs[pair];
+#pragma unroll 1
             for (; window < a.num_windows; window++) {
                 tile = end;
                 if (tiles_of(a, p, window, tile, end)) return true;
@@ -62,7 +65,7 @@ struct ExpandWalk {
         ExpandTile& t = record.expand;
         t.kind = EXPAND;
         t.first = s.first + row;
-        t.rows = lesser(s.rows - row, JOB_ROWS);
+        t.rows = job_rows(s, row);
         t.groups = p.groups;
         t.rank = rank;
         t.row = p.out_begin + first;
@@ -74,15 +77,25 @@ struct ExpandWalk {
     }
 
     DEVICE void advance() {
-        if (--left == 0 || ++tile < end || next_range()) return;
-        row += JOB_ROWS;
-        if (row < s.rows) {
+        left -= cost();
+        if (left == 0) return;
+        if (++tile == end) next_range();
+        if (left < cost()) left = 0;
+    }
+
+    DEVICE void next_range() {
+        window++;
+#pragma unroll 1
+        while (!find_range()) {
+            row += JOB_ROWS;
+            if (row >= s.rows) {
+                row = 0;
+#pragma unroll 1
+                do s = a.segments[++segment];
+                while (s.rows == 0);
+            }
             enter();
-            return;
         }
-        row = 0;
-        do s = a.segments[++segment];
-        while (s.rows == 0 || !enter());
     }
 };
 
@@ -136,7 +149,7 @@ struct FloatOut {  // deltas, to be summed per token afterwards
 DEVICE bool aligned(const void* p, int bytes) { return reinterpret_cast<uint64>(p) % bytes == 0; }
 
 // `count` (2, 4, 6 or 8) consecutive output rows of one entry, from `row` on; those at `end` or beyond are padding.
-template <class Out> DEVICE void store_rows(const Args& a, int entry, int row, int count, int end, const float (&f)[8]) {
+template <class Out> DEVICE void store_rows(const Args& a, int entry, int row, int count, int end, float (&f)[8]) {
     typename Out::Element* out = Out::row(a, entry);
     const int column = column_of(a, row);
     const bool together = column >= 0 && row + count <= end && column_of(a, row + count - 1) == column + count - 1;
@@ -146,11 +159,13 @@ template <class Out> DEVICE void store_rows(const Args& a, int entry, int row, i
 #pragma unroll
         for (int i = 0; i < 8; i += 2)
             if (i < count) Out::two(out + column + i, f[i], f[i + 1]);
-    } else {
+    } else {  // at the edge of a window; rolled up, since it is rare: the next value is always the first
+#pragma unroll 1
+        for (int i = row; i < lesser(row + count, end); i++) {
+            const int at = column_of(a, i);
+            if (at >= 0) Out::one(out + at, f[0]);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int at = i < count && row + i < end ? column_of(a, row + i) : -1;
-            if (at >= 0) Out::one(out + at, f[i]);
+            for (int j = 0; j < 7; j++) f[j] = f[j + 1];
         }
     }
 }
@@ -176,11 +191,14 @@ DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* frag
                     mma<T>(c[i], w, v.z, v.w);
                 }
         }
-        const float even[8] = {c[0][0], c[0][2], c[1][0], c[1][2], c[2][0], c[2][2], c[3][0], c[3][2]};
-        const float odd[8] = {c[0][1], c[0][3], c[1][1], c[1][3], c[2][1], c[2][3], c[3][1], c[3][3]};
+        float f[8] = {c[0][0], c[0][2], c[1][0], c[1][2], c[2][0], c[2][2], c[3][0], c[3][2]};
         const int row = t.row + band * 16 + line * 2 * blocks;
-        if (entry < t.rows) store_rows<Out>(a, t.first + entry, row, 2 * blocks, t.end, even);
-        if (entry + 1 < t.rows) store_rows<Out>(a, t.first + entry + 1, row, 2 * blocks, t.end, odd);
+#pragma unroll 1
+        for (int side = 0; side < 2 && entry + side < t.rows; side++) {
+            store_rows<Out>(a, t.first + entry + side, row, 2 * blocks, t.end, f);
+#pragma unroll
+            for (int i = 0; i < 8; i++) f[i] = c[i / 2][i % 2 * 2 + 1];
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 // One LoRA step in one launch: shrink, expand, and the sum per token. Semantics: kernels_cuda/ops.py.
 //
-// Every warp of a persistent grid is a worker with its own ring of tiles, and takes an equal share of the step's
-// tiles (8 KB each), first of A, then of B. What a warp computes for an entry depends on that entry and its
-// weights alone: one MMA shape, K split at fixed places, sums in a fixed order, no floating-point atomics.
+// Every warp of a persistent grid is a worker with its own ring of tiles (8 KB each). It takes a share of the step's
+// tiles that costs as much as any other's, first of A, then of B. What a warp computes for an entry depends on that
+// entry and its weights alone: one MMA shape, K split at fixed places, sums in a fixed order, no floating-point atomics.
 //
 //   shrink    partial[k][entry] = scale * weight * x[:, chunk k] A[chunk k]      copies of B begin meanwhile
 //   barrier, v[entry] = partial[0] + partial[1] + ..., barrier
@@ -27,17 +27,11 @@ struct Producer {
 
     DEVICE Producer(const Args& a, Ring& its_ring) : ring(its_ring), shrink(a), expand(a) {}
     DEVICE void operator()() {
-        while (!ring.full()) {
+#pragma unroll 1
+        while (!ring.full() && (shrink.left || expand.left)) {
             const unsigned char* from;
-            if (shrink.left) {
-                const Record record = shrink.next(from);
-                ring.push(record, from);
-            } else if (expand.left) {
-                const Record record = expand.next(from);
-                ring.push(record, from);
-            } else {
-                return;
-            }
+            const Record record = shrink.left ? shrink.next(from) : expand.next(from);
+            ring.push(record, from);
         }
     }
 };
@@ -47,17 +41,15 @@ template <class T, int PHASES> DEVICE void lora_step(const Args& a, BlockMemory&
     const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
     Ring ring(memory.warps[warp], lane);
     Producer refill(a, ring);
-    count_jobs(a, memory.shrink_through, memory.expand_through);
+    add_costs(a, memory.shrink_through, memory.expand_through);
     if (PHASES & SHRINK_ONLY) {
-        const int64 jobs = memory.shrink_through[THREADS - 1];
-        refill.shrink.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
-                            memory.shrink_through, lane);
+        const int* through = memory.shrink_through;
+        refill.shrink.start(cut(through, worker, workers), cut(through, worker + 1, workers), through, lane);
         refill();
     }
     if (PHASES & EXPAND_ONLY) {
-        const int64 jobs = memory.expand_through[THREADS - 1];
-        refill.expand.start(static_cast<int>(jobs * worker / workers), static_cast<int>(jobs * (worker + 1) / workers),
-                            memory.expand_through, lane);
+        const int* through = memory.expand_through;
+        refill.expand.start(cut(through, worker, workers), cut(through, worker + 1, workers), through, lane);
         refill();
     }
     if (PHASES & SHRINK_ONLY) {
@@ -72,6 +64,7 @@ template <class T, int PHASES> DEVICE void lora_step(const Args& a, BlockMemory&
         if (PHASES & EXPAND_ONLY) grid_barrier(a.arrivals);
     }
     if (!(PHASES & EXPAND_ONLY)) return;
+    refill.shrink.left = 0;  // as it is by now: what follows then is compiled without the walk over A
     if (a.out_map == nullptr) {
         expand_all<T, HalfOut<T>>(a, ring, refill);
         return;

@@ -1,6 +1,6 @@
 // A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for nobody else.
 #pragma once
-#include "step.cuh"
+#include "shares.cuh"
 
 struct alignas(16) ShrinkTile { int kind, first, rows, fragments, chunk, rank, partial, flags; float scale; };
 struct alignas(16) ExpandTile { int kind, first, rows, fragments, groups, rank, row, end, blocks; };

@@ -7,7 +7,8 @@ struct ShrinkWalk {
     const Args& a;
     const Depth depth;
     const int num_chunks;
-    int left, segment = 0, row = 0, partial = 0, group = 0, chunk = 0;
+    int left;  // units of cost from the beginning of the job at hand to the share's end
+    int segment = 0, row = 0, partial = 0, group = 0, chunk = 0;
     Segment s = {};
 
     DEVICE explicit ShrinkWalk(const Args& args) : a(args), depth(args), num_chunks(div_up(args.in_width, CHUNK)), left(0) {}
@@ -16,13 +17,22 @@ struct ShrinkWalk {
         left = end - begin;
         if (left == 0) return;
         int local;
-        find_job(a, true, through, begin, lane, segment, local);
+        find_segment(a, true, through, begin, lane, segment, local);
         s = a.segments[segment];
-        const int groups = a.blocks[s.block].groups, per_rows = groups * depth.partials;
-        row = local / per_rows * JOB_ROWS;
-        partial = local % per_rows / groups;
-        group = local % groups;
+        const Block& block = a.blocks[s.block];
+        const int full = shrink_jobs(a, block) * job_cost(JOB_ROWS);
+        row = local / full * JOB_ROWS;
+        const int job = local % full / cost();
+        left += local % full % cost();
+        partial = job / block.groups;
+        group = job % block.groups;
+        begin_job();
+    }
+
+    DEVICE int cost() const { return job_cost(job_rows(s, row)); }
+    DEVICE void begin_job() {
         chunk = first_chunk();
+        if (left < cost()) left = 0;
     }
 
     DEVICE int first_chunk() const { return greater(depth.first_chunk, (depth.first_partial + partial) * CHUNKS); }
@@ -36,7 +46,7 @@ struct ShrinkWalk {
         ShrinkTile& t = record.shrink;
         t.kind = SHRINK;
         t.first = s.first + row;
-        t.rows = lesser(s.rows - row, JOB_ROWS);
+        t.rows = job_rows(s, row);
         t.fragments = 2 * lesser(CHUNK / 32, div_up(a.in_width - chunk * CHUNK, 32));
         t.chunk = chunk;
         t.rank = group * 16;
@@ -50,13 +60,15 @@ struct ShrinkWalk {
 
     DEVICE float scale(const Block& block) const {
         int p = 0;
+#pragma unroll 1
         for (int groups = block.pairs[0].groups; groups <= group; groups += block.pairs[p].groups) p++;
         return block.pairs[p].scale;
     }
 
     DEVICE void advance(int groups) {
         if (++chunk < last_chunk()) return;
-        if (--left == 0) return;
+        left -= cost();
+        if (left == 0) return;
         if (++group == groups) {
             group = 0;
             if (++partial == depth.partials) {
@@ -65,34 +77,46 @@ struct ShrinkWalk {
                 if (row >= s.rows) next_segment();
             }
         }
-        chunk = first_chunk();
+        begin_job();
     }
 
     DEVICE void next_segment() {
         row = 0;
+#pragma unroll 1
         do s = a.segments[++segment];
         while (s.rows == 0 || a.blocks[s.block].groups == 0);
     }
 };
 
-// Eight consecutive values of a row from column k of the window on, zeros outside it.
-DEVICE uint4 row_values(const unsigned short* row, int k, int width, bool vectors) {
+// Eight consecutive values of an aligned row from column k of the window on, zeros outside it.
+DEVICE uint4 row_values(const unsigned short* row, int k, int width) {
+    return row != nullptr && k >= 0 && k < width ? load_constant(row + k) : uint4{0, 0, 0, 0};
+}
+
+// The same of any row. No model has such rows: it is rolled up, and slow, to leave the hot loop short.
+DEVICE uint4 unaligned_values(const unsigned short* row, int k, int width) {
     uint4 v = {0, 0, 0, 0};
-    if (row == nullptr) return v;
-    if (vectors) return k >= 0 && k < width ? load_constant(row + k) : v;
-    unsigned halves[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) halves[i] = k + i >= 0 && k + i < width ? row[k + i] : 0;
-    return {halves[0] | halves[1] << 16, halves[2] | halves[3] << 16, halves[4] | halves[5] << 16,
-            halves[6] | halves[7] << 16};
+#pragma unroll 1
+    for (int i = k; i < k + 8 && row != nullptr; i++) {
+        const unsigned half = i >= 0 && i < width ? row[i] : 0;
+        v = {v.x >> 16 | v.y << 16, v.y >> 16 | v.z << 16, v.z >> 16 | v.w << 16, v.w >> 16 | half << 16};
+    }
+    return v;
 }
 
 // Lane (token, quad) holds columns 32 j + 8 quad .. + 7 of the chunk in values[j]: two fragments' worth of B operand.
-DEVICE void load_chunk(const Args& a, const unsigned short* row, const ShrinkTile& t, int quad, bool vectors,
-                       uint4 (&values)[8]) {
-    const int k = t.chunk * CHUNK - a.in_begin + quad * 8;
+DEVICE void load_chunk(uint4 (&values)[8], const unsigned short* row, int k, int width, bool vectors) {
+    if (vectors) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) values[j] = row_values(row, k + j * 32, a.row_width, vectors);
+        for (int j = 0; j < 8; j++) values[j] = row_values(row, k + j * 32, width);
+        return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 7; i++) values[i] = values[i + 1];
+        values[7] = unaligned_values(row, k + j * 32, width);
+    }
 }
 
 // The sums of one job: ranks token and token + 8, entries 2 quad and 2 quad + 1 of every 8.
@@ -133,19 +157,23 @@ DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums& sums, bool vector
     const ShrinkTile t = ring.front().shrink;
     const int token = ring.lane / 4, quad = ring.lane % 4;
     if (t.flags & FIRST_OF_JOB) sums.start(a, t, token);
-    uint4 x[8];
-    load_chunk(a, sums.row[0], t, quad, vectors, x);  // on its way while the tile is
+    const int k = t.chunk * CHUNK - a.in_begin + quad * 8;
+    uint4 x[8];  // of one band of 8 entries; each value makes room for the next band's as soon as it has been used
+    load_chunk(x, sums.row[0], k, a.row_width, vectors);  // on its way while the tile is
     const uint4* fragments = ring.wait();
 #pragma unroll
     for (int b = 0; b < JOB_ROWS / 8; b++) {
         if (b * 8 >= t.rows) break;
-        if (b > 0) load_chunk(a, sums.row[b], t, quad, vectors, x);
+        const bool more = b + 1 < JOB_ROWS / 8 && (b + 1) * 8 < t.rows;
+        const unsigned short* next = more && vectors ? sums.row[b + 1] : nullptr;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (2 * j >= t.fragments) break;
             mma<T>(sums.c[b], fragments[2 * j * LANES], x[j].x, x[j].y);
             mma<T>(sums.c[b], fragments[(2 * j + 1) * LANES], x[j].z, x[j].w);
+            x[j] = row_values(next, k + j * 32, a.row_width);
         }
+        if (more && !vectors) load_chunk(x, sums.row[b + 1], k, a.row_width, false);
     }
     ring.pop();
     if (t.flags & MARK_GROUPS && ring.lane < t.rows) a.groups[t.first + ring.lane] = t.flags >> GROUPS_SHIFT;

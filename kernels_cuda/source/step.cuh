@@ -1,4 +1,4 @@
-// One step: its arguments, its jobs, and which warp does which. Legend: N entries, K input columns, R lora rank.
+// One step: its arguments, its tables, and where its tiles lie. Legend: N entries, K input columns, R lora rank.
 // Mirrored by kernels_cuda/layout.py (tiles), tables.py (blocks, segments) and launch.py (the argument list).
 #pragma once
 #include "warp.cuh"
@@ -67,73 +67,6 @@ DEVICE bool tiles_of(const Args& a, const Pair& pair, int window, int& next, int
     next = greater(next, begin / tile_rows);
     end = div_up(stop, tile_rows);
     return next < end;
-}
-
-DEVICE int row_blocks(const Segment& s) { return div_up(s.rows, JOB_ROWS); }
-
-// The tiles of a block's B that the windows meet, each counted once.
-DEVICE int expand_tiles(const Args& a, const Block& block) {
-    if (a.num_windows == 1 && a.begin0 == 0 && a.end0 == block.out_rows) return block.tiles;
-    int tiles = 0;
-    for (int p = 0; p < block.num_pairs; p++) {
-        const Pair pair = block.pairs[p];
-        for (int w = 0, next = 0, end = 0; w < a.num_windows; w++)
-            if (tiles_of(a, pair, w, next, end)) {
-                tiles += end - next;
-                next = end;
-            }
-    }
-    return tiles;
-}
-
-struct Jobs { int shrink, expand; };
-
-DEVICE Jobs jobs_of(const Args& a, int segment) {
-    const Segment s = a.segments[segment];
-    const Block& block = a.blocks[s.block];
-    return {row_blocks(s) * block.groups * Depth(a).partials, row_blocks(s) * expand_tiles(a, block)};
-}
-
-// Jobs up to the end of each thread's share of the segments; the last entry is the total. All threads of a block
-// call it.
-DEVICE void count_jobs(const Args& a, int* shrink_through, int* expand_through) {
-    const int thread = threadIdx.x, lane = thread % LANES, warp = thread / LANES;
-    const int num = a.counts[0], share = div_up(num, THREADS);
-    int shrink = 0, expand = 0;
-#pragma unroll 4
-    for (int i = 0; i < share; i++) {
-        if (thread * share + i >= num) break;
-        const Jobs jobs = jobs_of(a, thread * share + i);
-        shrink += jobs.shrink, expand += jobs.expand;
-    }
-    shrink = sum_through(shrink, lane), expand = sum_through(expand, lane);
-    shrink_through[thread] = shrink, expand_through[thread] = expand;
-    sync_block();
-    for (int w = 1; w <= warp; w++)
-        shrink += shrink_through[w * LANES - 1], expand += expand_through[w * LANES - 1];
-    sync_block();
-    shrink_through[thread] = shrink, expand_through[thread] = expand;
-    sync_block();
-}
-
-// The segment of a job, and the job's number within it. A whole warp calls it; the job exists.
-DEVICE void find_job(const Args& a, bool shrink, const int* through, int job, int lane, int& segment, int& local) {
-    const int num = a.counts[0], share = div_up(num, THREADS);
-    int thread = 0;
-    for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(through[base + lane] <= job));
-    local = thread == 0 ? job : job - through[thread - 1];
-    for (segment = thread * share;; segment += LANES) {
-        const Jobs jobs = segment + lane < num ? jobs_of(a, segment + lane) : Jobs{0, 0};
-        const int mine = shrink ? jobs.shrink : jobs.expand, inclusive = sum_through(mine, lane);
-        const unsigned beyond = votes(inclusive > local);
-        if (beyond) {
-            const int found = first_bit(beyond);
-            local -= shuffle(inclusive - mine, found);
-            segment += found;
-            return;
-        }
-        local -= shuffle(inclusive, LANES - 1);
-    }
 }
 
 // Where a tile lies. Pages are anywhere; a tile never crosses one.

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import structlog
 import torch
 
 from kernels_cuda import cpu
@@ -19,6 +20,8 @@ from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
 from lora_server.transport.base import DeviceMemory
+
+log = structlog.get_logger()
 
 GIB = 1 << 30
 FREE_SHARE = 0.8  # of the device memory that is free at the start, unless --pool-gib says
@@ -66,17 +69,19 @@ def cuda(
 ) -> Backend:
     """Weights in the memory of a GPU, our CUDA kernels. Shards of a node take its GPUs in turn, and may share one.
 
-    Raises ConfigError where there is no GPU, an old one, too little memory, or no CuPy.
+    Raises ConfigError where there is no GPU, an old one, too little memory, no CuPy, or another dtype.
     """
     device = _gpu(local_index)
     try:
         from kernels_cuda.cuda import kernels
 
         compiled = kernels(device)
+        seconds = compiled.compile(dtype)
     except ImportError as error:
         raise ConfigError(f"--device cuda: {error}; install lora-server[cuda]") from error
     except Exception as error:  # an old GPU, or a compiler that CuPy cannot find or run
         raise ConfigError(f"--device cuda: {torch.cuda.get_device_name(device)}: {error}") from error
+    log.info("kernels compiled", device=torch.cuda.get_device_name(device), seconds=round(seconds, 1))
     most = most_combined_entries(compiled.variant.stages)
     if max_step_rows > most:
         raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")

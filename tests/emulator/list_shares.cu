@@ -1,0 +1,31 @@
+// Instead of computing, every warp writes down the tiles of its shares.
+#include "lora_step.cu"
+
+constexpr int MOST_TILES = 4096;  // of one warp, in one phase
+
+struct Listing {};
+
+template <class Walk> void list(Walk& walk, Record* to, int& count) {
+    for (count = 0; walk.left; count++) {
+        if (count == MOST_TILES) stop();
+        const unsigned char* from;
+        to[count] = walk.next(from);
+    }
+}
+
+// out: records [workers, phases, MOST_TILES]; groups: how many [workers, phases]
+template <> void lora_step<Listing, FUSED>(const Args& a, BlockMemory& memory) {
+    const int lane = threadIdx.x % LANES, worker = blockIdx.x * WARPS + threadIdx.x / LANES, workers = gridDim.x * WARPS;
+    ShrinkWalk shrink(a);
+    ExpandWalk expand(a);
+    add_costs(a, memory.shrink_through, memory.expand_through);
+    const int *shrinks = memory.shrink_through, *expands = memory.expand_through;
+    shrink.start(cut(shrinks, worker, workers), cut(shrinks, worker + 1, workers), shrinks, lane);
+    expand.start(cut(expands, worker, workers), cut(expands, worker + 1, workers), expands, lane);
+    if (lane) return;
+    Record* to = static_cast<Record*>(a.out) + worker * 2 * MOST_TILES;
+    list(shrink, to, a.groups[worker * 2]);
+    list(expand, to + MOST_TILES, a.groups[worker * 2 + 1]);
+}
+
+KERNEL(list_shares, Listing, FUSED)
