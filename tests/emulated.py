@@ -23,7 +23,7 @@ from lora_server.transport import put
 
 EMULATOR = Path(__file__).parent / "emulator"
 GRID = 2  # blocks
-STACK_BYTES = 256 << 10  # of a thread
+STACK_BYTES = 64 << 10  # of a thread
 COMPILER = shutil.which("g++")
 MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x86-64"
 

@@ -10,6 +10,8 @@ from lora_server.demo import tiny
 from lora_server.demo.engine import pad
 from lora_server.demo.launch import running_server
 from lora_server.errors import ConfigError, StepError
+from lora_server.wire.messages import Welcome
+from lora_server.wire.region import RegionLayout
 from tests.serving import shard_processes, until
 from tests.workload import workload
 
@@ -42,6 +44,50 @@ def test_every_transport_gives_the_same_bits(tmp_path, layout):
         answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "zmq", "auto")]
     for answer in answers[1:]:
         assert torch.equal(answer, answers[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
+def test_no_site_waits_for_the_gpu(tmp_path, transport):
+    """From the first layer to the last: routing, pushes, the engine's own GEMMs, and the deltas' way back."""
+    load = workload("mixtral")
+    model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
+    ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
+    layers = model.base_model.layers
+    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--pool-gib", "0.25")) as server:
+        with attach(model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
+            before = model(ids, attention_mask=mask).logits
+            began = layers[0].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
+            ended = layers[-1].register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"))
+            try:
+                after = model(ids, attention_mask=mask).logits
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                began.remove(), ended.remove()
+    assert torch.equal(before, after)
+
+
+@pytest.mark.cuda
+def test_a_twin_begins_with_zeros_and_outlives_its_shard():
+    """In one process here; between two in every test above."""
+    from lora_server.transport.device_memory import GpuMemory, ImportedTwin, can_share_descriptors
+
+    device = torch.device("cuda", 0)
+    if not can_share_descriptors(device):
+        pytest.skip("this driver shares no memory by descriptors")
+    layout = RegionLayout(depth=2, request_bytes=8192, response_bytes=4096)
+    used = torch.full((64 << 20,), 255, dtype=torch.uint8, device=device)
+    del used
+    torch.cuda.empty_cache()
+    twin = GpuMemory(device).twin(layout)
+    assert int(twin.rows.memory.count_nonzero()) == 0 and twin.rows.memory.nbytes % (2 << 20) == 0
+    client = ImportedTwin(Welcome(2, 8192, 4096, twin="fd"), twin.fd, layout, device)
+    client.rows.memory[5] = 7
+    assert int(twin.rows.memory[5]) == 7
+    assert twin.free(let_go=False)
+    client.rows.memory[6] = 8
+    assert client.rows.memory[5:7].tolist() == [7, 8]
+    client.close()
 
 
 @pytest.mark.cuda

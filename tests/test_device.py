@@ -27,6 +27,9 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentStore
 from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
+from lora_server.shard.compute import DeviceLostError
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
 from tests import emulated
 from tests.rig import Client
 from tests.stores import load
@@ -169,6 +172,42 @@ def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
     with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
         client.send(client.request())
     server.close()
+
+
+@needs_emulator
+@pytest.mark.parametrize("lost", [False, True])
+def test_only_a_lost_device_ends_the_shard(lost, tiny_adapters, quiet):
+    """Review item 14: any RuntimeError did. An error of one step is that step's answer."""
+
+    def backend(placement, shard, dtype):
+        broken = iter([True])
+
+        def launch(step, out, workspace):
+            if next(broken, False):
+                raise RuntimeError("no such shape")
+            emulated.launch(step, out, workspace, SMALL)
+
+        return backends.paged(placement, shard, dtype, PagePool(8, "cpu"), launch, 24, lost=lambda: lost)
+
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
+    client = Client(shard, 1)
+    with pytest.raises(DeviceLostError if lost else ProtocolError, match="no such shape"):
+        client.send(bfloat16(client))
+    if not lost:
+        client.send(bfloat16(client))
+    server.close()
+
+
+def bfloat16(client):
+    """A request whose rows have 16 bits: the same bytes, so more rows' worth than needed."""
+    memory = memoryview(client.request(dtype=1))
+    header = RequestHeader.unpack_from(memory)
+    rows = header.num_rows * (header.in_end - header.in_begin) * 2
+    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, rows)
+    header._replace(payload_bytes=at.end - slot.HEADER_BYTES).pack_into(memory)
+    return memory[: at.end]
 
 
 def test_a_pool_counts_its_pages():

@@ -25,6 +25,8 @@ from client_connector.vllm.version import check_version
 from lora_server.daemon.inproc import InprocServer
 from lora_server.errors import ConfigError, GeometryMismatchError, ServerUnavailableError, StepError
 from lora_server.spec import Site
+from tests.echo import needs_emulator
+from tests.emulated_server import EmulatedServer
 from tests.workload import workload
 
 TOKENS = 7
@@ -99,10 +101,14 @@ def test_flags_are_read_back():
     assert parse_flag(7) is None
 
 
-@pytest.fixture(scope="module")
-def served():
-    load = workload("mixtral")
-    server = InprocServer(load.spec, load.paths, layout="ep2-pp2", max_step_rows=24)
+@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=needs_emulator)])
+def served(request, tmp_path_factory):
+    """Activations in host memory, or on a device that routes them itself (which is this CPU: emulated_link)."""
+    load, options = workload("mixtral"), {"layout": "ep2-pp2", "max_step_rows": 24}
+    if request.param == "host":
+        server = InprocServer(load.spec, load.paths, **options)
+    else:
+        server = EmulatedServer(tmp_path_factory.mktemp("shards"), load.spec, load.paths, twin="no", **options)
     yield load, server
     server.close()
 

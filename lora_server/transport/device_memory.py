@@ -118,6 +118,13 @@ def _location(device: torch.device) -> Any:
     return location
 
 
+def _whole(layout: RegionLayout, properties: Any) -> int:
+    """Bytes of a twin in whole units of allocation (2 MiB), which nobody else's memory shares."""
+    minimum = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    granularity = int(_call("cuMemGetAllocationGranularity", properties, minimum))
+    return -(-twin_bytes(layout) // granularity) * granularity
+
+
 class _DescriptorTwin:
     """A shard's end; see Twin."""
 
@@ -133,9 +140,7 @@ class _DescriptorTwin:
         wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         wanted.location = _location(device)
         wanted.requestedHandleTypes = descriptor
-        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = int(_call("cuMemGetAllocationGranularity", wanted, minimum))
-        nbytes = -(-twin_bytes(layout) // granularity) * granularity
+        nbytes = _whole(layout, wanted)
         physical = _call("cuMemCreate", nbytes, wanted, 0)
         try:
             self.fd = int(_call("cuMemExportToShareableHandle", physical, descriptor, 0))
@@ -264,9 +269,7 @@ class ImportedTwin:
         physical = _call("cuMemImportFromShareableHandle", fd, kind)
         try:
             properties = _call("cuMemGetAllocationPropertiesFromHandle", physical)
-            minimum = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            granularity = int(_call("cuMemGetAllocationGranularity", properties, minimum))
-            nbytes = -(-twin_bytes(layout) // granularity) * granularity
+            nbytes = _whole(layout, properties)
             self._mapped = _Mapped(physical, nbytes, self._device)
         finally:
             _call("cuMemRelease", physical)

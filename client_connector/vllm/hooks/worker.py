@@ -38,9 +38,9 @@ class RemoteLoRAManager:
 
     is_enabled = True
 
-    def __init__(self, found: Settings, vllm_config: Any) -> None:
+    def __init__(self, found: Settings, vllm_config: Any, device: torch.device) -> None:
         """Joins the server; raises ServerUnavailableError, GeometryMismatchError."""
-        client = Client(RemoteServer(found.address, found.transport), found.timeout_seconds)
+        client = Client(RemoteServer(found.address, found.transport, device=str(device)), found.timeout_seconds)
         check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
         self._directory = Directory(found.address)
         self.forward = PlannedPass(client, self._directory.ready)
@@ -161,9 +161,11 @@ def install(wrap: Wrap) -> None:
 
 
 def _manager(original: Any) -> Callable[..., Any]:
-    def manager(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def manager(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
         found = of_engine(vllm_config)
-        return original(vllm_config, *args, **kwargs) if found is None else RemoteLoRAManager(found, vllm_config)
+        if found is None:
+            return original(vllm_config, device, *args, **kwargs)
+        return RemoteLoRAManager(found, vllm_config, torch.device(device))
 
     return manager
 
