@@ -7,7 +7,7 @@ BIN_VLLM := $(VENV_VLLM)/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint bench proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,15 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.provision_speed
 	$(BIN)/python -m bench.kernels_cpu
 	$(BIN)/python -m bench.kernels --roofline
+
+# a GPU's host may have no network: without a .venv of ours it runs with what its own Python has (docs/gpu.md)
+BARE = $(and $(shell command -v nvidia-smi),$(if $(wildcard $(VENV)/ready),,yes))
+gpu: $(if $(BARE),,$(VENV)/ready)
+	$(if $(BARE),$(PYTHON),$(BIN)/python) -m bench.gpu_run $(ARGS)
+
+# what it needs there, beforehand, where there is a network
+gpu-carry: $(VENV)/ready
+	$(BIN)/python -m bench.fetch_gpu $(ARGS)
 
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.kernels import balance, report, roofline
 from bench.kernels.models import MODELS, Model
+from bench.kernels.peer_process import DEADLINE_SECONDS
 
 PEERS = ("vllm", "sglang", "punica")
 
@@ -27,6 +28,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="64,256,1024")
     parser.add_argument("--peers", default=",".join(PEERS), help="'' for none")
     parser.add_argument("--peers-dir", type=Path, default=Path("bench/out/peers"))
+    parser.add_argument("--peer-seconds", type=float, default=DEADLINE_SECONDS, help="for a process of the peers")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--roofline", action="store_true")
@@ -112,7 +114,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"{model.name} {site.name} {count}: {sites[-1]['us']:.1f} us", file=sys.stderr)
             del adapters
             torch.cuda.empty_cache()
-            lines = peer_process.collect(model.name, site.name, tokens, names, arguments.peers_dir)
+            lines = peer_process.collect(
+                model.name, site.name, tokens, names, arguments.peers_dir, arguments.peer_seconds
+            )
             peers += [{"model": model.name, "site": site.name, **line} for line in lines]
     return {
         "cells": report.cells(sites, peers),

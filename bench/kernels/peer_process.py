@@ -100,20 +100,25 @@ def run(arguments: argparse.Namespace) -> None:
             print(json.dumps({"peer": name, "error": f"{type(problem).__name__}: {problem}"}), flush=True)
 
 
-def collect(model: str, site: str, tokens: list[int], names: list[str], directory: Path) -> list[dict[str, Any]]:
-    """The lines of all peers; one that took its process down, or all too long, is an error line, and the rest go on."""
+def collect(
+    model: str, site: str, tokens: list[int], names: list[str], directory: Path, seconds: float = DEADLINE_SECONDS
+) -> list[dict[str, Any]]:
+    """The lines of all peers; one that took its process down, or all too long, is an error line, and the rest go on.
+
+    A process has `seconds`; after one that did not end well another begins with the peers that are left.
+    """
     lines: list[dict[str, Any]] = []
     left = list(names)
     while left:
         command = [sys.executable, "-m", "bench.kernels.peer_process", model, site, "--peers-dir", str(directory)]
         command += ["--tokens", ",".join(map(str, tokens)), "--peers", ",".join(left)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
             output, reason = done.stdout, f"its process ended with {done.returncode}: {done.stderr.strip()[-300:]}"
             ended_well = done.returncode == 0
         except subprocess.TimeoutExpired as late:
             output = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
-            reason, ended_well = f"its process took more than {DEADLINE_SECONDS} s", False
+            reason, ended_well = f"its process took more than {seconds:g} s", False
         found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         lines += [line for line in found if "begin" not in line]
         if ended_well:

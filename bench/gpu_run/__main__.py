@@ -1,0 +1,163 @@
+"""python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--budget SECONDS] [--rehearse] [--out DIR] [--raw DIR]
+
+Runs what wants a GPU, stage by stage, and writes after each. A second call goes on where the first one stopped: what
+ended is skipped, what was cut at its deadline or with the run begins again, what did not fit the budget follows.
+Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a wrong flag. See docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.gpu_run import carried, report, runner
+from bench.gpu_run.stage import NO_GPU, REHEARSED
+from bench.gpu_run.stages import STAGES, Stage, chosen
+from bench.gpu_run.state import Outcome, Results, code_digest
+from lora_server.demo import children
+
+RAW, OUT, CARRIED = Path("bench/out/gpu_run"), Path("bench/results"), Path("bench/out/gpu")
+BUDGET_SECONDS = 570.0
+REHEARSALS_AT_ONCE = 2
+COLOURS = {"passed": "green", "failed": "red", "unable": "yellow", "cut": "yellow"}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends the process for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="bench.gpu_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="the stages, their limits and how they ended")
+    parser.add_argument("--only", default="", metavar="STAGE,...", help="these stages; all by default")
+    parser.add_argument("--again", action="store_true", help="also those that ended")
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for this call (%(default)g)")
+    parser.add_argument("--rehearse", action="store_true", help="everything up to the GPU; needs none")
+    parser.add_argument("--out", type=Path, default=OUT, help="for the report and the kernels' JSON (%(default)s)")
+    parser.add_argument("--raw", type=Path, default=RAW, help="for what each stage found (%(default)s)")
+    parser.add_argument("--carried", type=Path, default=CARRIED, help="what bench.fetch_gpu collected (%(default)s)")
+    given = parser.parse_args(arguments)
+    try:
+        given.stages = chosen(given.only)
+    except ValueError as error:
+        parser.error(str(error))
+    longest = max(given.stages, key=lambda stage: stage.seconds)
+    if given.budget < longest.seconds and not given.list:
+        parser.error(f"--budget: got {given.budget:g} s, but {longest.name} may take {longest.seconds:g} s: no less")
+    return given
+
+
+def gpu_name() -> str:
+    """Of the first GPU, as a file name takes it: h100-80gb-hbm3; no-gpu where there is none."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "no-gpu"
+    query = [command, "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return "no-gpu"
+    words = re.findall(r"[a-z0-9]+", said.lower())
+    return "-".join(word for word in words if word != "nvidia") or "no-gpu"
+
+
+def show(outcome: Outcome, console: Console, word: str = "") -> None:
+    """One line as soon as a stage has ended; `word` instead of how."""
+    colour = COLOURS["passed" if word else outcome.ending]
+    console.print(f"[{colour}]{word or outcome.ending:7}[/] {outcome.stage:12} {outcome.seconds:6.1f} s  ", end="")
+    console.print(outcome.reason, markup=False, highlight=False)
+
+
+def listed(stages: list[Stage], results: Results) -> Table:
+    """The table of stages."""
+    table = Table("stage", "limit", "ended", "about", box=None)
+    for stage in stages:
+        outcome = results.load(stage.name)
+        table.add_row(stage.name, f"{stage.seconds:g} s", outcome.ending if outcome else "-", stage.about)
+    return table
+
+
+def rehearse(arguments: argparse.Namespace, console: Console) -> bool:
+    """All stages up to the GPU; whether each got as far as that."""
+    folder = arguments.raw / "rehearsal"
+    shutil.rmtree(folder, ignore_errors=True)
+    results = Results(folder)
+    environment = prepare(arguments, folder, console)
+    more = ("--rehearse", "--carried", str(arguments.carried.resolve()))
+
+    def one(stage: Stage) -> Outcome:
+        return runner.run(stage, results, environment, "rehearsal", more)
+
+    with ThreadPoolExecutor(REHEARSALS_AT_ONCE) as pool:
+        good = True
+        for outcome in pool.map(one, arguments.stages):
+            ready = outcome.ending == "unable" and outcome.reason.startswith((NO_GPU, REHEARSED))
+            show(outcome, console, "ready" if ready else "")
+            if not ready:
+                console.print(outcome.log, markup=False, highlight=False)
+            good = good and ready
+    report.write(arguments.stages, results, folder, "rehearsal")
+    return good
+
+
+def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> dict[str, str]:
+    """What was carried, unpacked; the environment of the stages."""
+    try:
+        site = carried.unpack(arguments.carried, arguments.raw.parent / "gpu_site")
+    except ValueError as error:
+        sys.exit(str(error))
+    if site is None:
+        console.print(f"{carried.unused(arguments.carried)}: only what is installed here can be imported")
+    return carried.environment(site, caches, os.environ)
+
+
+def run(arguments: argparse.Namespace, console: Console) -> bool:
+    """The stages that are left and fit the budget; whether all that were asked for have passed."""
+    began, gpu = time.monotonic(), gpu_name()
+    results = Results(arguments.raw / gpu)
+    environment = prepare(arguments, results.folder, console)
+    more = ("--carried", str(arguments.carried.resolve()))
+    code = code_digest()
+    if arguments.again:
+        for stage in arguments.stages:
+            results.forget(stage.name)
+    waiting = []
+    for stage in arguments.stages:
+        if results.ended(stage.name):
+            continue
+        if time.monotonic() - began + stage.seconds > arguments.budget:
+            waiting.append(stage.name)
+            continue
+        show(runner.run(stage, results, environment, code, more), console)
+        report.write(list(STAGES), results, arguments.out, gpu)
+    if waiting:
+        console.print(f"left for the next call: {', '.join(waiting)}")
+    written = report.write(list(STAGES), results, arguments.out, gpu)
+    console.print(f"{written}; what each stage found: {results.folder}")
+    outcomes = [results.load(stage.name) for stage in arguments.stages]
+    return all(outcome is not None and outcome.ending == "passed" for outcome in outcomes)
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parse()
+    console = Console(soft_wrap=True)
+    if arguments.list:
+        console.print(listed(arguments.stages, Results(arguments.raw / gpu_name())))
+        return
+    with children.ending_on_signals():
+        good = rehearse(arguments, console) if arguments.rehearse else run(arguments, console)
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

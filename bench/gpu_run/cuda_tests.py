@@ -1,0 +1,75 @@
+"""Stage `tests`: `pytest -m cuda` over every file that has such tests, each test's result written as it comes.
+
+On several processes where pytest-xdist is installed: most of a test's time is its reference on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_run import stage
+from bench.gpu_run.record import Record
+from bench.gpu_run.state import ROOT
+
+PROCESSES = 4
+# a GPU host's packages are not those of constraints.txt, and their warnings are not our tests' failures
+FLAGS = ("-m", "cuda", "-q", "-W", "default", "--rootdir", str(ROOT))
+
+
+class Reports:
+    """A pytest plugin: counts what is collected, records what was run."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.collected: dict[str, int] = {}
+        self.failed = self.ran = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self.collected[item.path.name] = self.collected.get(item.path.name, 0) + 1
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.passed:
+            return  # set-up and clean-up count where they fail or skip
+        reason = {} if report.passed else {"reason": str(report.longrepr)[-600:]}
+        self.ran += report.passed
+        self.failed += report.failed
+        facts = {"outcome": report.outcome, "seconds": round(report.duration, 2), **reason}
+        good = {} if report.skipped else {"good": report.passed}
+        self.record.add("test", name=report.nodeid, **facts, **good)
+
+
+def files() -> list[Path]:
+    """Test files with tests for GPUs, the kernels' own first."""
+    found = [path for path in (ROOT / "tests").glob("test_*.py") if "mark.cuda" in path.read_text()]
+    found = [path for path in found if path.name != "test_gpu_run.py"]
+    return sorted(found, key=lambda path: (path.name != "test_kernels_cuda.py", path.name))
+
+
+def collect(record: Record, _: argparse.Namespace) -> None:
+    """Every file has some; raises ValueError otherwise."""
+    reports = Reports(record)
+    paths = files()
+    status = pytest.main([*FLAGS, "--collect-only", "-q", *map(str, paths)], plugins=[reports])
+    empty = [path.name for path in paths if not reports.collected.get(path.name)]
+    if status != pytest.ExitCode.OK or empty or not paths:
+        raise ValueError(f"pytest --collect-only ended with {status!r}; files without a test for GPUs: {empty}")
+    record.add("collected", **reports.collected)
+
+
+def work(record: Record, _: argparse.Namespace) -> bool:
+    """All of them; whether all passed."""
+    reports = Reports(record)
+    processes = ["-n", str(min(PROCESSES, os.cpu_count() or 1))] if stage.installed("xdist") else []
+    status = pytest.main([*FLAGS, *processes, "--continue-on-collection-errors", *map(str, files())], plugins=[reports])
+    record.add("ended", status=int(status), processes=processes[1:] or 1)
+    return status == pytest.ExitCode.OK and reports.ran > 0
+
+
+if __name__ == "__main__":
+    given = stage.parser(__doc__).parse_args()
+    stage.main(work, given, modules=("cupy",), check=collect if given.rehearse else lambda *_: None)

@@ -1,0 +1,166 @@
+"""Stage `ipc`: engines and a shard on one GPU; either side is killed and stopped while rows are on their way.
+
+Asked of each: does the other side's CUDA context live, does it go on with the same answers, is it told in time?
+`--device cpu --transport shm` plays the same on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_run import endless, stage
+from bench.gpu_run.lab import LEASE_SECONDS, NAMES, START_SECONDS, Engine, Lab, open_lab, until
+from bench.gpu_run.record import Record
+
+VICTIMS = 4
+STEPS, STEP_SECONDS = 20, 30.0
+RECOVERY_SECONDS = 60.0
+SEED = 3
+
+
+def end_to_end(lab: Lab, witness: Engine) -> dict[str, Any]:
+    """Steps go through, and give the same answer each time."""
+    witness.next("step", START_SECONDS)
+    began = time.monotonic()
+    witness.steps(STEPS, STEP_SECONDS)
+    return {"ms_per_forward_pass": round((time.monotonic() - began) / STEPS * 1e3, 2)}
+
+
+def engines_killed(lab: Lab, witness: Engine) -> dict[str, Any]:
+    """SIGKILL of engines at random moments: the shard stays, the other engine notices nothing."""
+    shard, chance = lab.shard_pid(), random.Random(SEED)
+    victims = [lab.start() for _ in range(VICTIMS)]
+    for victim in victims:
+        victim.next("step", START_SECONDS)
+    for victim in victims:
+        victim.steps(2, STEP_SECONDS)
+        time.sleep(chance.uniform(0.0, 0.05))  # not synchronisation: any moment of a step
+        victim.end()
+        witness.steps(3, STEP_SECONDS)
+    until(lambda: lab.status().clients == 1, "the killed engines' leases end", 3 * LEASE_SECONDS + 10)
+    witness.steps(3, STEP_SECONDS)
+    same_shard(lab, shard)
+    return {"killed": VICTIMS}
+
+
+def engine_stopped(lab: Lab, witness: Engine) -> dict[str, Any]:
+    """SIGSTOP of an engine for longer than its lease: its memory is taken back while it still maps it."""
+    shard, victim = lab.shard_pid(), lab.start()
+    victim.next("step", START_SECONDS)
+    victim.send(signal.SIGSTOP)
+    until(lambda: lab.status().clients == 1, "the stopped engine is cut off", 3 * LEASE_SECONDS + 10)
+    witness.steps(5, STEP_SECONDS)
+    victim.skip()
+    victim.send(signal.SIGCONT)
+    failed = victim.next("failed", RECOVERY_SECONDS)
+    found = {"told": failed["reason"], "context": failed["context"]}
+    if failed["context"] != "alive":
+        raise RuntimeError(f"the stopped engine's context: {failed}")
+    victim.right(victim.next("step", RECOVERY_SECONDS))
+    witness.steps(3, STEP_SECONDS)
+    same_shard(lab, shard)
+    victim.end()
+    return found
+
+
+def shard_killed(lab: Lab, witness: Engine) -> dict[str, Any]:
+    """SIGKILL of the shard, whose memory the engine maps: the engine is told, and served by the next one."""
+    return interrupted(lab, witness, signal.SIGKILL)
+
+
+def shard_stopped(lab: Lab, witness: Engine) -> dict[str, Any]:
+    """SIGSTOP of the shard for longer than a step may take, then SIGCONT."""
+    return interrupted(lab, witness, signal.SIGSTOP)
+
+
+def interrupted(lab: Lab, witness: Engine, number: signal.Signals) -> dict[str, Any]:
+    """The engine's own view of a shard that goes away."""
+    shard = lab.shard_pid()
+    witness.skip()
+    began = time.monotonic()
+    os.kill(shard, number)
+    try:
+        failed = witness.next("failed", endless.TIMEOUT_SECONDS + RECOVERY_SECONDS)
+    finally:
+        if number == signal.SIGSTOP:
+            resume(shard)
+    told = time.monotonic() - began
+    if failed["context"] != "alive":
+        raise RuntimeError(f"the engine's context: {failed}")
+    witness.right(witness.next("step", RECOVERY_SECONDS))
+    witness.steps(3, STEP_SECONDS)
+    restarts = [one.restarts for one in lab.status().shards]
+    return {"told": failed["reason"], "context": "alive", "told_after_s": round(told, 2), "restarts": restarts}
+
+
+def resume(pid: int) -> None:
+    """SIGCONT; it may have been replaced meanwhile."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def same_shard(lab: Lab, pid: int) -> None:
+    """Raises RuntimeError if the shard was restarted."""
+    if (now := lab.shard_pid()) != pid:
+        raise RuntimeError(f"the shard was restarted: it was process {pid}, and is {now}")
+
+
+SCENARIOS: dict[str, Callable[[Lab, Engine], dict[str, Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (end_to_end, engines_killed, engine_stopped, shard_killed, shard_stopped)
+}
+
+
+def check(*_: object) -> None:
+    """That an engine would take its flags."""
+    endless.parse(["model", "127.0.0.1:1", *NAMES, "--device", "cuda", "--transport", "cuda_ipc"])
+
+
+def work(record: Record, arguments: argparse.Namespace) -> bool:
+    """Every scenario, each with an engine that has been well so far; whether all went as they should."""
+    good = True
+    with (
+        tempfile.TemporaryDirectory(prefix="lora-ipc-") as scratch,
+        open_lab(Path(scratch), arguments.device, arguments.transport) as lab,
+    ):
+        witness = lab.start()
+        for name in arguments.scenarios.split(","):
+            began = time.monotonic()
+            try:
+                facts: dict[str, Any] = {"good": True, "found": SCENARIOS[name](lab, witness)}
+            except Exception as problem:
+                facts = {"good": False, "reason": f"{type(problem).__name__}: {problem}"[:400]}
+            record.add("scenario", name=name, **facts, seconds=round(time.monotonic() - began, 1))
+            if not facts["good"]:
+                good, witness = False, replaced(lab)
+        print(lab.server.tail())
+    return good
+
+
+def replaced(lab: Lab) -> Engine:
+    """A new witness, for the scenarios after one that went wrong; the others end."""
+    for engine in lab.engines:
+        engine.end()
+    lab.server.wait_ready()
+    lab.engines.append(lab.start())
+    lab.engines[-1].next("step", START_SECONDS)
+    return lab.engines[-1]
+
+
+if __name__ == "__main__":
+    flags = stage.parser(__doc__)
+    flags.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    flags.add_argument("--transport", default="cuda_ipc")
+    flags.add_argument("--scenarios", default=",".join(SCENARIOS))
+    given = flags.parse_args()
+    stage.main(work, given, modules=("cupy",), check=check, gpu=given.device == "cuda")

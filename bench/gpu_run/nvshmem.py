@@ -1,0 +1,148 @@
+"""Stage `nvshmem`: 2 and 4 PEs on one GPU: init, module init, put and signal round the ring, then one PE is killed.
+
+Several PEs of one GPU take turns on it: this shows whether it works, not how fast. Collectives are not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_run import nvshmem_build, nvshmem_pe, stage
+from bench.gpu_run.record import Record
+from bench.gpu_run.spoken import Spoken
+
+WORLDS = (2, 4)
+TURNS = 3
+START_SECONDS, ANSWER_SECONDS = 45.0, 10.0
+ENVIRONMENT = {
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NVSHMEM_DISABLE_NCCL": "1",
+    "NVSHMEM_SYMMETRIC_SIZE": str(64 << 20),
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+}
+
+
+class World:
+    """PEs by rank; each call asks all that live, and then hears all."""
+
+    def __init__(self, size: int, module: Path) -> None:
+        environment = {**os.environ, **ENVIRONMENT}
+        arguments = [[str(rank), str(size), str(module)] for rank in range(size)]
+        self.size = size
+        self.pes = [Spoken("bench.gpu_run.nvshmem_pe", one, environment) for one in arguments]
+
+    def start(self) -> dict[str, Any]:
+        """Until all are ready."""
+        uid = self.pes[0].next("uid", START_SECONDS)["uid"]
+        for pe in self.pes:
+            pe.tell(uid=uid)
+        modules = [pe.next("module", START_SECONDS) for pe in self.pes]
+        ready = [pe.next("ready", START_SECONDS) for pe in self.pes]
+        if [one["pe"] for one in modules] != list(range(self.size)) or any(one["status"] for one in modules):
+            raise RuntimeError(f"module init: {modules}")
+        return {"peers_are_mapped": all(one["peer_is_mapped"] for one in ready)}
+
+    def ask(self, event: str, ranks: range, **command: Any) -> list[dict[str, Any]]:
+        """The answers of these ranks, in order; raises TimeoutError or RuntimeError for one that gives none."""
+        for rank in ranks:
+            self.pes[rank].tell(**command)
+        return [self.answer(rank, event) for rank in ranks]
+
+    def answer(self, rank: int, event: str) -> dict[str, Any]:
+        """Raises RuntimeError for a command that failed."""
+        found = self.pes[rank].event(time.monotonic() + ANSWER_SECONDS, f"{event!r} within {ANSWER_SECONDS:g} s")
+        if found["event"] != event:
+            raise RuntimeError(f"PE {rank}: expected {event!r}, got {found}")
+        return found
+
+    def end(self) -> None:
+        """All of them."""
+        for pe in self.pes:
+            pe.end()
+
+
+def ring(world: World) -> dict[str, Any]:
+    """Every PE puts to the next one, several times; all bytes and signals arrive."""
+    took = []
+    for turn in range(1, TURNS + 1):
+        world.ask("put", range(world.size), do="put", turn=turn)
+        waited = world.ask("waited", range(world.size), do="wait", turn=turn)
+        wrong = [one for one in waited if one["took_ns"] < 0 or not one["right"]]
+        if wrong:
+            raise RuntimeError(f"turn {turn}: {wrong}")
+        took.append(max(one["took_ns"] for one in waited))
+    return {"turns": TURNS, "longest_wait_us": max(took) / 1e3}
+
+
+def one_killed(world: World) -> dict[str, Any]:
+    """The last PE is killed: whoever waits for it gives up in time, and everybody else's context lives."""
+    world.pes[-1].end()
+    alive, turn = range(world.size - 1), TURNS + 1
+    puts = world.ask("put", alive, do="put", turn=turn)
+    waited = world.ask("waited", alive, do="wait", turn=turn)
+    if waited[0]["took_ns"] != -1:
+        raise RuntimeError(f"PE 0 heard of a PE that is dead: {waited[0]}")
+    wrong = [one for one in waited[1:] if one["took_ns"] < 0 or not one["right"]]
+    states = [one["state"] for one in world.ask("context", alive, do="context")]
+    if wrong or set(states) != {"alive"}:
+        raise RuntimeError(f"survivors: {wrong}, contexts {states}")
+    return {"puts_returned": len(puts), "wait_gave_up": True, "contexts": states}
+
+
+STEPS: dict[str, Callable[[World], dict[str, Any]]] = {  # each needs those before it
+    "init, module init": World.start,
+    "put and signal": ring,
+    "one killed": one_killed,
+}
+
+
+def attempt(record: Record, world: World, name: str, step: Callable[[World], dict[str, Any]]) -> bool:
+    """One line; whether it went as it should."""
+    try:
+        record.add("check", pes=world.size, name=name, good=True, found=step(world))
+    except Exception as problem:
+        record.add("check", pes=world.size, name=name, good=False, reason=f"{type(problem).__name__}: {problem}"[:400])
+        return False
+    return True
+
+
+def check(record: Record, _: argparse.Namespace) -> None:
+    """That PEs take their flags, and the device code is there; that it compiles, where the compiler is."""
+    nvshmem_pe.parse(["0", "2", "module"])
+    nvshmem_build.SOURCE.read_text()
+    missing = nvshmem_build.missing()
+    if missing:
+        record.add("absent", what=missing)
+    else:
+        record.add("built", bytes=len(nvshmem_build.build("sm_90")))
+
+
+def work(record: Record, _: argparse.Namespace) -> bool:
+    """Both worlds; whether everything went as it should."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    good = True
+    with tempfile.TemporaryDirectory(prefix="lora-nvshmem-") as scratch:
+        module = Path(scratch) / "module.cubin"
+        began = time.monotonic()
+        module.write_bytes(nvshmem_build.build(f"sm_{major}{minor}"))
+        record.add("built", bytes=module.stat().st_size, seconds=round(time.monotonic() - began, 1))
+        for size in WORLDS:
+            world = World(size, module)
+            try:
+                good = all(attempt(record, world, name, step) for name, step in STEPS.items()) and good
+            finally:
+                world.end()
+    return good
+
+
+if __name__ == "__main__":
+    stage.main(work, stage.parser(__doc__).parse_args(), modules=("cupy", "nvshmem", "cuda.bindings"), check=check)

@@ -1,0 +1,95 @@
+"""Stage `put`: our put kernel in one process. How long until the host sees it, alone and beside a GEMM?
+
+put           rows gathered by a kernel on a stream of its own, then a word in pinned memory that the host polls
+serve         the host launches a LoRA step on what came, on another stream, and a put of its result
+wait          the host polls the word of that
+beside a GEMM, with the put's stream of the same priority, and of a higher one: does the put wait for the GEMM?
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from bench.gpu_run import put_timing, stage
+from bench.gpu_run.record import Record
+from bench.kernels.models import MODELS
+from lora_server.transport.cuda_ipc import SOURCE
+
+SIZES = (16 << 10, 256 << 10, 4 << 20)
+ROW_BYTES = 8 << 10
+ROUNDS, WARM_UP = 300, 30
+GEMM_WIDTH, GEMMS, GEMM_ROUNDS = 8192, 4, 20
+MODEL, TOKENS = "mixtral-8x7b", 64
+
+
+def check(*_: object) -> None:
+    """That the kernel still takes what this stage gives it; raises ValueError if not."""
+    found = re.search(r"put_vectors\(([^)]*)\)", SOURCE.read_text())
+    names = [one.split()[-1].lstrip("*") for one in found[1].split(",")] if found else []
+    if names != list(put_timing.ARGUMENTS):
+        raise ValueError(f"{SOURCE.name}: put_vectors takes {names}, this stage gives {list(put_timing.ARGUMENTS)}")
+    assert MODEL in MODELS
+
+
+def timed(record: Record, what: str, nbytes: int, once: Callable[[], float]) -> float:
+    """Many times, one line; the median in us."""
+    times = sorted([once() for _ in range(WARM_UP + ROUNDS)][WARM_UP:])
+    median, late = statistics.median(times), times[int(len(times) * 0.95)]
+    record.add("latency", what=what, bytes=nbytes, median_us=round(median, 2), p95_us=round(late, 2))
+    return median
+
+
+def latencies(record: Record, device: torch.device) -> bool:
+    """Of a put alone, by size; whether every row arrived."""
+    good = True
+    for nbytes in SIZES:
+        put = put_timing.Put(device, torch.cuda.Stream(device), nbytes // ROW_BYTES, ROW_BYTES)
+        timed(record, "put", nbytes, put.once_us)
+        arrived = torch.equal(put.target, put.rows[put.order])
+        record.add("arrived", name=f"{nbytes} bytes", good=arrived)
+        good = good and arrived
+    return good
+
+
+def round_trips(record: Record, device: torch.device) -> bool:
+    """put / serve / wait as the host does it today, and without the host between; whether the result is right."""
+    trip = put_timing.RoundTrip(device, MODELS[MODEL], TOKENS)
+    nbytes = trip.request.target.nbytes
+    timed(record, f"put, serve, wait: {MODEL} gate_up, {TOKENS} tokens", nbytes, trip.by_host_us)
+    timed(record, "the same as three launches on one stream", nbytes, trip.on_one_stream_us)
+    timed(record, "the LoRA step alone", nbytes, trip.step_us)
+    error = trip.error()
+    good = error < put_timing.MOST_ERROR
+    record.add("served", name="the result of put, serve, wait", error=error, good=good)
+    return good
+
+
+def overlaps(record: Record, device: torch.device) -> None:
+    """A put in the middle of GEMMs that fill the GPU, by priority of its stream."""
+    gemm = put_timing.Gemm(device, GEMM_WIDTH, GEMMS)
+    alone = statistics.median([gemm.once_us() for _ in range(GEMM_ROUNDS)][2:])
+    for name, priority in (("same", 0), ("higher", -1)):
+        put = put_timing.Put(device, torch.cuda.Stream(device, priority=priority), SIZES[-1] // ROW_BYTES, ROW_BYTES)
+        idle = statistics.median([put.once_us() for _ in range(WARM_UP)])
+        pairs = [gemm.beside_us(put) for _ in range(GEMM_ROUNDS)][2:]
+        gemm_us, put_us = (statistics.median(times) for times in zip(*pairs, strict=True))
+        facts = {"gemm_alone_us": alone, "gemm_us": gemm_us, "put_us": put_us, "put_alone_us": idle}
+        record.add("overlap", priority=name, bytes=SIZES[-1], **{key: round(us, 1) for key, us in facts.items()})
+
+
+def work(record: Record, _: argparse.Namespace) -> bool:
+    """Whether rows and results arrived as they should; times are only written down."""
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda", 0)
+    good = latencies(record, device)
+    overlaps(record, device)
+    return round_trips(record, device) and good
+
+
+if __name__ == "__main__":
+    stage.main(work, stage.parser(__doc__).parse_args(), modules=("cupy",), check=check)

@@ -1,0 +1,50 @@
+"""What a stage found: JSON objects, one per line, on disk as soon as they are known."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Record:
+    """Appends to a file. A stage that was cut finds what it had found before, and need not do it again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, kind: str, **facts: Any) -> None:
+        """One line; `kind` says what sort of thing it is."""
+        with self.path.open("ab") as file:
+            file.write(json.dumps({"kind": kind, **facts}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def find(self, kind: str, **like: Any) -> list[dict[str, Any]]:
+        """The lines of a kind with these facts, oldest first."""
+        return picked(read(self.path), kind, **like)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines, without one that was cut while it was written. Empty for a file that is not there."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [found for line in lines if (found := _object(line)) is not None]
+
+
+def picked(lines: list[dict[str, Any]], kind: str, **like: Any) -> list[dict[str, Any]]:
+    """Those of a kind with these facts."""
+    wanted = {"kind": kind, **like}
+    return [line for line in lines if all(line.get(name) == value for name, value in wanted.items())]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """None for half a line, which a killed stage may have left before it was started again."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

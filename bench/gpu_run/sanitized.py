@@ -1,0 +1,73 @@
+"""One small case for compute-sanitizer: `python -m bench.gpu_run.sanitized NAME`; exit status 0 if it is right.
+
+Named apart from the stage so that the tool sees one process with few launches. Results are checked too: a tool that
+finds nothing in a kernel that computes nonsense has shown little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from bench.kernels import correctness, draws, ours
+from bench.kernels.correctness import Case
+from bench.kernels.models import Model
+from kernels_cuda.cuda import kernels
+from kernels_cuda.routing import router
+
+TINY = Model("tiny", 512, 128, 4, 2, 16)
+TINY_ADAPTERS, TINY_TOKENS = 8, 12
+ROUTED_ERROR = 3e-3
+STEPS = {
+    "one row": Case(768, 96, 1, "one", False, torch.bfloat16, 1),
+    "many segments": Case(2048, 33, 130, "distinct", False, torch.bfloat16, 2),
+    "summed per token": Case(1000, 768, 130, "zipf", True, torch.bfloat16, 3),
+    "narrow, float16": Case(33, 1000, 7, "zipf", True, torch.float16, 4),
+}
+
+
+def step(case: Case) -> bool:
+    """The GPU's own variant alone: one launch against float64."""
+    device = torch.device("cuda", 0)
+    made = correctness.make(case, device)
+    out, wanted = made.run(correctness.launches(device)[0]), correctness.expected(made)
+    return bool((out.double() - wanted).norm() < correctness.LIMIT[case.dtype] * wanted.norm())
+
+
+def routed(combine: bool) -> bool:
+    """The routing kernel, then a step over what it wrote."""
+    device = torch.device("cuda", 0)
+    (site,) = (site for site in TINY.sites if site.combine == combine)
+    adapters = ours.Adapters(TINY, site, torch.Generator(device).manual_seed(1), num_adapters=TINY_ADAPTERS)
+    drawn = draws.draw(TINY, TINY_TOKENS, 0)
+    drawn = drawn._replace(adapters_T=drawn.adapters_T % TINY_ADAPTERS)
+    count = TINY_TOKENS * TINY.top_k if combine else TINY_TOKENS
+    rows = torch.randn(count, site.in_width, device=device).to(ours.DTYPE)
+    draw = ours.device_draw(TINY, adapters, drawn, rows)
+    ours.route(draw, router(device))
+    ours.launch(draw, kernels(device), ours.workspace_for(TINY, site, TINY_TOKENS, device))
+    return ours.sampled_error(draw, adapters, 4, 0) < ROUTED_ERROR
+
+
+CASES: dict[str, Callable[[], bool]] = {
+    **{name: partial(step, case) for name, case in STEPS.items()},
+    "routed, gate_up": partial(routed, False),
+    "routed, down": partial(routed, True),
+}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=CASES)
+    right = CASES[parser.parse_args().name]()
+    torch.cuda.synchronize()
+    sys.exit(0 if right else "its result is wrong")
+
+
+if __name__ == "__main__":
+    main()

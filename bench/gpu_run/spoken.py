@@ -1,0 +1,72 @@
+"""A child process that says what happens to it: JSON objects with an "event", one per line of its stdout."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lora_server.demo import children
+
+
+class Spoken:
+    """`python -m MODULE ARGUMENTS`; it ends with this process. Its events come in order, each read with a deadline."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        command = children.own([sys.executable, "-m", module, *arguments])
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment and dict(environment)
+        )
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # libraries print too
+                self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def event(self, deadline: float, what: str) -> dict[str, Any]:
+        """The next one, whatever it is; deadline is time.monotonic(). Raises TimeoutError, RuntimeError if it ended."""
+        try:
+            found = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError(f"process {self.process.pid}: no {what}") from None
+        if found is None:
+            self._events.put(None)
+            raise RuntimeError(f"process {self.process.pid} ended with {self.process.wait()}; expected {what}")
+        return found
+
+    def next(self, event: str, seconds: float) -> dict[str, Any]:
+        """The next of a kind; others before it are dropped. Raises as `event` does."""
+        deadline = time.monotonic() + seconds
+        while (found := self.event(deadline, f"event {event!r} within {seconds:g} s"))["event"] != event:
+            continue
+        return found
+
+    def skip(self) -> None:
+        """Forget what it said until now."""
+        while not self._events.empty():
+            self.event(time.monotonic(), "event")
+
+    def tell(self, **command: Any) -> None:
+        """One line to its stdin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, to the process alone."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """SIGKILL, which ends one that is stopped too."""
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,48 @@
+"""The stages of a run, in order: what each shows, and for how long it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`python -m module`, which has the flags of bench.gpu_run.stage; killed after `seconds`.
+
+    `resumes`: after a cut it goes on with what its record lacks, instead of beginning anew.
+    """
+
+    name: str
+    seconds: float
+    about: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    resumes: bool = False
+
+
+def _stage(name: str, seconds: float, about: str, module: str = "", resumes: bool = False) -> Stage:
+    return Stage(name, seconds, about, f"bench.gpu_run.{module or name}", resumes=resumes)
+
+
+STAGES = (
+    _stage("probe", 90, "driver, tools, IPC and VMM export, MPS; compiles the kernels into the cache"),
+    _stage("tests", 180, "pytest -m cuda", "cuda_tests"),
+    _stage("correctness", 120, "every width, rank and popularity against float64, bits against bits", resumes=True),
+    _stage("sanitizer", 180, "memcheck and racecheck on small cases"),
+    _stage("ipc", 180, "CUDA IPC end to end; either side killed or stopped in mid-put: does the other's context live?"),
+    _stage("put", 120, "put / serve / wait in one process: latency, overlap with a GEMM, priority on and off"),
+    _stage("ours", 300, "our kernels at every cell; variants; ncu on two cells", resumes=True),
+    _stage("peers", 360, "other projects' kernels at the same cells", resumes=True),
+    _stage("engine", 180, "a transformers engine and its server on one GPU, beside PEFT"),
+    _stage("nvshmem", 180, "2 to 4 PEs on the GPU: init, module init, put and signal, one killed"),
+)
+
+
+def chosen(names: str) -> list[Stage]:
+    """Those of a comma-separated list, in the table's order; all for "". Raises ValueError for a name that is none."""
+    wanted = [name for name in names.split(",") if name]
+    known = [stage.name for stage in STAGES]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"--only: got {', '.join(unknown)}, expected some of {', '.join(known)}")
+    return [stage for stage in STAGES if not wanted or stage.name in wanted]
