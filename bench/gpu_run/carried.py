@@ -43,13 +43,13 @@ def unpack(carried: Path, site: Path) -> Path | None:
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir(parents=True)
     for wheel in found:
-        _unpack(wheel, site)
+        unpack_wheel(wheel, site)
     stamp.write_text(digest)
     return site
 
 
-def _unpack(wheel: Path, site: Path) -> None:
-    """Its modules; scripts are not needed, everything here is started as `python -m`."""
+def unpack_wheel(wheel: Path, site: Path) -> None:
+    """Its modules; scripts are not needed, everything here is started as `python -m`. Raises ValueError."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():

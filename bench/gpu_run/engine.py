@@ -139,7 +139,8 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         case = Case(Path(scratch), torch.device(arguments.device), arguments.new_tokens)
         flags = ["--base-model", str(case.base), "--adapters", str(case.adapters), "--device", arguments.device]
         flags += ["--pool-gib", "1", "--max-step-rows", "1024"] if arguments.device == "cuda" else []
-        peft, exact = by_peft(case, case.dtype), by_peft(case, torch.float32)
+        peft = by_peft(case, case.dtype)
+        exact = peft if case.dtype == torch.float32 else by_peft(case, torch.float32)
         with running_server(Path(scratch) / "log", flags) as server:
             good = True
             for transport in arguments.transports.split(","):

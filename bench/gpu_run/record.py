@@ -14,6 +14,9 @@ class Record:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("ab") as file:
+                file.write(b"\n")  # after half a line of a stage that was killed
 
     def add(self, kind: str, **facts: Any) -> None:
         """One line; `kind` says what sort of thing it is."""
