@@ -32,9 +32,14 @@ def carried(site: Path) -> list[str]:
     return found
 
 
+def sources(root: Path, package: str) -> list[Path]:
+    """Of a package; bench/out is not part of it."""
+    return [path for path in sorted((root / package).rglob("*.py")) if "out" not in path.relative_to(root).parts]
+
+
 def modules(root: Path) -> list[str]:
     """Of our packages: every one."""
-    files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py")) if "out" not in path.parts]
+    files = [path for package in PACKAGES for path in sources(root, package)]
     parts = [path.relative_to(root).with_suffix("").parts for path in files]
     return [".".join(one[:-1] if one[-1] == "__init__" else one) for one in parts if one[-1] != "__main__"]
 
@@ -64,7 +69,7 @@ def main() -> None:
     stopped: dict[str, list[str]] = {}
     failed: dict[str, str] = {}
     for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
+        for path in sources(root, package):
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
             found["compiled"] = int(str(found["compiled"])) + 1
     for name in (*carried(site), *DEEPER, *modules(root)):

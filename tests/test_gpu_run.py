@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -253,6 +254,14 @@ def test_a_report_of_good_bad_and_missing(tmp_path):
     assert "| engine      | not run |" in text
     widths = {len(line.split("|")) for line in text.splitlines() if line.startswith("| dbrx")}
     assert len(widths) <= 4, "a bar inside a cell would break its row"
+
+
+def test_a_report_does_not_name_the_machine(tmp_path):
+    results = Results(tmp_path / "raw")
+    where = f"{ROOT}/tests/x.py {sys.prefix}/lib {tempfile.gettempdir()}/y"
+    results.save(outcome_of("ipc", "failed", [{"kind": "scenario", "name": where, "good": False}], where))
+    text = report.write(STAGES, results, tmp_path, "h100").read_text()
+    assert text.count("./tests/x.py PYTHON/lib TMP/y") == 2 and str(ROOT) not in text and sys.prefix not in text
 
 
 def test_nothing_measured_writes_no_kernels(tmp_path):

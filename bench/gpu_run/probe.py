@@ -41,7 +41,7 @@ ATTRIBUTES = {
     "shared_bytes_per_block": "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "l2_bytes": "CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE",
 }
-COMPILE_SECONDS = 80.0
+COMPILE_SECONDS = 65.0
 IPC_BYTES = 4 << 20
 COMPILED = {  # what later stages and the tests launch
     "best": "kernels(device)",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 
 from bench.gpu_run.record import picked
 from bench.gpu_run.stages import Stage
-from bench.gpu_run.state import Outcome, Results
+from bench.gpu_run.state import ROOT, Outcome, Results
 from bench.kernels import report as kernels_report
 from bench.kernels.report import text_table
 
@@ -84,12 +87,24 @@ def _stages(stages: Sequence[Stage], outcomes: dict[str, Outcome]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "/").replace("\n", " ")
+    return clean(text).replace("|", "/").replace("\n", " ")
+
+
+def clean(text: str) -> str:
+    """Without what names this machine: a report may be kept and shown."""
+    for path, name in (
+        (ROOT, "."),
+        (sys.prefix, "PYTHON"),
+        (sys.base_prefix, "PYTHON"),
+        (tempfile.gettempdir(), "TMP"),
+    ):
+        text = text.replace(f"{path}/", f"{name}/")
+    return text.replace(f'"{socket.gethostname()}:', '"HOST:')
 
 
 def _log(outcome: Outcome) -> str:
     fence = "~~~~"
-    return f"## What {outcome.stage} said last\n\n{fence}\n{outcome.log[-1500:].replace(fence, '')}\n{fence}"
+    return f"## What {outcome.stage} said last\n\n{fence}\n{clean(outcome.log[-1500:]).replace(fence, '')}\n{fence}"
 
 
 def _facts(stage: str, *kinds: str) -> Callable[[dict[str, Outcome]], str]:

@@ -21,7 +21,7 @@ from lora_server.demo import children
 TOOLS = ("memcheck", "racecheck")
 KERNELS = ("lora_step", "route")
 FOUND = 86  # the exit status by which it says that it found something
-AT_ONCE, CASE_SECONDS = 4, 80.0
+AT_ONCE, CASE_SECONDS = 4, 55.0
 REFUSED = "Device not supported"
 
 
