@@ -204,6 +204,17 @@ def test_a_process_that_ends_badly_costs_one_peer(monkeypatch, tmp_path):
     assert all("its process ended with 3" in line["error"] for line in lines)
 
 
+def test_a_process_that_takes_too_long_costs_one_peer(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\nfor last; do :; done\necho "{\\"peer\\": \\"${last%%,*}\\", \\"begin\\": true}"\nexec sleep 60\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    lines = peer_process.collect("dbrx", "down", [64], ["vllm", "sglang"], tmp_path, seconds=0.5)
+    assert [line["peer"] for line in lines] == ["vllm", "sglang"]
+    assert all(line["error"] == "its process took more than 0.5 s" for line in lines)
+
+
 def example():
     def site(tokens, name, us, floor_us, error):
         found = {"model": "dbrx", "tokens": tokens, "site": name, "us": us, "with_routing_us": us + 5}

@@ -1,7 +1,8 @@
 """python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--budget SECONDS] [--rehearse] [--out DIR] [--raw DIR]
 
 Runs what wants a GPU, stage by stage, and writes after each. A second call goes on where the first one stopped: what
-ended is skipped, what was cut at its deadline or with the run begins again, what did not fit the budget follows.
+passed or failed is skipped, what was cut (at its deadline, or with the run) or could not run begins again, and what
+did not fit the budget follows.
 Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a wrong flag. See docs/gpu.md.
 """
 
@@ -39,7 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="the stages, their limits and how they ended")
     parser.add_argument("--only", default="", metavar="STAGE,...", help="these stages; all by default")
-    parser.add_argument("--again", action="store_true", help="also those that ended")
+    parser.add_argument("--again", action="store_true", help="also those that passed or failed")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds for this call (%(default)g)")
     parser.add_argument("--rehearse", action="store_true", help="everything up to the GPU; needs none")
     parser.add_argument("--out", type=Path, default=OUT, help="for the report and the kernels' JSON (%(default)s)")

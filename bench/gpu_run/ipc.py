@@ -1,4 +1,4 @@
-"""Stage `ipc`: engines and a shard on one GPU; either side is killed and stopped while rows are on their way.
+"""Stage `ipc`: engines and a shard on one GPU; either side is killed and stopped at random moments of a step.
 
 Asked of each: does the other side's CUDA context live, does it go on with the same answers, is it told in time?
 `--device cpu --transport shm` plays the same on a machine without a GPU.
@@ -20,7 +20,7 @@ from bench.gpu_run import endless, stage
 from bench.gpu_run.lab import LEASE_SECONDS, NAMES, START_SECONDS, Engine, Lab, open_lab, until
 from bench.gpu_run.record import Record
 
-VICTIMS = 4
+VICTIMS, SHARD_KILLS = 4, 2
 STEPS, STEP_SECONDS = 20, 30.0
 RECOVERY_SECONDS = 60.0
 SEED = 3
@@ -73,7 +73,7 @@ def engine_stopped(lab: Lab, witness: Engine) -> dict[str, Any]:
 
 def shard_killed(lab: Lab, witness: Engine) -> dict[str, Any]:
     """SIGKILL of the shard, whose memory the engine maps: the engine is told, and served by the next one."""
-    return interrupted(lab, witness, signal.SIGKILL)
+    return [interrupted(lab, witness, signal.SIGKILL) for _ in range(SHARD_KILLS)][-1]
 
 
 def shard_stopped(lab: Lab, witness: Engine) -> dict[str, Any]:

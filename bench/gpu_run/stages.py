@@ -29,7 +29,7 @@ STAGES = (
     _stage("tests", 180, "pytest -m cuda", "cuda_tests"),
     _stage("correctness", 120, "every width, rank and popularity against float64, bits against bits", resumes=True),
     _stage("sanitizer", 180, "memcheck and racecheck on small cases"),
-    _stage("ipc", 180, "CUDA IPC end to end; either side killed or stopped in mid-put: does the other's context live?"),
+    _stage("ipc", 180, "CUDA IPC end to end; either side killed or stopped in a step: does the other's context live?"),
     _stage("put", 120, "put / serve / wait in one process: latency, overlap with a GEMM, priority on and off"),
     _stage("ours", 300, "our kernels at every cell; variants; ncu on two cells", resumes=True),
     _stage("peers", 360, "other projects' kernels at the same cells", resumes=True),

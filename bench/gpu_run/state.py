@@ -65,9 +65,9 @@ class Results:
             return None
 
     def ended(self, stage: str) -> bool:
-        """Whether there is nothing left to do: a stage that was cut begins again."""
+        """Whether it has had its say: one that was cut, or could not run (which takes no time), begins again."""
         outcome = self.load(stage)
-        return outcome is not None and outcome.ending != "cut"
+        return outcome is not None and outcome.ending in ("passed", "failed")
 
     def forget(self, stage: str) -> None:
         """As if it had never run."""
