@@ -16,7 +16,20 @@ import pytest
 
 from bench import fetch_gpu
 from bench.gpu_run import __main__ as command
-from bench.gpu_run import carried, cuda_tests, nvshmem_build, ours, put_timing, record, report, runner, sanitizer, stage
+from bench.gpu_run import (
+    carried,
+    cuda_tests,
+    nvshmem,
+    nvshmem_build,
+    ours,
+    put_timing,
+    record,
+    report,
+    runner,
+    sanitizer,
+    stage,
+    variants,
+)
 from bench.gpu_run.stages import STAGES, Stage, chosen
 from bench.gpu_run.state import ROOT, Outcome, Results
 from lora_server.demo import children
@@ -304,8 +317,8 @@ def test_wheels_are_unpacked_once_and_again_when_they_change(tmp_path, monkeypat
     carried.unpack(folder, site)
     assert (site / "one" / "a.py").read_text() == "x = 1" and (site / "two" / "e").exists()
     (folder / "wheels" / "three-1-py3-none-any.whl").write_text("half of one")
-    with pytest.raises(ValueError, match=r"three-1-py3-none-any.whl is no wheel .* python -m bench.fetch_gpu"):
-        carried.unpack(folder, site)
+    with pytest.raises(ValueError, match=r"three-1-py3-none-any.whl is no wheel; .* python -m bench.fetch_gpu"):
+        carried.check(folder)
 
 
 def test_wheels_of_another_python_stay_where_they_are(tmp_path, monkeypatch):
@@ -382,6 +395,27 @@ def test_a_changed_put_kernel_is_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(put, "SOURCE", tmp_path / "put.cu")
     with pytest.raises(ValueError, match=f"this stage gives .*{put_timing.ARGUMENTS[0]}"):
         put.check()
+
+
+@pytest.mark.parametrize("size", nvshmem.WORLDS)
+def test_the_nvshmem_stage_plays_with_pes_that_have_no_gpu(tmp_path, size):
+    found = record.Record(tmp_path / "record")
+    assert nvshmem.play(found, nvshmem.World(size, tmp_path / "module", "tests.gpu_pe"))
+    lines = found.find("check")
+    assert [line["name"] for line in lines] == list(nvshmem.STEPS) and all(line["good"] for line in lines)
+    assert lines[2]["found"]["contexts"] == ["alive"] * (size - 1)
+
+
+def test_a_pe_that_gets_nothing_fails_the_stage(tmp_path):
+    found = record.Record(tmp_path / "record")
+    (tmp_path / "lost").touch()
+    assert not nvshmem.play(found, nvshmem.World(2, tmp_path / "module", "tests.gpu_pe"))
+    assert [line["good"] for line in found.find("check")] == [True, False], "and nothing after it"
+    assert "turn 1: [{'event': 'waited', 'took_ns': -1" in found.find("check")[1]["reason"]
+
+
+def test_variants_fit_a_hopper():
+    assert all(variant.shared_bytes <= 232_448 for variant in variants.VARIANTS)
 
 
 def test_the_cstdint_of_the_nvshmem_build_is_c(tmp_path):

@@ -113,9 +113,10 @@ def rehearse(arguments: argparse.Namespace, console: Console) -> bool:
 def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> dict[str, str]:
     """What was carried, unpacked; the environment of the stages."""
     try:
-        site = carried.unpack(arguments.carried, arguments.raw.parent / "gpu_site")
+        carried.check(arguments.carried)
     except ValueError as error:
         sys.exit(str(error))
+    site = carried.unpack(arguments.carried, arguments.raw.parent / "gpu_site")
     if site is None:
         console.print(f"{carried.unused(arguments.carried)}: only what is installed here can be imported")
     return carried.environment(site, caches, os.environ)

@@ -13,12 +13,20 @@ from pathlib import Path
 from bench.gpu_run.state import ROOT
 
 STAMP = ".wheels"
+TOOLKIT = "/usr/local/cuda/bin"  # where CUDA's tools are, if not on the PATH
 PYTHON = "3.12"  # what the wheels are for
 
 
 def wheels(carried: Path) -> list[Path]:
     """Those that `bench.fetch_gpu` put there."""
     return sorted((carried / "wheels").glob("*.whl"))
+
+
+def check(carried: Path) -> None:
+    """Raises ValueError for a file that is no wheel."""
+    for wheel in wheels(carried):
+        if not zipfile.is_zipfile(wheel):
+            raise ValueError(f"{wheel} is no wheel; collect them again: python -m bench.fetch_gpu")
 
 
 def unused(carried: Path) -> str:
@@ -29,10 +37,7 @@ def unused(carried: Path) -> str:
 
 
 def unpack(carried: Path, site: Path) -> Path | None:
-    """A folder for PYTHONPATH, made anew when the wheels are others; None if there are none for this Python.
-
-    Raises ValueError for a file that is no wheel.
-    """
+    """A folder for PYTHONPATH, made anew when the wheels are others; None if there are none for this Python."""
     found = wheels(carried)
     if not found or not platform.python_version().startswith(f"{PYTHON}."):
         return None
@@ -49,18 +54,15 @@ def unpack(carried: Path, site: Path) -> Path | None:
 
 
 def unpack_wheel(wheel: Path, site: Path) -> None:
-    """Its modules; scripts are not needed, everything here is started as `python -m`. Raises ValueError."""
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                inside = _place(name)
-                if inside is None or name.endswith("/"):
-                    continue
-                target = site / inside
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(name))
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{wheel} is no wheel ({error}); collect them again: python -m bench.fetch_gpu") from error
+    """Its modules; scripts are not needed, everything here is started as `python -m`."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            inside = _place(name)
+            if inside is None or name.endswith("/"):
+                continue
+            target = site / inside
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(archive.read(name))
 
 
 def _place(name: str) -> str | None:
@@ -79,6 +81,7 @@ def environment(site: Path | None, caches: Path, given: Mapping[str, str]) -> di
     return {
         **given,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PATH": os.pathsep.join([given.get("PATH", os.defpath), TOOLKIT]),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

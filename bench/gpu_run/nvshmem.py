@@ -32,11 +32,11 @@ ENVIRONMENT = {
 class World:
     """PEs by rank; each call asks all that live, and then hears all."""
 
-    def __init__(self, size: int, module: Path) -> None:
+    def __init__(self, size: int, module: Path, program: str = "bench.gpu_run.nvshmem_pe") -> None:
         environment = {**os.environ, **ENVIRONMENT}
         arguments = [[str(rank), str(size), str(module)] for rank in range(size)]
         self.size = size
-        self.pes = [Spoken("bench.gpu_run.nvshmem_pe", one, environment) for one in arguments]
+        self.pes = [Spoken(program, one, environment) for one in arguments]
 
     def start(self) -> dict[str, Any]:
         """Until all are ready."""
@@ -136,12 +136,16 @@ def work(record: Record, _: argparse.Namespace) -> bool:
         module.write_bytes(nvshmem_build.build(f"sm_{major}{minor}"))
         record.add("built", bytes=module.stat().st_size, seconds=round(time.monotonic() - began, 1))
         for size in WORLDS:
-            world = World(size, module)
-            try:
-                good = all(attempt(record, world, name, step) for name, step in STEPS.items()) and good
-            finally:
-                world.end()
+            good = play(record, World(size, module)) and good
     return good
+
+
+def play(record: Record, world: World) -> bool:
+    """All steps, up to one that fails; the PEs end."""
+    try:
+        return all(attempt(record, world, name, step) for name, step in STEPS.items())
+    finally:
+        world.end()
 
 
 if __name__ == "__main__":

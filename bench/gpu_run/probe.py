@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.gpu_run import stage
+from bench.gpu_run import stage, variants
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
 from bench.kernels.__main__ import hardware
@@ -47,17 +47,14 @@ COMPILED = {  # what later stages and the tests launch
     "best": "kernels(device)",
     "route": "router(device)",
     "put": "cupy.RawModule(code=SOURCE.read_text(), options=('-std=c++17',)).get_function('put_vectors')",
-    "cp.async": "CudaKernels(device, replace(choose((9, 0), 232448), bulk_copy=False))",
-    **{f"variant {number}": f"CudaKernels(device, VARIANTS[{number}])" for number in range(5)},
+    **{variants.name(variant): f"CudaKernels(device, {variant})" for variant in variants.VARIANTS},
     **{f"test {number}": f"CudaKernels(device, {text})" for number, text in enumerate(
         ("Variant(True, 1)", "Variant(True, 3, 3)", "Variant(False, 2)", "Variant(False, 4, 3)"))},
 }  # fmt: skip
 PRELUDE = """
 import sys, cupy, torch
-from dataclasses import replace
-from bench.gpu_run.variants import VARIANTS
 from kernels_cuda.cuda import CudaKernels, kernels
-from kernels_cuda.heuristics import Variant, choose
+from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import router
 from lora_server.transport.cuda_ipc import SOURCE
 device = torch.device("cuda", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 from lora_server.demo import children
 
+END_SECONDS = 5.0  # for the last of what it said
+
 
 class Spoken:
     """`python -m MODULE ARGUMENTS`; it ends with this process. Its events come in order, each read with a deadline."""
@@ -24,7 +27,8 @@ class Spoken:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment and dict(environment)
         )
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -67,6 +71,11 @@ class Spoken:
         self.process.send_signal(number)
 
     def end(self) -> None:
-        """SIGKILL, which ends one that is stopped too."""
+        """SIGKILL, which ends one that is stopped too. Idempotent."""
         self.process.kill()
         self.process.wait()
+        self._reader.join(END_SECONDS)
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # it was told something that it never read
+                if pipe is not None:
+                    pipe.close()

@@ -13,7 +13,7 @@ from bench.kernels.models import MODELS, Model, Site
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant
 
-VARIANTS = (Variant(True, 8, 2), Variant(True, 6, 3), Variant(True, 4, 4), Variant(True, 10, 2), Variant(False, 8, 2))
+VARIANTS = (Variant(True, 8, 2), Variant(True, 9, 2), Variant(True, 6, 3), Variant(True, 4, 4), Variant(False, 8, 2))
 
 
 def cell(model: str, site: str, tokens: int) -> tuple[Model, Site, int]:
