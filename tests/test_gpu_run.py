@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from bench import fetch_gpu
 from bench.gpu_run import __main__ as command
@@ -387,14 +388,12 @@ def test_metrics_are_read_out_of_ncus_csv():
     assert ours.metrics("==ERROR== nothing") == []
 
 
-def test_a_changed_put_kernel_is_noticed(monkeypatch, tmp_path):
-    from bench.gpu_run import put
-
-    put.check()
-    (tmp_path / "put.cu").write_text(put.SOURCE.read_text().replace("long long num_rows", "long long count"))
-    monkeypatch.setattr(put, "SOURCE", tmp_path / "put.cu")
-    with pytest.raises(ValueError, match=f"this stage gives .*{put_timing.ARGUMENTS[0]}"):
-        put.check()
+def test_the_put_that_is_timed_is_the_transports():
+    rows, word = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
+    order = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
+    one = put_timing.step(rows, order, torch.empty_like(rows), word, 7, order[:1])
+    assert one.kernel in ("put_vectors", "put_halves")
+    assert {rows.data_ptr(), order.data_ptr(), word.data_ptr(), 7, 4, 16} <= set(one.arguments())
 
 
 @pytest.mark.parametrize("size", nvshmem.WORLDS)

@@ -9,7 +9,6 @@ beside a GEMM, with the put's stream of the same priority, and of a higher one: 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from collections.abc import Callable
 
@@ -18,7 +17,6 @@ import torch
 from bench.gpu_run import put_timing, stage
 from bench.gpu_run.record import Record
 from bench.kernels.models import MODELS
-from lora_server.transport.cuda_ipc import SOURCE
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 ROW_BYTES = 8 << 10
@@ -28,11 +26,10 @@ MODEL, TOKENS = "mixtral-8x7b", 64
 
 
 def check(*_: object) -> None:
-    """That the kernel still takes what this stage gives it; raises ValueError if not."""
-    found = re.search(r"put_vectors\(([^)]*)\)", SOURCE.read_text())
-    names = [one.split()[-1].lstrip("*") for one in found[1].split(",")] if found else []
-    if names != list(put_timing.ARGUMENTS):
-        raise ValueError(f"{SOURCE.name}: put_vectors takes {names}, this stage gives {list(put_timing.ARGUMENTS)}")
+    """That the transport takes the puts of this stage; raises ValueError if not."""
+    rows = torch.zeros(4, 8, dtype=torch.bfloat16)
+    order, word = torch.arange(4, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    put_timing.step(rows, order, torch.empty_like(rows), word, 1, order[:1]).arguments()
     assert MODEL in MODELS
 
 
@@ -48,7 +45,7 @@ def latencies(record: Record, device: torch.device) -> bool:
     """Of a put alone, by size; whether every row arrived."""
     good = True
     for nbytes in SIZES:
-        put = put_timing.Put(device, torch.cuda.Stream(device), nbytes // ROW_BYTES, ROW_BYTES)
+        put = put_timing.TimedPut(device, torch.cuda.Stream(device), nbytes // ROW_BYTES, ROW_BYTES)
         timed(record, "put", nbytes, put.once_us)
         arrived = torch.equal(put.target, put.rows[put.order])
         record.add("arrived", name=f"{nbytes} bytes", good=arrived)
@@ -74,7 +71,9 @@ def overlaps(record: Record, device: torch.device) -> None:
     gemm = put_timing.Gemm(device, GEMM_WIDTH, GEMMS)
     alone = statistics.median([gemm.once_us() for _ in range(GEMM_ROUNDS)][2:])
     for name, priority in (("same", 0), ("higher", -1)):
-        put = put_timing.Put(device, torch.cuda.Stream(device, priority=priority), SIZES[-1] // ROW_BYTES, ROW_BYTES)
+        put = put_timing.TimedPut(
+            device, torch.cuda.Stream(device, priority=priority), SIZES[-1] // ROW_BYTES, ROW_BYTES
+        )
         idle = statistics.median([put.once_us() for _ in range(WARM_UP)])
         pairs = [gemm.beside_us(put) for _ in range(GEMM_ROUNDS)][2:]
         gemm_us, put_us = (statistics.median(times) for times in zip(*pairs, strict=True))

@@ -6,7 +6,6 @@ Host times are perf_counter's, in us: from before the launch until the host sees
 from __future__ import annotations
 
 import time
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,62 +14,44 @@ from bench.kernels import draws, ours
 from bench.kernels.models import Model
 from kernels_cuda.cuda import kernels
 from kernels_cuda.routing import router
-from lora_server.transport.cuda_ipc import SOURCE
+from lora_server.transport import put as transport_put
+from lora_server.transport.put import Put
 
-ARGUMENTS = ("from", "rows", "to", "num_rows", "width", "finished", "signal", "value")  # of put_vectors
-VECTOR_BYTES, THREADS, MAX_BLOCKS = 16, 256, 64
 DEADLINE_SECONDS = 5.0
 ADAPTERS = 16
 MOST_ERROR = 5e-3  # of a sampled row's norm, bf16
 
 
-class _Stream:
-    """torch's stream, as CuPy takes those of others."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
+def step(
+    x: torch.Tensor, order: torch.Tensor, target: torch.Tensor, word: torch.Tensor, value: int, finished: Any
+) -> Put:
+    """target[i] = x[order[i]], then `value` to the word: a put as cuda_ipc's, whose rows go to a twin."""
+    return Put(x=x, to=target.data_ptr(), slot=0, signal=word.data_ptr(), value=value, finished=finished, rows_M=order)
 
 
-@cache
-def kernel() -> Any:
-    """put_vectors of the transport's own source."""
-    import cupy
-
-    return cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17",)).get_function("put_vectors")
-
-
-class Put:
-    """target[i] = rows[order[i]], then a word that the host polls; bf16 rows of a multiple of 16 bytes."""
+class TimedPut:
+    """Puts of the same rows to the same target; the host polls the word."""
 
     def __init__(
         self, device: torch.device, stream: torch.cuda.Stream, count: int, row_bytes: int, rows: Any = None
     ) -> None:
-        """`rows`, a tensor [count, width], instead of random ones: what is there when the put runs."""
+        """`rows`, a tensor [count, width], instead of random bf16 ones: what is there when the put runs."""
         self.stream, self.value = stream, 0
         self.rows = torch.randn(count, row_bytes // 2, device=device).bfloat16() if rows is None else rows
-        self.order = torch.arange(count, device=device) if rows is not None else torch.randperm(count, device=device)
+        order = torch.arange(count, device=device) if rows is not None else torch.randperm(count, device=device)
+        self.order = order.int()
         self.target = torch.empty_like(self.rows)
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._word = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self._seen = self._word.numpy()
-        kernel()
+        transport_put.compile_now()
         torch.cuda.synchronize(device)
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
         """Returns at once."""
-        import cupy
-
         self.value += 1
-        units = self.rows[0].nbytes // VECTOR_BYTES
-        blocks = max(1, min(MAX_BLOCKS, -(-len(self.rows) * units // THREADS)))
-        numbers = [self.rows.data_ptr(), self.order.data_ptr(), self.target.data_ptr(), len(self.rows), units]
-        numbers += [self._finished.data_ptr(), self._word.data_ptr(), self.value]
-        arguments = tuple(cupy.uint64(number) for number in numbers)
-        with cupy.cuda.Stream.from_external(_Stream((stream or self.stream).cuda_stream)):
-            kernel()((blocks,), (THREADS,), arguments)
+        one = step(self.rows, self.order, self.target, self._word, self.value, self._finished)
+        transport_put.launch(one, stream or self.stream)
 
     def wait(self) -> None:
         """Until the host sees the word; raises TimeoutError."""
@@ -111,7 +92,7 @@ class Gemm:
         self.end.synchronize()
         return float(self.begin.elapsed_time(self.end)) * 1e3
 
-    def beside_us(self, put: Put) -> tuple[float, float]:
+    def beside_us(self, put: TimedPut) -> tuple[float, float]:
         """(all of them, the put): the put is launched once the first of them runs."""
         self.launch()
         while not self.begin.query():
@@ -128,14 +109,14 @@ class RoundTrip:
         (site,) = (site for site in model.sites if not site.combine)
         client, self.server = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
         self.device, self.kernels = device, kernels(device)
-        self.request = Put(device, client, tokens, site.in_width * 2)
+        self.request = TimedPut(device, client, tokens, site.in_width * 2)
         self.adapters = ours.Adapters(model, site, torch.Generator(device).manual_seed(1), num_adapters=ADAPTERS)
         drawn = draws.draw(model, tokens, 0)
         drawn = drawn._replace(adapters_T=drawn.adapters_T % ADAPTERS)
         self.draw = ours.device_draw(model, self.adapters, drawn, self.request.target)
         self.workspace = ours.workspace_for(model, site, tokens, device)
         ours.route(self.draw, router(device))
-        self.response = Put(device, self.server, len(self.draw.out), site.out_width * 2, rows=self.draw.out)
+        self.response = TimedPut(device, self.server, len(self.draw.out), site.out_width * 2, rows=self.draw.out)
         self._step()
         torch.cuda.synchronize(device)
 
