@@ -32,7 +32,7 @@ class Engine(Spoken):
 
     def steps(self, count: int, seconds: float) -> None:
         """So many steps from now on; raises RuntimeError for one that failed, or whose answer is another one."""
-        self.skip()
+        self.heard()
         deadline = time.monotonic() + seconds
         for done in range(count):
             self.right(self.event(deadline, f"more than {done} of {count} steps within {seconds:g} s"))

@@ -55,10 +55,12 @@ class Spoken:
             continue
         return found
 
-    def skip(self) -> None:
-        """Forget what it said until now."""
+    def heard(self) -> list[dict[str, Any]]:
+        """What it said until now and nobody has read; raises RuntimeError if that is its end."""
+        found = []
         while not self._events.empty():
-            self.event(time.monotonic(), "event")
+            found.append(self.event(time.monotonic(), "event"))
+        return found
 
     def tell(self, **command: Any) -> None:
         """One line to its stdin."""
