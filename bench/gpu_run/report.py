@@ -92,12 +92,8 @@ def _cell(text: str) -> str:
 
 def clean(text: str) -> str:
     """Without what names this machine: a report may be kept and shown."""
-    for path, name in (
-        (ROOT, "."),
-        (sys.prefix, "PYTHON"),
-        (sys.base_prefix, "PYTHON"),
-        (tempfile.gettempdir(), "TMP"),
-    ):
+    places = {sys.base_prefix: "PYTHON", sys.prefix: "PYTHON", tempfile.gettempdir(): "TMP", str(ROOT): "."}
+    for path, name in sorted(places.items(), key=lambda place: -len(place[0])):  # one may lie in another
         text = text.replace(f"{path}/", f"{name}/")
     return text.replace(f'"{socket.gethostname()}:', '"HOST:')
 
