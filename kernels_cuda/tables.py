@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kernels_cuda.layout import MAX_PAIRS, BlockShape
-from kernels_cuda.ops import Segment
+from kernels_cuda.layout import GROUP, MAX_PAIRS, BlockShape
 
 PAIR = np.dtype([("groups", "<i4"), ("out_begin", "<i4"), ("out_rows", "<i4"), ("scale", "<f4")])
 BLOCK = np.dtype(
@@ -24,14 +23,6 @@ BLOCK = np.dtype(
     ]
 )
 SEGMENT_INTS = 4  # block, first tile, first entry, entries
-
-
-class Packed(NamedTuple):
-    """A block in device memory: a row of a BlockTable, and the block's first tile in that row's pages."""
-
-    row: int
-    first_tile: int
-    max_rank: int
 
 
 class BlockTable:
@@ -63,8 +54,20 @@ class BlockTable:
         """Give a row back; no kernel may still read it."""
         self._free.append(index)
 
+    def max_rank(self, rows_S: npt.NDArray[np.int32]) -> int:
+        """The most ranks, padded, of a block of any of these rows; 0 without rows."""
+        return GROUP * int(self._rows["groups"][rows_S].max(initial=0))
 
-def segment_table(segments: Sequence[Segment[Packed]]) -> torch.Tensor:
-    """int32 [segments, 4] as the kernels read it, on the CPU."""
-    rows = [(block.row, block.first_tile, first, num_entries) for block, first, num_entries in segments]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, SEGMENT_INTS)
+
+class PackedSegments(NamedTuple):
+    """The segments of a step whose blocks lie in device memory: int32 [S, 4] as the kernels read it, on the host."""
+
+    table_S4: npt.NDArray[np.int32]
+    max_rank: int
+
+    @classmethod
+    def of(
+        cls, blocks_S2: npt.NDArray[np.int32], entries_S2: npt.NDArray[np.int32], table: BlockTable
+    ) -> PackedSegments:
+        """blocks_S2: row of the table, and the block's first tile in that row's pages; entries_S2: first, how many."""
+        return cls(np.concatenate((blocks_S2, entries_S2), axis=1), table.max_rank(blocks_S2[:, 0]))
