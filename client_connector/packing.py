@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from client_connector.routing import Message
@@ -69,7 +70,7 @@ class Packer:
         flags = slot.HAS_IN_MAP * shared | slot.HAS_OUT_MAP * combine
         sent = message.entries_N if self.given.by_entry else message.rows_M
         entries, width = len(message.entries_N), x.shape[1]
-        at = slot.request_offsets(len(message.segments), entries, flags, len(sent) * width * x.element_size())
+        at = slot.request_offsets(len(message.segments_S4), entries, flags, len(sent) * width * x.element_size())
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
         header = RequestHeader(
@@ -84,7 +85,7 @@ class Packer:
             dtype=DTYPE_CODES[x.dtype],
             num_rows=len(sent),
             num_entries=entries,
-            num_segments=len(message.segments),
+            num_segments=len(message.segments_S4),
             num_out_rows=len(message.rows_M) if combine else entries,
             in_begin=self.window.in_begin,
             in_end=self.window.in_begin + width,
@@ -95,9 +96,8 @@ class Packer:
         )
         header.pack_into(memory)
         if entries:
-            _view(memory, at.segments, len(message.segments) * 4, torch.int32).copy_(
-                torch.tensor(message.segments, dtype=torch.int32).view(-1)
-            )
+            segments = message.segments_S4.reshape(-1)
+            np.frombuffer(memory, np.int32, len(segments), at.segments)[:] = segments
             self._write_maps(memory, at, flags, message)
             if isinstance(link, DeviceLink):
                 link.put_rows(header, x, sent)
