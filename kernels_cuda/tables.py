@@ -62,12 +62,5 @@ class BlockTable:
 class PackedSegments(NamedTuple):
     """The segments of a step whose blocks lie in device memory: int32 [S, 4] as the kernels read it, on the host."""
 
-    table_S4: npt.NDArray[np.int32]
-    max_rank: int
-
-    @classmethod
-    def of(
-        cls, blocks_S2: npt.NDArray[np.int32], entries_S2: npt.NDArray[np.int32], table: BlockTable
-    ) -> PackedSegments:
-        """blocks_S2: row of the table, and the block's first tile in that row's pages; entries_S2: first, how many."""
-        return cls(np.concatenate((blocks_S2, entries_S2), axis=1), table.max_rank(blocks_S2[:, 0]))
+    table_S4: npt.NDArray[np.int32]  # row of a BlockTable, first tile in that row's pages, first entry, entries
+    max_rank: int  # of their blocks, padded

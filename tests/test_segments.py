@@ -201,7 +201,7 @@ def test_a_directory_says_what_was_put_last(steps):
     directory = Directory(spec)
     for what, key in steps:
         if what == "add" and key not in held:
-            held[key] = directory.allocate(), {}
+            held[key] = directory.allocate(key), {}
         elif what == "put" and key in held:
             number += 1
             site, (place, said) = Site(number % 4, "down"), held[key]
@@ -210,13 +210,16 @@ def test_a_directory_says_what_was_put_last(steps):
             said[site] = number
             directory.put(place, {site: entries})
         elif what == "drop" and key in held:
+            directory.hide(key)
             directory.deallocate(held.pop(key)[0])
     places = [place for place, _ in held.values()]
     assert len({*places, NOBODY}) == len(places) + 1
+    unknown = [handle for handle in (0, 1, 2, 3, 4, 1000, 2**31 - 1) if handle not in held]
     for site in spec.sites(["down"]):
-        asked = np.array([*places, NOBODY], np.int64)
+        asked = np.array([*held, *unknown], np.int32)
         inside, outside = (directory.gather(site, asked, np.full_like(asked, expert)).tolist() for expert in (2, 3))
-        assert inside == [[said[site], 7] if site in said else [ABSENT] * 2 for _, said in held.values()] + [[-1, -1]]
+        said_there = [said.get(site) for _, said in held.values()] + [None] * len(unknown)
+        assert inside == [[ABSENT] * 2 if number is None else [number, 7] for number in said_there]
         assert outside == [[ABSENT] * 2] * len(asked)
 
 

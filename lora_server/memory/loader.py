@@ -35,8 +35,12 @@ class Place(ABC):
         """All of a layer was put, and can be read from now on; raises AdapterLoadError if there is no room."""
 
     @abstractmethod
+    def hide(self) -> None:
+        """No step finds it from now on; another place may get its handle."""
+
+    @abstractmethod
     def free(self) -> None:
-        """Give all of it back; idempotent."""
+        """Give all of it back, hidden before; idempotent."""
 
 
 PlaceT = TypeVar("PlaceT", bound=Place)
@@ -87,7 +91,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
         self._thread.start()
 
     @abstractmethod
-    def _place(self) -> PlaceT:
+    def _place(self, handle: int) -> PlaceT:
         """Memory for one more adapter, still empty."""
 
     @override
@@ -95,7 +99,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
-                entry = self._entries[handle] = Entry(handle, source, self._place(), list(self._layers), [done])
+                entry = self._entries[handle] = Entry(handle, source, self._place(handle), list(self._layers), [done])
                 self._enqueue(entry)
                 return
             if entry.source.version != source.version:
@@ -125,6 +129,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
             entry = self._entries.pop(handle, None)
             if entry is None:
                 return
+            entry.place.hide()
             if not entry.finished:  # the loader, which may be writing to it, frees it
                 entry.failure = AdapterLoadError(f"handle {handle}: dropped while it loaded")
                 return

@@ -26,6 +26,10 @@ class _HostPlace(Place):
         pass
 
     @override
+    def hide(self) -> None:
+        pass
+
+    @override
     def free(self) -> None:
         """The last reference does it: a step that runs keeps its tensors, and finds all of them."""
 
@@ -52,5 +56,5 @@ class ResidentStore(LoadingStore[_HostPlace]):
         raise self._refusal(handle, state, site, expert, where)
 
     @override
-    def _place(self) -> _HostPlace:
+    def _place(self, handle: int) -> _HostPlace:
         return _HostPlace()

@@ -53,7 +53,7 @@ def handles(memory: memoryview, header: RequestHeader) -> frozenset[int]:
         return frozenset()
     handles_S = _segments(memory, slot.HEADER_BYTES, count)[:, 0]
     if count > FEW_SEGMENTS:  # clients sort by handle: one of each run will do
-        handles_S = handles_S[np.append(handles_S[1:] != handles_S[:-1], True)]
+        return frozenset([*handles_S[np.flatnonzero(handles_S[1:] != handles_S[:-1])].tolist(), int(handles_S[-1])])
     return frozenset(handles_S.tolist())
 
 
@@ -135,15 +135,14 @@ def _check_segments(segments_S4: npt.NDArray[np.int32], header: RequestHeader, e
 
 
 def _all_sound(segments_S4: npt.NDArray[np.int32], num_entries: int, experts: int) -> bool:
-    first_S, entries_S = segments_S4[:, 2], segments_S4[:, 3]
-    end_S = entries_S.cumsum(dtype=np.int64)  # what a client wrote may not fit 32 bits together
+    expert_S, first_S, entries_S = segments_S4[:, 1], segments_S4[:, 2], segments_S4[:, 3]
     return bool(
-        segments_S4.min() >= 0
+        segments_S4.min() >= 0  # and so differences fit 32 bits; sums of what a client wrote need not
         and entries_S.min() >= 1
-        and segments_S4[:, 1].max() < experts
+        and expert_S.max() < experts
         and first_S[0] == 0
-        and (first_S[1:] == end_S[:-1]).all()
-        and end_S[-1] == num_entries
+        and (first_S[1:] - first_S[:-1] == entries_S[:-1]).all()
+        and int(first_S[-1]) + int(entries_S[-1]) == num_entries
     )
 
 
@@ -159,10 +158,10 @@ def _tensor(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> 
 
 
 def _map(memory: memoryview, offset: int, entries: int, rows: int, header: RequestHeader, name: str) -> torch.Tensor:
-    mapped = _tensor(memory, offset, entries, torch.int32).clone()
-    if entries and not (int(mapped.min()) >= 0 and int(mapped.max()) < rows):
+    mapped = np.frombuffer(memory, np.int32, entries, offset).copy()
+    if entries and not (mapped.min() >= 0 and mapped.max() < rows):
         raise ProtocolError(f"{header.where}: {name} points outside [0, {rows})")
-    return mapped
+    return torch.from_numpy(mapped)
 
 
 def response_rows(memory: memoryview, header: RequestHeader) -> torch.Tensor:
