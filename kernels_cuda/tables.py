@@ -34,6 +34,7 @@ class BlockTable:
 
     def __init__(self, capacity: int, device: torch.device | str) -> None:
         self._rows = np.zeros(capacity, BLOCK)
+        self._max_ranks = np.zeros(capacity, np.int32)  # padded
         self._free = list(range(capacity - 1, -1, -1))
         self.tensor = torch.zeros(capacity, BLOCK.itemsize, dtype=torch.uint8, device=device)
 
@@ -44,6 +45,7 @@ class BlockTable:
         index = self._free.pop()
         row = self._rows[index]
         row["pages"], row["groups"], row["tiles"] = pages, shape.groups, shape.num_expand_jobs
+        self._max_ranks[index] = GROUP * shape.groups
         row["out_rows"], row["num_pairs"] = shape.out_width, len(shape.pairs)
         for i, pair in enumerate(shape.pairs):
             row["pairs"][i] = (pair.groups, pair.out_begin, pair.out_rows, pair.scale)
@@ -56,7 +58,7 @@ class BlockTable:
 
     def max_rank(self, rows_S: npt.NDArray[np.int32]) -> int:
         """The most ranks, padded, of a block of any of these rows; 0 without rows."""
-        return GROUP * int(self._rows["groups"][rows_S].max(initial=0))
+        return int(self._max_ranks.take(rows_S).max(initial=0))
 
 
 class PackedSegments(NamedTuple):

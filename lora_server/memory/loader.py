@@ -84,6 +84,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
         self._layers = list(placement.layers(shard))
         self._entries: dict[int, Entry[PlaceT]] = {}
         self._queue: list[tuple[int, int, Entry[PlaceT]]] = []  # holds every unfinished entry but the one being loaded
+        self._num_unfinished = 0
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -99,6 +100,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
+                self._num_unfinished += 1
                 entry = self._entries[handle] = Entry(handle, source, self._place(handle), list(self._layers), [done])
                 self._enqueue(entry)
                 return
@@ -142,7 +144,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
 
     @override
     def loading(self, handles: Iterable[int], layer: int) -> int | None:
-        for handle in handles:
+        for handle in handles if self._num_unfinished else ():
             entry = self._entries.get(handle)
             if entry is not None and layer not in entry.ready and entry.state(layer) is State.LOADING:
                 return handle
@@ -213,6 +215,7 @@ class LoadingStore(WeightStore, Generic[PlaceT]):
             entry.adapter.close()
             entry.adapter = None
         with self._changed:
+            self._num_unfinished -= not entry.finished
             entry.finished = True
             waiting, entry.done = entry.done, []
             dropped = self._entries.get(entry.handle) is not entry

@@ -58,11 +58,15 @@ class HostCompute(Compute):
             num_out_rows=header.num_out_rows,
             windows=header.windows,
             in_begin=header.in_begin,
-            in_map_N=request.in_map_N,
-            out_map_N=request.out_map_N,
-            weights_N=request.weights_N,
+            in_map_N=_tensor(request.in_map_N),
+            out_map_N=_tensor(request.out_map_N),
+            weights_N=_tensor(request.weights_N),
         )
         self._kernel(step, response_rows(connection.region.response(header.seq), header))
+
+
+def _tensor(table: npt.NDArray[Any] | None) -> torch.Tensor | None:
+    return None if table is None else torch.from_numpy(table)
 
 
 class DeviceCompute(Compute):
@@ -125,8 +129,8 @@ class DeviceCompute(Compute):
     def _step(self, request: Request, segments: PackedSegments, rows_TK: torch.Tensor) -> DeviceStep:
         header = request.header
         counts = np.array([len(segments.table_S4), header.num_entries, header.num_out_rows], np.int32)
-        per_entry = (_ints(table) for table in (request.in_map_N, request.out_map_N, request.weights_N))
-        tables = self._staging.send((counts, segments.table_S4, *per_entry))
+        weights = None if request.weights_N is None else request.weights_N.view(np.int32)
+        tables = self._staging.send((counts, segments.table_S4, request.in_map_N, request.out_map_N, weights))
         counts_on_device, segments_on_device, in_map, out_map, weights_on_device = tables
         assert counts_on_device is not None and segments_on_device is not None
         return DeviceStep(
@@ -141,11 +145,6 @@ class DeviceCompute(Compute):
             out_map_N=out_map,
             weights_N=None if weights_on_device is None else weights_on_device.view(torch.float32),
         )
-
-
-def _ints(table: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
-    """The same 32 bits each."""
-    return None if table is None else table.numpy().view(np.int32)
 
 
 class _Staging:

@@ -23,14 +23,14 @@ FEW_SEGMENTS = 48  # so many are looked at one after the other in the time of a 
 
 @dataclass(frozen=True)
 class Request:
-    """One checked step; segments are (handle, expert, first entry, entries), int32."""
+    """One checked step; segments are (handle, expert, first entry, entries). All tables are copies."""
 
     header: RequestHeader
     site: Site
     segments_S4: npt.NDArray[np.int32]
-    in_map_N: torch.Tensor | None
-    out_map_N: torch.Tensor | None
-    weights_N: torch.Tensor | None
+    in_map_N: npt.NDArray[np.int32] | None
+    out_map_N: npt.NDArray[np.int32] | None
+    weights_N: npt.NDArray[np.float32] | None
     rows_TK: torch.Tensor
 
 
@@ -77,7 +77,7 @@ def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max
         in_map = _map(memory, at.in_map, entries, header.num_rows, header, "in_map")
     if header.flags & slot.HAS_OUT_MAP:
         out_map = _map(memory, at.out_map, entries, header.num_out_rows, header, "out_map")
-        weights = _tensor(memory, at.weights, entries, torch.float32).clone()
+        weights = np.frombuffer(memory, np.float32, entries, at.weights).copy()
     rows = _tensor(memory, at.rows, header.num_rows * width, TORCH_DTYPES[header.dtype]).view(header.num_rows, width)
     return Request(header, site, segments_S4, in_map, out_map, weights, rows)
 
@@ -136,13 +136,14 @@ def _check_segments(segments_S4: npt.NDArray[np.int32], header: RequestHeader, e
 
 def _all_sound(segments_S4: npt.NDArray[np.int32], num_entries: int, experts: int) -> bool:
     expert_S, first_S, entries_S = segments_S4[:, 1], segments_S4[:, 2], segments_S4[:, 3]
+    end_S = first_S + entries_S  # of two that are not negative: if it wraps it is, and nothing starts or ends there
     return bool(
-        segments_S4.min() >= 0  # and so differences fit 32 bits; sums of what a client wrote need not
+        segments_S4.min() >= 0
         and entries_S.min() >= 1
         and expert_S.max() < experts
         and first_S[0] == 0
-        and (first_S[1:] - first_S[:-1] == entries_S[:-1]).all()
-        and int(first_S[-1]) + int(entries_S[-1]) == num_entries
+        and (first_S[1:] == end_S[:-1]).all()
+        and end_S[-1] == num_entries
     )
 
 
@@ -157,11 +158,13 @@ def _tensor(memory: memoryview, offset: int, count: int, dtype: torch.dtype) -> 
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
 
 
-def _map(memory: memoryview, offset: int, entries: int, rows: int, header: RequestHeader, name: str) -> torch.Tensor:
+def _map(
+    memory: memoryview, offset: int, entries: int, rows: int, header: RequestHeader, name: str
+) -> npt.NDArray[np.int32]:
     mapped = np.frombuffer(memory, np.int32, entries, offset).copy()
     if entries and not (mapped.min() >= 0 and mapped.max() < rows):
         raise ProtocolError(f"{header.where}: {name} points outside [0, {rows})")
-    return torch.from_numpy(mapped)
+    return mapped
 
 
 def response_rows(memory: memoryview, header: RequestHeader) -> torch.Tensor:
