@@ -63,7 +63,7 @@ def blocks_of(model: Model, site: Site, step: Draw, dtype: torch.dtype) -> dict[
     }
 
 
-def paths(site: Site, step: Step[Block], out: torch.Tensor, adapters: list[int]) -> dict[str, Callable[[], object]]:
+def paths(site: Site, step: Step, out: torch.Tensor, adapters: list[int]) -> dict[str, Callable[[], object]]:
     """What is compared. Each fills `out` with the same result."""
     columns = {id(s.block): [pair.b_OR.t().contiguous() for pair in s.block.pairs] for s in step.segments}
     rows, in_map, out_map, weights = step.rows_TK, step.in_map_N, step.out_map_N, step.weights_N
@@ -105,7 +105,7 @@ def paths(site: Site, step: Step[Block], out: torch.Tensor, adapters: list[int])
     }
 
 
-def exact(step: Step[Block], out: torch.Tensor) -> torch.Tensor:
+def exact(step: Step, out: torch.Tensor) -> torch.Tensor:
     """The result in float64."""
     wanted = torch.zeros(out.shape, dtype=torch.float64)
     assert step.in_map_N is not None

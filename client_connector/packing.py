@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -129,16 +130,15 @@ class HostPacker(Packer[Message]):
         flags = slot.HAS_IN_MAP * shared | slot.HAS_OUT_MAP * combine
         sent = message.entries_N if self.given.by_entry else message.rows_M
         entries, width = len(message.entries_N), x.shape[1]
-        at = slot.request_offsets(len(message.segments), entries, flags, len(sent) * width * x.element_size())
+        at = slot.request_offsets(len(message.segments_S4), entries, flags, len(sent) * width * x.element_size())
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
-        counts = (len(sent), entries, len(message.segments), len(message.rows_M) if combine else entries)
+        counts = (len(sent), entries, len(message.segments_S4), len(message.rows_M) if combine else entries)
         header = self.header(link, seq, flags, budget_us, counts, at.end - slot.HEADER_BYTES)
         header.pack_into(memory)
         if entries:
-            _view(memory, at.segments, len(message.segments) * 4, torch.int32).copy_(
-                torch.tensor(message.segments, dtype=torch.int32).view(-1)
-            )
+            segments = message.segments_S4.reshape(-1)
+            np.frombuffer(memory, np.int32, len(segments), at.segments)[:] = segments
             self._write_maps(memory, at, flags, message)
             link.put_rows(header, x, sent)
         return header

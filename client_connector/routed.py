@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from client_connector.packing import Packer
-from client_connector.routing import Batch, Message
+from client_connector.routing import NO_SEGMENTS, Batch, Message
 from kernels_cuda.routing import MAX_KEYS, MAX_PAIRS, Choice
 from lora_server.placement import Placement
 from lora_server.spec import Site
@@ -84,4 +84,4 @@ class RoutedPacker(Packer[Chunk]):
         rows = sent.num_out_rows if self.given.by_entry else sent.num_rows
         rows_M = route.token_M[:rows].long() + message.first
         entries_N = route.pair_N[: sent.num_entries].long() + message.first * top_k
-        return Message(message.shard, [], rows_M, route.row_N, entries_N), sent
+        return Message(message.shard, NO_SEGMENTS, rows_M, route.row_N, entries_N), sent

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels_cuda.ops import Block, Step, placed
+from kernels_cuda.ops import Step, placed
 
 FEW_ROWS = range(4, 7)  # of a segment: see bench/results/kernels_cpu-2026-11.md
 
 
-def lora_step(step: Step[Block], out_UO: torch.Tensor) -> None:
+def lora_step(step: Step, out_UO: torch.Tensor) -> None:
     """Semantics: see `ops`. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
     Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the expand.
@@ -31,7 +31,7 @@ def lora_step(step: Step[Block], out_UO: torch.Tensor) -> None:
     out_UO.copy_(sum_UO.index_add_(0, step.out_map_N, delta_NO))
 
 
-def _shrink(step: Step[Block]) -> torch.Tensor:
+def _shrink(step: Step) -> torch.Tensor:
     """v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     rows_NK = rows_NK.float()
@@ -50,7 +50,7 @@ def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
     return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
-def _expand(step: Step[Block], v_NR: torch.Tensor, delta_NO: torch.Tensor) -> None:
+def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> None:
     """delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
     for block, first, num_entries in step.segments:
         y_nO = delta_NO[first : first + num_entries]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -60,26 +60,23 @@ def stack(pairs: Sequence[Pair]) -> Block:
     return Block(a_RK, tuple(pair._replace(a_RK=view) for pair, view in zip(pairs, views, strict=True)))
 
 
-Weights = TypeVar("Weights")  # what a segment refers to: a Block, or a Packed one in device memory (see tables)
-
-
-class Segment(NamedTuple, Generic[Weights]):
+class Segment(NamedTuple):
     """Consecutive entries that meet the same adapter and expert."""
 
-    block: Weights
+    block: Block
     first: int
     num_entries: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(Generic[Weights]):
+class Step:
     """One call. `windows` are (begin, end) of site output rows; `in_begin` is where rows' window starts in A.
 
     rows_TK: float tensor; in_map_N, out_map_N: int32 or int64; weights_N: float32.
     """
 
     rows_TK: torch.Tensor
-    segments: Sequence[Segment[Weights]]
+    segments: Sequence[Segment]
     num_entries: int
     num_out_rows: int
     windows: Sequence[tuple[int, int]]

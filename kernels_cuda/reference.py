@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels_cuda.ops import Block, Step
+from kernels_cuda.ops import Step
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
     return np.asarray(tensor.detach().to(torch.float64).cpu().numpy())
 
 
-def lora_step(step: Step[Block]) -> npt.NDArray[np.float64]:
+def lora_step(step: Step) -> npt.NDArray[np.float64]:
     """Semantics: see `ops`. Returns [U, O] float64."""
     rows = _array(step.rows_TK)
     site_width = max(

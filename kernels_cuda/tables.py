@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kernels_cuda.layout import MAX_PAIRS, BlockShape
-from kernels_cuda.ops import Segment
+from kernels_cuda.layout import GROUP, MAX_PAIRS, BlockShape
 
 PAIR = np.dtype([("groups", "<i4"), ("out_begin", "<i4"), ("out_rows", "<i4"), ("scale", "<f4")])
 BLOCK = np.dtype(
@@ -26,14 +25,6 @@ BLOCK = np.dtype(
 SEGMENT_INTS = 4  # block, first tile, first entry, entries
 
 
-class Packed(NamedTuple):
-    """A block in device memory: a row of a BlockTable, and the block's first tile in that row's pages."""
-
-    row: int
-    first_tile: int
-    max_rank: int
-
-
 class BlockTable:
     """Block descriptions in device memory, by index. Blocks of one shape on one list of pages share a row.
 
@@ -43,6 +34,7 @@ class BlockTable:
 
     def __init__(self, capacity: int, device: torch.device | str) -> None:
         self._rows = np.zeros(capacity, BLOCK)
+        self._max_ranks = np.zeros(capacity, np.int32)  # padded
         self._free = list(range(capacity - 1, -1, -1))
         self.tensor = torch.zeros(capacity, BLOCK.itemsize, dtype=torch.uint8, device=device)
 
@@ -53,6 +45,7 @@ class BlockTable:
         index = self._free.pop()
         row = self._rows[index]
         row["pages"], row["groups"], row["tiles"] = pages, shape.groups, shape.num_expand_jobs
+        self._max_ranks[index] = GROUP * shape.groups
         row["out_rows"], row["num_pairs"] = shape.out_width, len(shape.pairs)
         for i, pair in enumerate(shape.pairs):
             row["pairs"][i] = (pair.groups, pair.out_begin, pair.out_rows, pair.scale)
@@ -63,8 +56,13 @@ class BlockTable:
         """Give a row back; no kernel may still read it."""
         self._free.append(index)
 
+    def max_rank(self, rows_S: npt.NDArray[np.int32]) -> int:
+        """The most ranks, padded, of a block of any of these rows; 0 without rows."""
+        return int(self._max_ranks.take(rows_S).max(initial=0))
 
-def segment_table(segments: Sequence[Segment[Packed]]) -> torch.Tensor:
-    """int32 [segments, 4] as the kernels read it, on the CPU."""
-    rows = [(block.row, block.first_tile, first, num_entries) for block, first, num_entries in segments]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, SEGMENT_INTS)
+
+class PackedSegments(NamedTuple):
+    """The segments of a step whose blocks lie in device memory: int32 [S, 4] as the kernels read it, on the host."""
+
+    table_S4: npt.NDArray[np.int32]  # row of a BlockTable, first tile in that row's pages, first entry, entries
+    max_rank: int  # of their blocks, padded

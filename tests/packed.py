@@ -8,8 +8,8 @@ import torch
 
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_of
-from kernels_cuda.ops import Block, Segment, Step
-from kernels_cuda.tables import BlockTable, Packed, segment_table
+from kernels_cuda.ops import Step
+from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
 POISON = 0xFF  # NaN in every float format, wherever a kernel reads what nobody wrote
 
@@ -71,7 +71,7 @@ class PackedStep:
 
 
 def pack_step(
-    step: Step[Block], in_width: int, out_width: int, device: str = "cpu", first_tile: int = PAGE_TILES - 3
+    step: Step, in_width: int, out_width: int, device: str = "cpu", first_tile: int = PAGE_TILES - 3
 ) -> PackedStep:
     """The same step for the kernels; its first blocks cross the border of a page."""
     dtype = step.rows_TK.dtype
@@ -80,11 +80,13 @@ def pack_step(
     pages, table = Pages(device), BlockTable(max(1, len(blocks)), device)
     pages.reserve(first_tile, sum(shape.num_tiles for shape in shapes.values()))
     assert pages.addresses is not None
-    packed = {}
+    places = {}
     for key, block in blocks.items():
         tile = pages.write(pack(block, shapes[key], dtype).to(device))
-        packed[key] = Packed(table.add(pages.addresses.data_ptr(), shapes[key]), tile, shapes[key].groups * 16)
-    segments = segment_table([Segment(packed[id(s.block)], s.first, s.num_entries) for s in step.segments])
+        places[key] = table.add(pages.addresses.data_ptr(), shapes[key]), tile
+    segments = torch.tensor(
+        [(*places[id(s.block)], s.first, s.num_entries) for s in step.segments], dtype=torch.int32
+    ).view(-1, SEGMENT_INTS)
     counts = torch.tensor([len(step.segments), step.num_entries, step.num_out_rows], dtype=torch.int32)
 
     def moved(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

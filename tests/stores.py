@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from lora_server.adapters import open_adapter
 from lora_server.errors import LoraServerError
 from lora_server.memory.store import Source, WeightStore
+from lora_server.spec import Site
 from tests.workload import spec_of
 
 SECONDS = 20.0
@@ -66,3 +70,10 @@ def load(store: WeightStore, handle: int, path: Path) -> Done:
     done = Done()
     store.load(handle, source_of(path), done)
     return done
+
+
+def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:
+    """What a step gets for these (handle, expert), of one entry each."""
+    segments = [(handle, expert, i, 1) for i, (handle, expert) in enumerate(named)]
+    with store.reading():
+        return store.gather(site, np.array(segments, np.int32), "a test")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from client_connector.transformers import attach
 from kernels_cuda.heuristics import Variant
+from kernels_cuda.launch import max_rank_of
 from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
 from kernels_cuda.ops import NOTHING
 from lora_server.daemon import backends
@@ -32,7 +33,7 @@ from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests import emulated
 from tests.rig import Client
-from tests.stores import load
+from tests.stores import gather, load
 from tests.workload import spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
@@ -45,11 +46,10 @@ def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
     return paged, ResidentStore(placement, shard, DTYPE)
 
 
-def stored(store, packed, shape):
+def stored(store, place, first_tile, shape):
     """The block that lies in the pages, read back through the page table."""
-    place = next(e.place for e in store._entries.values() if packed in e.place._blocks.values())
     tiles = []
-    for at in range(packed.first_tile, packed.first_tile + shape.num_tiles):
+    for at in range(first_tile, first_tile + shape.num_tiles):
         page, tile = divmod(at, PAGE_TILES)
         assert int(place._table[page]) == store.pool.address(place.pages[page])
         tiles.append(store.pool.memory[place.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])
@@ -64,11 +64,14 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
     spec = spec_of("mixtral")
     for site in spec.sites():
         for expert in paged._placement.experts(site, 1):
-            expected, packed = resident.block(3, site, expert), paged.block(3, site, expert)
+            (segment,), packed = gather(resident, site, (3, expert)), gather(paged, site, (3, expert))
+            expected, (row, first_tile, first, num_entries) = segment.block, packed.table_S4[0].tolist()
+            assert (first, num_entries) == (0, 1)
             if expected is NOTHING:
-                assert packed == paged._nothing(site)
+                assert (row, first_tile, packed.max_rank) == (paged._empty_row(site), 0, 0)
                 continue
-            got = stored(paged, packed, paged.shape(site, expected))
+            assert packed.max_rank == max_rank_of([pair.a_RK.shape[0] for pair in expected.pairs])
+            got = stored(paged, paged._entries[3].place, first_tile, paged.shape(site, expected))
             for a, b in zip(got.pairs, expected.pairs, strict=True):
                 assert torch.equal(a.a_RK, b.a_RK) and torch.equal(a.b_OR, b.b_OR) and a[2:] == b[2:]
     paged.check_integrity()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,18 +52,19 @@ def wanted_rows(held_T, keep_T, site):
 def check_message(message, handle_of, max_entries):
     """What every message promises, whatever the routing."""
     rows, entries = message.rows_M.tolist(), len(message.entries_N)
+    assert message.segments_S4.dtype == np.int32 and message.segments_S4.shape[1] == 4
     assert 1 <= entries <= max_entries and len(set(rows)) == len(rows) <= entries
     assert set(rows) <= set(handle_of), "a base row, or padding, travels"
-    keys = [(handle, expert) for handle, expert, _, _ in message.segments]
+    keys = [(handle, expert) for handle, expert, _, _ in message.segments_S4.tolist()]
     assert keys == sorted(set(keys)), "segments are sorted, and each pair is there once"
     first = 0
-    for _, _, begin, count in message.segments:
+    for _, _, begin, count in message.segments_S4.tolist():
         assert begin == first and count >= 1
         first += count
     assert first == entries
     positions = range(entries) if message.map_N is None else message.map_N.tolist()
     assert set(positions) == set(range(len(rows)))
-    for handle, _, begin, count in message.segments:
+    for handle, _, begin, count in message.segments_S4.tolist():
         for i in range(begin, begin + count):
             assert handle_of[rows[positions[i]]] == handle
             yield i, rows[positions[i]]
@@ -78,7 +80,7 @@ def test_dense_messages_cover_each_row_once(batch, max_entries, shard):
         assert message.shard == shard and message.map_N is None
         assert torch.equal(message.entries_N, message.rows_M)
         seen.update(row for _, row in check_message(message, handle_of, max_entries))
-        assert all(expert == 0 for _, expert, _, _ in message.segments)
+        assert all(expert == 0 for _, expert, _, _ in message.segments_S4.tolist())
     assert seen == dict.fromkeys(handle_of, 1)
 
 
@@ -96,7 +98,9 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
     messages = route_experts(part, experts_Tk, torch.tensor(owners), max_entries) if part else []
     seen, homes = Counter(), {}
     for number, message in enumerate(messages):
-        expert_of = {i: expert for _, expert, begin, count in message.segments for i in range(begin, begin + count)}
+        expert_of = {
+            i: expert for _, expert, begin, count in message.segments_S4.tolist() for i in range(begin, begin + count)
+        }
         for i, row in check_message(message, handle_of, max_entries):
             expert, entry = expert_of[i], int(message.entries_N[i])
             assert entry // top_k == row and int(experts_Tk[row, entry % top_k]) == expert
@@ -112,7 +116,7 @@ def test_expert_messages_cover_each_row_and_expert_once(batch, ep, experts, seed
     counts = Counter(message.shard for message in padded)
     assert len({counts[shard] for shard in stage}) == 1 and len(padded) >= len(messages)
     assert [id(m) for s in stage for m in messages if m.shard == s] == [id(m) for m in padded if len(m.rows_M)]
-    assert all(not m.segments and not len(m.entries_N) for m in padded if not len(m.rows_M))
+    assert all(not len(m.segments_S4) and not len(m.entries_N) for m in padded if not len(m.rows_M))
 
 
 @functools.cache

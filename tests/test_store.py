@@ -15,7 +15,7 @@ from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.serving import until
-from tests.stores import SECONDS, Gate, load
+from tests.stores import SECONDS, Gate, gather, load
 from tests.workload import spec_of
 
 
@@ -35,6 +35,11 @@ def make_store():
         store.close()
 
 
+def pairs(store, handle, site, expert):
+    (segment,) = gather(store, site, (handle, expert))
+    return segment.block.pairs
+
+
 def states(store, handle):
     return [store.state(handle, layer).value for layer in range(4)]
 
@@ -46,7 +51,7 @@ def test_layers_become_ready_one_by_one(make_store, tiny_adapters):
     done = load(store, 1, tiny_adapters["all"])
     assert gate.arrived.wait(SECONDS)
     assert states(store, 1) == ["ready", "loading", "loading", "loading"] and not done.calls
-    assert len(store.block(1, Site(0, "gate_up"), 3).pairs) == 1
+    assert len(pairs(store, 1, Site(0, "gate_up"), 3)) == 1
     before = store.nbytes()
     assert before > 0
     gate.open()
@@ -118,7 +123,7 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
     store.drop(1), store.drop(2), store.drop(3), store.drop(4)
     assert store.nbytes() == 0
     with pytest.raises(UnknownAdapterError, match=f"handle {handle}"):
-        store.block(handle, Site(0, "down"), 0)
+        gather(store, Site(0, "down"), (handle, 0))
 
 
 def test_a_dropped_handle_can_be_loaded_again(make_store, tiny_adapters):
@@ -129,7 +134,7 @@ def test_a_dropped_handle_can_be_loaded_again(make_store, tiny_adapters):
     gate.open()
     assert isinstance(first.result(), AdapterLoadError) and second.result() is None
     assert states(store, 1) == ["ready"] * 4
-    assert not store.block(1, Site(0, "gate_up"), 0).pairs and store.block(1, Site(0, "down"), 0).pairs
+    assert not pairs(store, 1, Site(0, "gate_up"), 0) and pairs(store, 1, Site(0, "down"), 0)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "not safetensors"])
@@ -173,7 +178,7 @@ def owned(stores, site, expert):
     """The weights at every shard that does not refuse to know them."""
     for store in stores:
         try:
-            yield store.block(1, site, expert).pairs
+            yield pairs(store, 1, site, expert)
         except ProtocolError as error:
             assert "placements differ" in str(error)
 

@@ -18,7 +18,7 @@ from bench.kernels.ours import aligned_pages
 from kernels_cuda.launch import DeviceStep, Workspace
 from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, pack, shape_of
 from kernels_cuda.ops import Block, Pair, Segment, stack
-from kernels_cuda.tables import BlockTable, Packed, segment_table
+from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 
 LIMIT = {torch.bfloat16: 2e-3, torch.float16: 3e-4}  # of |error| / |result|
 WIDTHS = (2048, 768, 4096, 14336, 2880, 6144, 10752, 33, 1000, 5121)
@@ -51,7 +51,7 @@ class Made:
     """Its arrays on the device, the plain blocks that the oracle takes, and what the kernels' pointers point into."""
 
     step: DeviceStep
-    segments: list[Segment[Block]]
+    segments: list[Segment]
     out_rows: int
     workspace: Workspace
     keep: tuple[object, ...]
@@ -113,12 +113,12 @@ def make(case: Case, device: torch.device) -> Made:
     pages = aligned_pages(-(-total // PAGE_TILES), device).fill_(0xFF)
     order = torch.arange(len(pages) - 1, -1, -1, device=device)
     addresses = pages.data_ptr() + order * PAGE_BYTES
-    table, first_tile, packed = BlockTable(max(1, len(blocks)), device), 0, {}
+    table, first_tile, places = BlockTable(max(1, len(blocks)), device), 0, {}
     tiles_of_pages = pages.view(len(pages), PAGE_TILES, TILE_BYTES)
     for adapter, shape in shapes.items():
         tile = torch.arange(first_tile, first_tile + shape.num_tiles, device=device)
         tiles_of_pages[order[tile // PAGE_TILES], tile % PAGE_TILES] = pack(blocks[adapter], shape, case.dtype)
-        packed[adapter] = Packed(table.add(addresses.data_ptr(), shape), first_tile, shape.groups * 16)
+        places[adapter] = table.add(addresses.data_ptr(), shape), first_tile
         first_tile += shape.num_tiles
     firsts = np.cumsum([0, *(size for _, size in sizes)])
     described = [(adapter, int(first), size) for (adapter, size), first in zip(sizes, firsts, strict=False)]
@@ -127,11 +127,11 @@ def make(case: Case, device: torch.device) -> Made:
     def drawn(high: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(0, high, max(1, case.entries)).astype(np.int32)).to(device)
 
-    segments = segment_table([Segment(packed[adapter], first, size) for adapter, first, size in described])
+    segments = torch.tensor([(*places[adapter], *entries) for adapter, *entries in described], dtype=torch.int32)
     out_rows = tokens if case.combine else case.entries
     step = DeviceStep(
         rows_TK=noise(tokens, case.in_width),
-        segments=segments.to(device),
+        segments=segments.view(-1, SEGMENT_INTS).to(device),
         blocks=table.tensor,
         counts=torch.tensor([len(sizes), case.entries, out_rows], dtype=torch.int32, device=device),
         in_width=case.in_width,

@@ -6,9 +6,9 @@ import heapq
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from typing_extensions import override
@@ -31,23 +31,28 @@ class Place(ABC):
         """Take a block; raises AdapterLoadError if there is no room."""
 
     @abstractmethod
-    def end_layer(self) -> None:
-        """Everything put so far can be read from now on."""
+    def end_layer(self, layer: int) -> None:
+        """All of a layer was put, and can be read from now on; raises AdapterLoadError if there is no room."""
 
     @abstractmethod
-    def find(self, site: Site, expert: int) -> Any | None:
-        """What was put, as this shard's compute takes it."""
+    def hide(self) -> None:
+        """No step finds it from now on; another place may get its handle."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give all of it back; idempotent."""
+        """Give all of it back, hidden before; idempotent."""
+
+
+PlaceT = TypeVar("PlaceT", bound=Place)
 
 
 @dataclass
-class _Entry:
+class Entry(Generic[PlaceT]):
+    """One adapter, from the command to load it to the one to drop it."""
+
     handle: int
     source: Source
-    place: Place
+    place: PlaceT
     layers: list[int]
     done: list[Callable[[LoraServerError | None], None]]
     urgent: bool = False
@@ -56,8 +61,14 @@ class _Entry:
     failure: LoraServerError | None = None
     adapter: Adapter | None = None
 
+    def state(self, layer: int) -> State:
+        """Where a layer stands."""
+        if layer in self.ready or (self.finished and self.failure is None):
+            return State.READY
+        return State.LOADING if self.failure is None else State.FAILED
 
-class LoadingStore(WeightStore):
+
+class LoadingStore(WeightStore, Generic[PlaceT]):
     """One thread loads a layer at a time. `on_layer(handle, layers ready)` is called from it after each layer,
     and after a failure.
     """
@@ -71,8 +82,9 @@ class LoadingStore(WeightStore):
     ) -> None:
         self._placement, self._shard, self._dtype, self._on_layer = placement, shard, dtype, on_layer
         self._layers = list(placement.layers(shard))
-        self._entries: dict[int, _Entry] = {}
-        self._queue: list[tuple[int, int, _Entry]] = []  # holds every unfinished entry but the one being loaded
+        self._entries: dict[int, Entry[PlaceT]] = {}
+        self._queue: list[tuple[int, int, Entry[PlaceT]]] = []  # holds every unfinished entry but the one being loaded
+        self._num_unfinished = 0
         self._order = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
@@ -80,19 +92,16 @@ class LoadingStore(WeightStore):
         self._thread.start()
 
     @abstractmethod
-    def _place(self) -> Place:
+    def _place(self, handle: int) -> PlaceT:
         """Memory for one more adapter, still empty."""
-
-    @abstractmethod
-    def _nothing(self, site: Site) -> Any:
-        """What `block` returns where an adapter has no delta."""
 
     @override
     def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
-                entry = self._entries[handle] = _Entry(handle, source, self._place(), list(self._layers), [done])
+                self._num_unfinished += 1
+                entry = self._entries[handle] = Entry(handle, source, self._place(handle), list(self._layers), [done])
                 self._enqueue(entry)
                 return
             if entry.source.version != source.version:
@@ -112,7 +121,7 @@ class LoadingStore(WeightStore):
                     entry.urgent = True
                     self._enqueue(entry)
 
-    def _enqueue(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: Entry[PlaceT]) -> None:
         heapq.heappush(self._queue, (0 if entry.urgent else 1, next(self._order), entry))
         self._changed.notify()
 
@@ -122,6 +131,7 @@ class LoadingStore(WeightStore):
             entry = self._entries.pop(handle, None)
             if entry is None:
                 return
+            entry.place.hide()
             if not entry.finished:  # the loader, which may be writing to it, frees it
                 entry.failure = AdapterLoadError(f"handle {handle}: dropped while it loaded")
                 return
@@ -130,11 +140,15 @@ class LoadingStore(WeightStore):
     @override
     def state(self, handle: int, layer: int) -> State:
         entry = self._entries.get(handle)
-        if entry is None:
-            return State.UNKNOWN
-        if layer in entry.ready or (entry.finished and entry.failure is None):
-            return State.READY
-        return State.LOADING if entry.failure is None else State.FAILED
+        return State.UNKNOWN if entry is None else entry.state(layer)
+
+    @override
+    def loading(self, handles: Iterable[int], layer: int) -> int | None:
+        for handle in handles if self._num_unfinished else ():
+            entry = self._entries.get(handle)
+            if entry is not None and layer not in entry.ready and entry.state(layer) is State.LOADING:
+                return handle
+        return None
 
     @override
     def layers_ready(self, handle: int) -> int:
@@ -147,15 +161,15 @@ class LoadingStore(WeightStore):
         failure = entry.failure if entry is not None else None
         return failure or AdapterLoadError(f"handle {handle}: not failed")
 
-    @override
-    def block(self, handle: int, site: Site, expert: int) -> Any:
-        entry = self._entries.get(handle)
-        if entry is None:
-            raise UnknownAdapterError(f"handle {handle}: not on shard {self._shard}; was it removed?")
-        found = entry.place.find(site, expert)
-        if found is None and expert not in self._placement.experts(site, self._shard):
-            raise ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
-        return self._nothing(site) if found is None else found
+    def _refusal(self, handle: int, state: State, site: Site, expert: int, where: str) -> LoraServerError:
+        """Why a segment has no weights here."""
+        if state is State.READY:
+            return ProtocolError(f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again")
+        if state is State.FAILED:
+            return self.error(handle)
+        return UnknownAdapterError(
+            f"shard {self._shard} {where}: handle {handle} is {state.value} here; was it removed?"
+        )
 
     @override
     def nbytes(self) -> int:
@@ -182,7 +196,7 @@ class LoadingStore(WeightStore):
             if entry.failure is not None or not entry.layers:
                 self._finish(entry)
 
-    def _load_next(self, entry: _Entry) -> None:
+    def _load_next(self, entry: Entry[PlaceT]) -> None:
         try:
             if entry.layers:
                 self._load_layer(entry, entry.layers[0])
@@ -196,11 +210,12 @@ class LoadingStore(WeightStore):
                 self._enqueue(entry)
         self._on_layer(entry.handle, len(entry.ready))
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, entry: Entry[PlaceT]) -> None:
         if entry.adapter is not None:
             entry.adapter.close()
             entry.adapter = None
         with self._changed:
+            self._num_unfinished -= not entry.finished
             entry.finished = True
             waiting, entry.done = entry.done, []
             dropped = self._entries.get(entry.handle) is not entry
@@ -209,7 +224,7 @@ class LoadingStore(WeightStore):
         for done in waiting:
             done(entry.failure)
 
-    def _load_layer(self, entry: _Entry, layer: int) -> None:
+    def _load_layer(self, entry: Entry[PlaceT], layer: int) -> None:
         if entry.adapter is None:
             entry.adapter = self._open(entry.source)
         for site in (site for site in entry.adapter.sites() if site.layer == layer):
@@ -217,7 +232,7 @@ class LoadingStore(WeightStore):
                 block = self._read(entry.adapter, site, expert)
                 if block.pairs:
                     entry.place.put(site, expert, block)
-        entry.place.end_layer()
+        entry.place.end_layer(layer)
         entry.layers.remove(layer)
         entry.ready.add(layer)
 

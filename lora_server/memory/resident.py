@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from kernels_cuda.ops import NOTHING, Block
+from kernels_cuda.ops import NOTHING, Block, Segment
 from lora_server.memory.loader import LoadingStore, Place
+from lora_server.memory.store import State
 from lora_server.spec import Site
 
 
 class _HostPlace(Place):
     def __init__(self) -> None:
-        self._blocks: dict[tuple[Site, int], Block] = {}
+        self.blocks: dict[tuple[Site, int], Block] = {}
 
     @override
     def put(self, site: Site, expert: int, block: Block) -> None:
-        self._blocks[site, expert] = block
+        self.blocks[site, expert] = block
         self.nbytes += block.a_RK.nbytes + sum(pair.b_OR.nbytes for pair in block.pairs)
 
     @override
-    def end_layer(self) -> None:
+    def end_layer(self, layer: int) -> None:
         pass
 
     @override
-    def find(self, site: Site, expert: int) -> Block | None:
-        return self._blocks.get((site, expert))
+    def hide(self) -> None:
+        pass
 
     @override
     def free(self) -> None:
-        """A step that runs keeps its tensors alive."""
-        self._blocks = {}
-        self.nbytes = 0
+        """The last reference does it: a step that runs keeps its tensors, and finds all of them."""
 
 
-class ResidentStore(LoadingStore):
+class ResidentStore(LoadingStore[_HostPlace]):
     """Every adapter's tensors, as the loader read them."""
 
-    def _place(self) -> Place:
-        return _HostPlace()
+    @override
+    def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], where: str) -> list[Segment]:
+        return [
+            Segment(self._block(handle, site, expert, where), first, num_entries)
+            for handle, expert, first, num_entries in segments_S4.tolist()
+        ]
 
-    def _nothing(self, site: Site) -> Block:
-        return NOTHING
+    def _block(self, handle: int, site: Site, expert: int, where: str) -> Block:
+        entry = self._entries.get(handle)
+        state = State.UNKNOWN if entry is None else entry.state(site.layer)
+        if entry is not None and state is State.READY:
+            found = entry.place.blocks.get((site, expert))
+            if found is not None:
+                return found
+            if expert in self._placement.experts(site, self._shard):
+                return NOTHING
+        raise self._refusal(handle, state, site, expert, where)
+
+    @override
+    def _place(self, handle: int) -> _HostPlace:
+        return _HostPlace()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lora_server.errors import LoraServerError
 from lora_server.spec import Site
@@ -62,6 +65,10 @@ class WeightStore(ABC):
         """Where a layer stands."""
 
     @abstractmethod
+    def loading(self, handles: Iterable[int], layer: int) -> int | None:
+        """One of these whose layer is LOADING, if there is one."""
+
+    @abstractmethod
     def layers_ready(self, handle: int) -> int:
         """How many of its layers are; 0 for one that is unknown."""
 
@@ -70,14 +77,16 @@ class WeightStore(ABC):
         """Why a handle is FAILED."""
 
     @abstractmethod
-    def block(self, handle: int, site: Site, expert: int) -> Any:
-        """The weights of a READY layer, as this shard's compute takes them; empty where there is no delta.
+    def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], where: str) -> Any:
+        """The weights of a step, as this shard's compute takes them; empty where there is no delta.
 
-        Raises UnknownAdapterError if it was dropped since, ProtocolError for what another shard owns.
+        segments_S4: handle, expert (one of the site's), first entry, entries. `where` names the step in errors, which
+        are those of the first segment without weights here: why loading it FAILED, UnknownAdapterError if it is
+        not READY (any more), ProtocolError for what another shard owns.
         """
 
     def reading(self) -> contextlib.AbstractContextManager[object]:
-        """While it is held, what `block` returned stays where it is."""
+        """While it is held, what `gather` returned stays where it is."""
         return contextlib.nullcontext()
 
     @abstractmethod

@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from typing_extensions import override
 
 from kernels_cuda.launch import DeviceStep, Workspace
-from kernels_cuda.ops import Block, Segment, Step
-from kernels_cuda.tables import SEGMENT_INTS, BlockTable, Packed, segment_table
+from kernels_cuda.ops import Segment, Step
+from kernels_cuda.tables import SEGMENT_INTS, BlockTable, PackedSegments
 from lora_server.errors import ProtocolError, StepError
 from lora_server.shard.request import Request
 from lora_server.spec import ModelSpec
@@ -33,18 +35,21 @@ class Compute(ABC):
     """One shard's; used by its loop alone."""
 
     @abstractmethod
-    def run(self, request: Request, segments: Sequence[Segment[Any]], connection: Connection) -> None:
-        """Fill the response slot's rows. Raises ProtocolError for rows of a dtype that it cannot serve."""
+    def run(self, request: Request, segments: Any, connection: Connection) -> None:
+        """Fill the response slot's rows; `segments` are what the store beside it gathered.
+
+        Raises ProtocolError for rows of a dtype that it cannot serve.
+        """
 
 
 class HostCompute(Compute):
-    """Slots are the tensors; segments are Blocks."""
+    """Slots are the tensors."""
 
-    def __init__(self, kernel: Callable[[Step[Block], torch.Tensor], None]) -> None:
+    def __init__(self, kernel: Callable[[Step, torch.Tensor], None]) -> None:
         self._kernel = kernel
 
     @override
-    def run(self, request: Request, segments: Sequence[Segment[Block]], connection: Connection) -> None:
+    def run(self, request: Request, segments: Sequence[Segment], connection: Connection) -> None:
         header = request.header
         step = Step(
             rows_TK=connection.rows.request(header),
@@ -53,15 +58,19 @@ class HostCompute(Compute):
             num_out_rows=header.num_out_rows,
             windows=header.windows,
             in_begin=header.in_begin,
-            in_map_N=request.in_map_N,
-            out_map_N=request.out_map_N,
-            weights_N=request.weights_N,
+            in_map_N=_tensor(request.in_map_N),
+            out_map_N=_tensor(request.out_map_N),
+            weights_N=_tensor(request.weights_N),
         )
         self._kernel(step, connection.rows.response(header))
 
 
+def _tensor(table: npt.NDArray[Any] | None) -> torch.Tensor | None:
+    return None if table is None else torch.from_numpy(table)
+
+
 class DeviceCompute(Compute):
-    """Segments are Packed; `launch` is `CudaKernels.launch`, or a stand-in with the same contract."""
+    """`launch` is `CudaKernels.launch`, or a stand-in with the same contract."""
 
     def __init__(
         self,
@@ -94,7 +103,7 @@ class DeviceCompute(Compute):
         )
 
     @override
-    def run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
+    def run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
         """Raises DeviceLostError after an error from which a GPU does not recover."""
         dtype = TORCH_DTYPES[request.header.dtype]
         if dtype != self._dtype:
@@ -111,10 +120,9 @@ class DeviceCompute(Compute):
                 raise DeviceLostError(f"{request.header.where}: {error}") from error
             raise
 
-    def _run(self, request: Request, segments: Sequence[Segment[Packed]], connection: Connection) -> None:
-        rank = max((segment.block.max_rank for segment in segments), default=0)
-        if rank > self._workspace.max_rank:
-            self._workspace = self._new_workspace(rank)
+    def _run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
+        if segments.max_rank > self._workspace.max_rank:
+            self._workspace = self._new_workspace(segments.max_rank)
         rows_TK = connection.rows.request(request.header).to(self._device, non_blocking=True)
         out_UO = connection.rows.response(request.header)
         here = out_UO if out_UO.device == self._device else torch.empty_like(out_UO, device=self._device)
@@ -124,11 +132,11 @@ class DeviceCompute(Compute):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _step(self, request: Request, segments: Sequence[Segment[Packed]], rows_TK: torch.Tensor) -> DeviceStep:
+    def _step(self, request: Request, segments: PackedSegments, rows_TK: torch.Tensor) -> DeviceStep:
         header = request.header
-        counts = torch.tensor([len(segments), header.num_entries, header.num_out_rows], dtype=torch.int32)
-        weights = None if request.weights_N is None else request.weights_N.view(torch.int32)
-        tables = self._staging.send((counts, segment_table(segments), request.in_map_N, request.out_map_N, weights))
+        counts = np.array([len(segments.table_S4), header.num_entries, header.num_out_rows], np.int32)
+        weights = None if request.weights_N is None else request.weights_N.view(np.int32)
+        tables = self._staging.send((counts, segments.table_S4, request.in_map_N, request.out_map_N, weights))
         counts_on_device, segments_on_device, in_map, out_map, weights_on_device = tables
         assert counts_on_device is not None and segments_on_device is not None
         return DeviceStep(
@@ -150,17 +158,18 @@ class _Staging:
 
     def __init__(self, max_ints: int, device: torch.device) -> None:
         self._host = torch.zeros(max_ints, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host_ints: npt.NDArray[np.int32] = self._host.numpy()  # the same memory
         self._device = torch.zeros(max_ints, dtype=torch.int32, device=device)
 
-    def send(self, tables: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def send(self, tables: Sequence[npt.NDArray[np.int32] | None]) -> list[torch.Tensor | None]:
         """int32 tables, as flat views on the device. The previous step has ended, so its copies may be overwritten."""
         places, end = list[tuple[int, int] | None](), 0
         for table in tables:
             if table is None:
                 places.append(None)
                 continue
-            self._host[end : end + table.numel()] = table.reshape(-1)
-            places.append((end, end + table.numel()))
-            end += -(-table.numel() // 4) * 4
+            self._host_ints[end : end + table.size] = table.reshape(-1)
+            places.append((end, end + table.size))
+            end += -(-table.size // 4) * 4
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         return [None if place is None else self._device[slice(*place)] for place in places]

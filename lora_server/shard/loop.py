@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
-from kernels_cuda.ops import Segment
-from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError, UnknownAdapterError
+from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError
 from lora_server.logs import Repeats
-from lora_server.memory.store import State, WeightStore
+from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
 from lora_server.shard.coordination import Coordinator
@@ -83,7 +81,7 @@ class Shard:
         for connection in self.port.connections:
             if connection.client not in self._pending and connection.requested() > connection.served:
                 return True
-        return any(step.blocked and self._weights(step)[0] is not State.LOADING for step in self._pending.values())
+        return any(step.blocked and self._loading(step) is None for step in self._pending.values())
 
     def _receive(self) -> None:
         """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
@@ -117,9 +115,9 @@ class Shard:
         self._recheck(step)
 
     def _recheck(self, step: PendingStep) -> None:
-        state, handle = self._weights(step)
-        step.blocked = state is State.LOADING
-        if not step.blocked:
+        handle = self._loading(step)
+        step.blocked = handle is not None
+        if handle is None:
             return
         self.store.prefetch([handle])
         if time.monotonic_ns() >= step.expires_ns:
@@ -134,12 +132,8 @@ class Shard:
                 step.header.budget_us,
             )
 
-    def _weights(self, step: PendingStep) -> tuple[State, int]:
-        """LOADING if any adapter of the step still is, with its handle; otherwise READY."""
-        for handle in step.handles:
-            if self.store.state(handle, step.header.layer) is State.LOADING:
-                return State.LOADING, handle
-        return State.READY, -1
+    def _loading(self, step: PendingStep) -> int | None:
+        return self.store.loading(step.handles, step.header.layer)
 
     def _serve(self, step: PendingStep) -> None:
         memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
@@ -147,7 +141,7 @@ class Shard:
             request_memory = step.connection.region.request(step.seq)
             request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
             with self.store.reading():
-                segments = [self._segment(request, *segment) for segment in request.segments]
+                segments = self.store.gather(request.site, request.segments_S4, request.header.where)
                 if request.header.num_out_rows:
                     self.compute.run(request, segments, step.connection)
         except LoraServerError as error:
@@ -164,17 +158,6 @@ class Shard:
         nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
         self._count(step, nbytes, started, done)
         self._respond(step.connection, step.seq, nbytes)
-
-    def _segment(self, request: requests.Request, handle: int, expert: int, first: int, entries: int) -> Segment[Any]:
-        layer = request.site.layer
-        state = self.store.state(handle, layer)
-        if state is State.READY:
-            return Segment(self.store.block(handle, request.site, expert), first, entries)
-        if state is State.FAILED:
-            raise self.store.error(handle)
-        raise UnknownAdapterError(
-            f"shard {self.index} {request.header.where}: handle {handle} is {state.value} here; was it removed?"
-        )
 
     def _respond(self, connection: Connection, seq: int, nbytes: int) -> None:
         connection.served = seq

@@ -1,0 +1,228 @@
+"""Host time of a step on a GPU's shard, from its header to the kernels' table: segments at once, and one by one.
+
+    python -m bench.segments [--json] [--rounds N]
+
+Steps of 256 tokens at gate_up, written by the connector; 512 adapters of Zipf popularity, all READY, none loading. The
+weights are nowhere, as nothing here reads them, and the staging buffer is ordinary memory. "one by one" does the same
+with Python objects per segment. The two take turns, 25 times all of eight steps, and have to agree. Medians:
+
+    receive  header, handles, does any still load?      find   the blocks of all segments
+    check    the rest of the request                    stage  the tables in the staging buffer
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.kernels.draws import NUM_DRAWS, draws
+from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
+from client_connector.packing import Activations, Packer
+from client_connector.routing import Batch, route_experts
+from kernels_cuda.tables import PackedSegments
+from lora_server.errors import UnknownAdapterError
+from lora_server.memory.loader import Entry
+from lora_server.memory.paged import PagedStore
+from lora_server.memory.pages import PagePool
+from lora_server.memory.store import Source, State
+from lora_server.placement import Layout, Placement
+from lora_server.shard import request as requests
+from lora_server.shard.compute import DeviceCompute
+from lora_server.spec import PRESETS, ModelSpec, Site
+from lora_server.transport.base import Grant, Port
+from lora_server.transport.inproc import InprocLink
+from lora_server.transport.session import Held, Terms
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+
+TOKENS, DTYPE, LAYOUT = 256, torch.bfloat16, Layout(1, 1)
+NAMES = ("mixtral-8x7b", "qwen3-30b-a3b")
+PHASES = ("receive", "check", "find", "stage")
+PASSES = 25  # over all steps, before it is the other way's turn
+WARM_UP = 0.1
+SITE = Site(0, "gate_up")
+
+
+class Packed(NamedTuple):
+    row: int
+    first_tile: int
+    max_rank: int
+
+
+class Segment(NamedTuple):
+    block: Packed
+    first: int
+    num_entries: int
+
+
+class Listed(PagedStore):
+    """Adapters of one shape at one site, in the directory and nowhere else; `blocks` says the same in Python."""
+
+    def __init__(self, model: Model, spec: ModelSpec) -> None:
+        self.model, self.blocks = model, dict[tuple[int, int], Packed]()
+        super().__init__(Placement(spec, LAYOUT), 0, DTYPE, PagePool(1, "cpu"))
+
+    def _load_layer(self, entry: Entry[Any], layer: int) -> None:
+        shape, blocks_E2 = self.model.sites[0].shape, self.no_blocks(SITE)
+        row = self.add_row(0, shape)
+        blocks_E2[:, 0], blocks_E2[:, 1] = row, np.arange(len(blocks_E2)) * shape.num_tiles
+        self.directory.put(entry.place.index, {SITE: blocks_E2})
+        for expert in range(len(blocks_E2)):
+            self.blocks[entry.handle, expert] = Packed(row, expert * shape.num_tiles, shape.groups * 16)
+        entry.layers.remove(layer)
+        entry.ready.add(layer)
+
+    def state_of(self, handle: int, layer: int) -> State:
+        """One by one, a segment's state is looked up like this."""
+        entry = self._entries.get(handle)
+        if entry is None:
+            return State.UNKNOWN
+        if layer in entry.ready or (entry.finished and entry.failure is None):
+            return State.READY
+        return State.LOADING if entry.failure is None else State.FAILED
+
+
+class Case:
+    """A shard with all adapters, and eight steps in the slots of one client."""
+
+    def __init__(self, name: str) -> None:
+        self.model, most = MODELS[name], TOKENS * MODELS[name].top_k
+        self.spec = dataclasses.replace(PRESETS[name], layers=1, moe_layers=(0,))
+        self.max_step_rows, self.client, self.epoch = most, 1, 1
+        self.store = Listed(self.model, self.spec)
+        for handle in range(1, NUM_ADAPTERS + 1):
+            self.store.load(handle, Source(Path(), "", ""), lambda error: None)
+        while self.store.loading(range(1, NUM_ADAPTERS + 1), 0) is not None:
+            time.sleep(0.01)
+        self.compute = DeviceCompute(lambda *_: None, self.store.table, self.spec, DTYPE, most)
+        port = Port(RegionLayout.for_model(self.spec, most, NUM_DRAWS))
+        port.grant(Grant(self.client, self.epoch, b""))
+        self.link = InprocLink(port, Hello(self.client, self.epoch, b""), 0, lambda: False)
+        self.seqs = range(1, NUM_DRAWS + 1)
+        self.segments = [self._write(seq) for seq in self.seqs]
+
+    def _write(self, seq: int) -> int:
+        """The number of segments of a step that is written."""
+        drawn = draws(self.model, TOKENS)[seq - 1]
+        held = [Held(str(adapter), int(adapter) + 1, frozenset({SITE})) for adapter in drawn.adapters_T]
+        owners_E = torch.zeros(self.spec.experts, dtype=torch.int64)
+        experts_Tk = torch.from_numpy(drawn.experts_Tk.astype(np.int64))
+        (message,) = route_experts(Batch.of(held, None, decode=True), experts_Tk, owners_E, self.max_step_rows)
+        terms = Terms(self.client, self.epoch, self.spec, LAYOUT, "independent", self.max_step_rows)
+        given = Activations(x=torch.randn(TOKENS, self.spec.hidden).to(DTYPE), decode=True)
+        Packer(terms, SITE, given).write_request(self.link, seq, message, budget_us=1)
+        return len(message.segments_S4)
+
+
+def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
+    """What the loop does. Returns the time after each phase, and the kernels' table."""
+    times = [time.perf_counter_ns()]
+    header = requests.read_header(memory, case.client, case.epoch, seq)
+    if case.store.loading(requests.handles(memory, header), header.layer) is not None:
+        raise AssertionError("all are READY")
+    times.append(time.perf_counter_ns())
+    request = requests.read_request(memory, header, case.spec, case.max_step_rows)
+    times.append(time.perf_counter_ns())
+    with case.store.reading():
+        packed = case.store.gather(request.site, request.segments_S4, header.where)
+        times.append(time.perf_counter_ns())
+        step = case.compute._step(request, packed, request.rows_TK)
+    times.append(time.perf_counter_ns())
+    return times, step.segments
+
+
+def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
+    """The same with a list, a Segment, a Packed and a tuple per segment."""
+    times = [time.perf_counter_ns()]
+    header = requests.read_header(memory, case.client, case.epoch, seq)
+    for handle in frozenset(requests._segments(memory, slot.HEADER_BYTES, header.num_segments)[:, 0].tolist()):
+        if case.store.state_of(handle, header.layer) is State.LOADING:
+            raise AssertionError("all are READY")
+    times.append(time.perf_counter_ns())
+    few, requests.FEW_SEGMENTS = requests.FEW_SEGMENTS, header.num_segments  # so that its loop checks all of them
+    request = requests.read_request(memory, header, case.spec, case.max_step_rows)
+    requests.FEW_SEGMENTS = few
+    times.append(time.perf_counter_ns())
+    with case.store.reading():
+        segments = [_segment(case.store, request, *segment) for segment in request.segments_S4.tolist()]
+        max_rank = max(segment.block.max_rank for segment in segments)
+        rows = [(block.row, block.first_tile, first, entries) for block, first, entries in segments]
+        packed = PackedSegments(torch.tensor(rows, dtype=torch.int32).numpy(), max_rank)
+        times.append(time.perf_counter_ns())
+        step = case.compute._step(request, packed, request.rows_TK)
+    times.append(time.perf_counter_ns())
+    return times, step.segments
+
+
+def _segment(
+    store: Listed, request: requests.Request, handle: int, expert: int, first: int, num_entries: int
+) -> Segment:
+    if store.state_of(handle, request.site.layer) is not State.READY:
+        raise UnknownAdapterError(f"{request.header.where}: handle {handle}")
+    return Segment(store.blocks[handle, expert], first, num_entries)
+
+
+Way = Callable[[Case, memoryview, int], tuple[list[int], torch.Tensor]]
+WAYS: dict[str, Way] = {"one by one": one_by_one, "at once": at_once}
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Medians of both ways, in microseconds by phase."""
+    case = Case(name)
+    spent: dict[str, list[np.ndarray]] = {way: [] for way in WAYS}
+    for _ in track(range(rounds), name, console=Console(stderr=True)):
+        tables: dict[str, list[torch.Tensor]] = {}
+        for way, run in WAYS.items():
+            for seq in [*case.seqs] * PASSES:
+                times, table = run(case, case.link.region.request(seq), seq)
+                spent[way].append(np.diff(times))
+                tables.setdefault(way, []).append(table.clone())
+        assert all(map(torch.equal, *tables.values())), "both ways are the same steps"
+    case.store.close()
+    row: dict[str, Any] = {"model": name, "segments": statistics.median(case.segments)}
+    for way, all_times in spent.items():
+        times_us = np.array(all_times[int(len(all_times) * WARM_UP) :]) / 1e3
+        phases = dict(zip(PHASES, np.median(times_us, axis=0).tolist(), strict=True))
+        row[way] = {"total_us": float(np.median(times_us.sum(axis=1))), **{f"{p}_us": us for p, us in phases.items()}}
+    row["ratio"] = row["one by one"]["total_us"] / row["at once"]["total_us"]
+    return row
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    rows = [measure(name, arguments.rounds) for name in NAMES]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"From header to the kernels' table, {TOKENS} tokens, median us", title_justify="left")
+    for column in ("model", "segments", "way", *PHASES, "all", "one by one / at once"):
+        table.add_column(column, justify="left" if column in ("model", "way") else "right")
+    for row in rows:
+        for way in WAYS:
+            cells = [f"{row[way][f'{phase}_us']:.1f}" for phase in (*PHASES, "total")]
+            ratio = f"{row['ratio']:.1f}" if way == "at once" else ""
+            table.add_row(row["model"], f"{row['segments']:,.0f}", way, *cells, ratio)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
