@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench.kernels.draws import NUM_DRAWS, draws
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
-from client_connector.packing import Activations, Packer
+from client_connector.packing import Activations, HostPacker
 from client_connector.routing import Batch, route_experts
 from kernels_cuda.tables import PackedSegments
 from lora_server.errors import UnknownAdapterError
@@ -123,7 +123,7 @@ class Case:
         (message,) = route_experts(Batch.of(held, None, decode=True), experts_Tk, owners_E, self.max_step_rows)
         terms = Terms(self.client, self.epoch, self.spec, LAYOUT, "independent", self.max_step_rows)
         given = Activations(x=torch.randn(TOKENS, self.spec.hidden).to(DTYPE), decode=True)
-        Packer(terms, SITE, given).write_request(self.link, seq, message, budget_us=1)
+        HostPacker(terms, SITE, given).write_request(self.link, seq, message, budget_us=1)
         return len(message.segments_S4)
 
 
@@ -139,7 +139,7 @@ def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.
     with case.store.reading():
         packed = case.store.gather(request.site, request.segments_S4, header.where)
         times.append(time.perf_counter_ns())
-        step = case.compute._step(request, packed, request.rows_TK)
+        step = case.compute._step(request, packed, case.link.rows.request(header))
     times.append(time.perf_counter_ns())
     return times, step.segments
 
@@ -162,7 +162,7 @@ def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], tor
         rows = [(block.row, block.first_tile, first, entries) for block, first, entries in segments]
         packed = PackedSegments(torch.tensor(rows, dtype=torch.int32).numpy(), max_rank)
         times.append(time.perf_counter_ns())
-        step = case.compute._step(request, packed, request.rows_TK)
+        step = case.compute._step(request, packed, case.link.rows.request(header))
     times.append(time.perf_counter_ns())
     return times, step.segments
 
