@@ -30,9 +30,9 @@ class Message(NamedTuple):
 
     shard: int
     segments_S4: Ints  # handle, expert, first entry, entries
-    rows_M: torch.Tensor  # int64: the engine rows it concerns, each once
+    rows_M: torch.Tensor  # int64, on a device int32: the engine rows it concerns, each once
     map_N: torch.Tensor | None  # int32: entry -> position in rows_M; None where entry i is row i
-    entries_N: torch.Tensor  # int64: entry -> row * k + place among the row's experts
+    entries_N: torch.Tensor  # the same: entry -> row * k + place among the row's experts
 
 
 EMPTY = torch.empty(0, dtype=torch.int64)
@@ -183,7 +183,10 @@ def probe_messages(placement: Placement, site: Site, handle: int) -> list[Messag
 
 
 def in_step(messages: Sequence[Any], stage: range) -> list[Any]:
-    """Leader mode: every shard of the stage gets the same number of messages, if only empty ones."""
+    """Leader mode: every shard of the stage gets the same number of messages, if only empty ones.
+
+    Chunks that a device routes are as many for each already.
+    """
     by_shard = {shard: [m for m in messages if m.shard == shard] for shard in stage}
     longest = max(len(own) for own in by_shard.values())
     for shard, own in by_shard.items():

@@ -45,7 +45,7 @@ class MemfdTwin:
         self.rows = _rows(memory, layout)
         self.freed = threading.Event()
 
-    def free(self, let_go: bool) -> bool:
+    def free(self) -> bool:
         os.close(self.fd)
         self.freed.set()
         return True
@@ -57,7 +57,7 @@ class MemfdMemory:
     def __init__(self, full: bool = False) -> None:
         self.full, self.twins, self.pinned = full, list[MemfdTwin](), 0
 
-    def twin(self, layout: RegionLayout) -> MemfdTwin:
+    def twin(self, layout: RegionLayout, pid: int) -> MemfdTwin:
         if self.full:
             raise ShardUnavailableError("no room on this device")
         self.twins.append(MemfdTwin(layout))
@@ -95,6 +95,7 @@ class EmulatedLink(DeviceLink):
 
     @override
     def _launch(self, step: Put, choice: Choice | None) -> None:
+        assert all(t is None or t.device == self.device for t in (step.x, step.rows_M))
         if choice is not None:
             assert step.route is not None
             emulated.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -79,12 +81,12 @@ def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     used = torch.full((64 << 20,), 255, dtype=torch.uint8, device=device)
     del used
     torch.cuda.empty_cache()
-    twin = GpuMemory(device).twin(layout)
+    twin = GpuMemory(device).twin(layout, os.getpid())
     assert int(twin.rows.memory.count_nonzero()) == 0 and twin.rows.memory.nbytes % (2 << 20) == 0
     client = ImportedTwin(Welcome(2, 8192, 4096, twin="fd"), twin.fd, layout, device)
     client.rows.memory[5] = 7
     assert int(twin.rows.memory[5]) == 7
-    assert twin.free(let_go=False)
+    assert twin.free()
     client.rows.memory[6] = 8
     assert client.rows.memory[5:7].tolist() == [7, 8]
     client.close()

@@ -10,7 +10,9 @@ from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
 from lora_server.errors import AdapterError
+from lora_server.transport.shm import ShmLink
 from tests import emulated
+from tests.emulated_link import EmulatedLink
 from tests.emulated_server import EmulatedServer
 from tests.workload import NEW_TOKENS, workload
 
@@ -69,4 +71,21 @@ def test_times_and_failures_are_told_as_on_the_host(tmp_path):
                 shard.store.drop(server.held["fused"].handle)
             with pytest.raises(AdapterError):
                 load.model(ids[:1], attention_mask=mask[:1])
+    server.close()
+
+
+def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
+    """One shard near and one far: nothing is routed here, and the near one's link still puts what it is given."""
+    load = workload("mixtral")
+
+    class Mixed(EmulatedServer):
+        def connect(self, hello):
+            near, far = self.listeners
+            link = EmulatedLink(near.address, hello, 0, twin="no")
+            return [link, ShmLink(far.address, hello, 1)]
+
+    server = Mixed(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1", max_step_rows=24)
+    with attach(load.model, server) as lora, lora.adapters(load.names):
+        assert not lora.client.takes(torch.device("cpu"))
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
     server.close()

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -79,6 +80,7 @@ time.sleep(600)
 SERVER = """
 import sys, threading
 from pathlib import Path
+from types import SimpleNamespace
 from lora_server.transport.base import Grant
 from tests.echo import EchoShard
 shard = EchoShard("shm", Path(sys.argv[1]))
@@ -343,4 +345,39 @@ def test_a_client_that_mapped_what_it_was_not_given_is_cut_off(tmp_path, answer)
         os.close(fd)
     assert gone == [] and port.connections == ()
     ShmLink(listener.address, Hello(2, 1, b"key"), 0).close()
+    listener.close()
+
+
+def test_a_twin_is_for_who_has_a_device(tmp_path):
+    """It was freed before its descriptor was sent: a lying client might have got another's."""
+    port, listener, gone = device_shard(tmp_path, MemfdMemory())
+    data, fds = handshake(SimpleNamespace(listener=listener), messages.encode(Hello(1, 1, b"key", twin=True)))
+    with pytest.raises(ProtocolError, match="asks for a twin and has no device"):
+        messages.decode_welcome(data)
+    assert fds == [] and gone == [] and port.connections == ()
+    listener.close()
+
+
+def test_a_device_that_fails_ends_no_listener(tmp_path, quiet):
+    class Broken(MemfdMemory):
+        def pin(self, memory):
+            raise RuntimeError("the GPU is lost")
+
+    _, listener, _ = device_shard(tmp_path, Broken())
+    with pytest.raises(ShardUnavailableError, match="the GPU is lost"):
+        ShmLink(listener.address, Hello(1, 1, b"key"), 0)
+    EmulatedLink(listener.address, Hello(2, 1, b"key"), 0).close()
+    listener.close()
+
+
+def test_a_client_that_joins_again_and_again_does_not_fill_the_device(tmp_path):
+    memory = MemfdMemory()
+    _, listener, _ = device_shard(tmp_path, memory)
+    links = [EmulatedLink(listener.address, Hello(1, 1, b"key"), 0, twin="may") for _ in range(6)]
+
+    made = [link.twin is not None for link in links]
+    assert made[0] and not all(made) and len(memory.twins) < 6
+    assert "earlier twins" in links[made.index(False)].welcome.why
+    for link in links:
+        link.close()
     listener.close()

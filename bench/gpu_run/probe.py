@@ -46,7 +46,7 @@ COMPILED = {  # what later stages and the tests launch
     **{f"{kernel}, {dtype}": f"kernels(device).compile(torch.{dtype}, '{kernel}')"
        for dtype in ("bfloat16", "float16") for kernel in ("lora_step", "shrink", "expand")},
     "route": "router(device)",
-    "put": "compile_now()",
+    "put": "try_out(torch.cuda.Stream(device), device)",
     **{variants.name(variant): f"CudaKernels(device, {variant}).compile(torch.bfloat16)"
        for variant in variants.VARIANTS},
     **{f"test {number}": f"CudaKernels(device, {text}).compile(torch.bfloat16)" for number, text in enumerate(
@@ -58,7 +58,7 @@ import sys, cupy, torch
 from kernels_cuda.cuda import CudaKernels, kernels
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import router
-from lora_server.transport.put import compile_now
+from lora_server.transport.put import try_out
 device = torch.device("cuda", 0)
 """
 IMPORTER = """

@@ -44,7 +44,7 @@ class TimedPut:
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._word = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self._seen = self._word.numpy()
-        transport_put.compile_now()
+        transport_put.try_out(stream, device)
         torch.cuda.synchronize(device)
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:

@@ -29,7 +29,7 @@ def experts_forward(
     """The whole block of routed experts, with the deltas of `forward.batch`; returns [T, H] in x's dtype."""
     top_k = experts_Tk.shape[1]
     gate_up, down = Site(layer, "gate_up"), Site(layer, "down")
-    groups = (OnDevice if x_TH.is_cuda else OnHost)(experts_Tk.reshape(-1), module.num_experts)
+    groups = _way(x_TH, module)(experts_Tk.reshape(-1), module.num_experts)
     order_N, place = groups.order_N, groups.place_N
 
     exchange = forward.start_experts(gate_up, experts_Tk, x_TH)
@@ -51,6 +51,15 @@ def experts_forward(
     return y_TH
 
 
+def _way(x_TH: torch.Tensor, module: Any) -> type[OnHost] | type[OnDevice]:
+    """Where torch groups GEMMs on the GPU itself; elsewhere its own way would wait for the host, too."""
+    fast = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
+    if not fast or torch.cuda.get_device_capability(x_TH.device)[0] not in (9, 10):
+        return OnHost
+    widths = (*module.gate_up_proj.shape[1:], *module.down_proj.shape[1:])
+    return OnDevice if all(width % 8 == 0 for width in widths) else OnHost  # rows of 16 bytes and multiples
+
+
 class OnHost:
     """Entries sorted by expert; those of experts beyond E ("not here", under expert parallelism) are left out.
 
@@ -63,7 +72,7 @@ class OnHost:
         self.expert_N = expert_N[: len(self.order_N)]
         self._counts = torch.bincount(self.expert_N, minlength=num_experts).tolist()
         self.place_N = torch.zeros_like(experts_N, dtype=torch.int64)
-        self.place_N[self.order_N] = torch.arange(len(self.order_N))
+        self.place_N[self.order_N] = torch.arange(len(self.order_N), device=experts_N.device)
 
     def multiply(self, x_NK: torch.Tensor, weight_EOK: torch.Tensor) -> torch.Tensor:
         """[N, O]: each row through its expert's weight, an expert at a time."""

@@ -36,7 +36,7 @@ from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
 
 STATS_SECONDS = 0.5
-SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread
+SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
 

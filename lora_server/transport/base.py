@@ -63,7 +63,7 @@ class Link(End, ABC):
     device: torch.device | None = None  # activations there need not visit the host
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        """Rows `rows_M` (int64, where x is or on the host) of x become those of a request. Raises ProtocolError.
+        """Rows `rows_M` (int64 on the host, or int32 where x is) of x become those of a request. Raises ProtocolError.
 
         Nobody writes to x until the answer was waited for.
         """
@@ -150,16 +150,16 @@ class Twin(Protocol):
     handle: bytes
     fd: int
 
-    def free(self, let_go: bool) -> bool:
-        """Give it back once no step uses it; whether that could be done. `let_go`: the client has unmapped it."""
+    def free(self) -> bool:
+        """Give it back once no step uses it; whether that could be done, or the client could still touch it."""
         ...
 
 
 class DeviceMemory(Protocol):
     """What a shard that computes on a GPU has for its clients; from any thread."""
 
-    def twin(self, layout: RegionLayout) -> Twin:
-        """Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
+    def twin(self, layout: RegionLayout, pid: int) -> Twin:
+        """For a client's process. Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import structlog
 
-from lora_server.errors import ConfigError
+from lora_server.errors import ConfigError, LoraServerError
 from lora_server.transport.base import Link
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.zmq import ZmqLink
@@ -55,11 +55,17 @@ def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "
 
 def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:
     """Imported only where it is used: it needs CuPy."""
-    import torch
-
-    from lora_server.transport.cuda_ipc import GpuLink
-
     try:
-        return GpuLink(endpoint.shm, hello, endpoint.shard, torch.device(device), twin)
-    except ImportError as error:
-        raise ConfigError(f"transport cuda_ipc: {error}; install lora-server[cuda], or use shm") from error
+        import torch
+
+        from lora_server.transport.cuda_ipc import GpuLink
+
+        index = torch.device(device).index
+        gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        return GpuLink(endpoint.shm, hello, endpoint.shard, gpu, twin)
+    except LoraServerError:
+        raise
+    except Exception as error:  # no CuPy, one that is too old, a driver that refuses: there are many ways
+        raise ConfigError(
+            f"transport cuda_ipc: {type(error).__name__}: {error}; install lora-server[cuda], or use shm"
+        ) from error

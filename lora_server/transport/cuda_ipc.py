@@ -2,7 +2,7 @@
 
 A put kernel (put.cu), on a stream of its own with the highest priority, stores tables and rows and then the
 request signal, with release at system scope; nothing waits for the engine's GEMM, and the host waits for no
-stream. Signals, headers and tables lie in the region, which both processes pin. Rows and deltas lie in its
+stream. Signals, headers and tables lie in the region, which this process pins. Rows and deltas lie in its
 twin, memory of the shard's GPU that the client has mapped too (transport.device_memory), or, where there is
 none, in the region as well. A GPU rings no doorbell: the shard looks at such clients' signals itself.
 
@@ -37,12 +37,14 @@ class GpuLink(DeviceLink):
         self, address: str, hello: Hello, shard: int, device: torch.device, twin: Literal["must", "may", "no"]
     ) -> None:
         """Raises ConfigError without a twin that there must be, or where the region cannot be pinned."""
-        put.compile_now()  # not in the first step
         self._wanted = twin
         self._imported: ImportedTwin | None = None
         self._pinned: Pinned | None = None
         self._stream = torch.cuda.Stream(device, priority=HIGHEST)
-        super().__init__(address, hello, shard, device, twin != "no")
+        put.try_out(self._stream, device)
+        router(device)  # compiled now, not in the first step
+        with torch.cuda.stream(self._stream):  # what it makes is there before the first step is
+            super().__init__(address, hello, shard, device, twin != "no")
 
     @override
     def _prepare(self, welcome: Welcome, fd: int) -> bool:
@@ -84,14 +86,14 @@ class GpuLink(DeviceLink):
     @override
     def close(self) -> None:
         """Unmaps after what uses the memory has ended; a GPU that is lost to this process has ended it all."""
-        with contextlib.suppress(RuntimeError):
-            if self._imported is not None or self._pinned is not None:
-                torch.cuda.synchronize(self.device)
-            if self._imported is not None:
-                self._imported.close()
-            if self._pinned is not None:
-                self._pinned.close()
+        held = [one for one in (self._imported, self._pinned) if one is not None]
         self._imported = self._pinned = None
+        if held:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self.device)
+        for one in held:
+            with contextlib.suppress(RuntimeError):
+                one.close()
         super().close()
 
 

@@ -50,6 +50,7 @@ class DeviceLink(ShmLink):
 
     @override
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        x_TK = x_TK.to(self.device)  # a client with links of both kinds gives all of them the host's
         rows = rows_M.int() if rows_M.device == self.device else self._moved(rows_M.int())
         offset = slot.HEADER_BYTES + header.payload_bytes - len(rows) * x_TK.shape[1] * x_TK.element_size()
         to = self._address(header.seq) + offset if self.twin is None else self.twin.request_address(header)

@@ -2,9 +2,9 @@
 
 A shard creates the memory of a client's rows and hands it over as a descriptor (CUDA's virtual memory
 management): the physical memory lives until the last process has unmapped it, so that neither side's
-death takes it from under the other's kernels. Where a driver cannot do that (some containers) the older IPC
+death takes it from under the other's kernels. Where a GPU or its driver does not support that the older IPC
 handles are used: freeing what a client still maps is undefined there, so such memory is used again, once
-its client has let go, and never freed. Either way it is zeroed before a client sees it.
+its client's process has ended, and never freed. Either way it is zeroed before a client sees it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from lora_server.transport.rows import Rows, TwinRows, twin_bytes
 from lora_server.wire.messages import Welcome
 from lora_server.wire.region import RegionLayout
 
+BLOCK_BYTES = 2 << 20
 PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags
 log = structlog.get_logger()
 
@@ -118,10 +120,24 @@ def _location(device: torch.device) -> Any:
     return location
 
 
-def _whole(layout: RegionLayout, properties: Any) -> int:
+def _properties(device: torch.device) -> Any:
+    """Of a twin's physical memory."""
+    driver = _driver()
+    wanted = driver.CUmemAllocationProp()
+    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location = _location(device)
+    wanted.requestedHandleTypes = _descriptor()
+    return wanted
+
+
+def _descriptor() -> Any:
+    return _driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _whole(layout: RegionLayout, device: torch.device) -> int:
     """Bytes of a twin in whole units of allocation (2 MiB), which nobody else's memory shares."""
     minimum = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    granularity = int(_call("cuMemGetAllocationGranularity", properties, minimum))
+    granularity = int(_call("cuMemGetAllocationGranularity", _properties(device), minimum))
     return -(-twin_bytes(layout) // granularity) * granularity
 
 
@@ -133,37 +149,35 @@ class _DescriptorTwin:
     handle = b""
 
     def __init__(self, layout: RegionLayout, device: torch.device) -> None:
-        self._device, self.fd = device, -1
-        driver = _driver()
-        descriptor = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        wanted = driver.CUmemAllocationProp()
-        wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location = _location(device)
-        wanted.requestedHandleTypes = descriptor
-        nbytes = _whole(layout, wanted)
-        physical = _call("cuMemCreate", nbytes, wanted, 0)
+        self._device, self.fd, self._memory = device, -1, None
+        nbytes = _whole(layout, device)
+        physical = _call("cuMemCreate", nbytes, _properties(device), 0)
         try:
-            self.fd = int(_call("cuMemExportToShareableHandle", physical, descriptor, 0))
+            self.fd = int(_call("cuMemExportToShareableHandle", physical, _descriptor(), 0))
             self._memory = _Mapped(physical, nbytes, device)
-        except _DriverError:
-            self._close_fd()
+            memory = as_tensor(self._memory.pointer, nbytes, None, device)
+            _zero(memory)
+        except BaseException:
+            self.free()
             raise
         finally:
             _call("cuMemRelease", physical)  # the mapping and the descriptor hold it
-        memory = as_tensor(self._memory.pointer, nbytes, None, device)
-        _zero(memory)
         self.rows = TwinRows(memory, layout)
 
-    def _close_fd(self) -> None:
+    _memory: _Mapped | None
+
+    def free(self) -> bool:
+        """At once, whatever the client does: its own mapping holds what it maps. Idempotent."""
+        memory, self._memory = self._memory, None
+        try:
+            with _on(self._device):
+                if memory is not None:
+                    memory.unmap()
+        except RuntimeError as error:  # the GPU is lost to this process, and its next step ends it
+            log.error("a client's GPU memory cannot be unmapped", reason=str(error))
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-    def free(self, let_go: bool) -> bool:
-        """At once, whatever the client does: its own mapping holds what it maps."""
-        with _on(self._device):
-            self._memory.unmap()
-        self._close_fd()
         return True
 
 
@@ -188,22 +202,32 @@ class _HandleTwin:
     def __init__(self, layout: RegionLayout, device: torch.device, spare: list[_HandleTwin]) -> None:
         import cupy
 
-        self._spare, nbytes = spare, twin_bytes(layout)
+        self._spare, self._client = spare, -1
+        nbytes = -(-twin_bytes(layout) // BLOCK_BYTES) * BLOCK_BYTES  # a client maps whole blocks of it
         pointer = cupy.cuda.runtime.malloc(nbytes)
         try:
             self.handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(pointer)
         except cupy.cuda.runtime.CUDARuntimeError:
             cupy.cuda.runtime.free(pointer)
             raise
-        self.memory = as_tensor(pointer, nbytes, None, device)
-        _zero(self.memory)
-        self.rows = TwinRows(self.memory, layout)
+        self._memory = as_tensor(pointer, nbytes, None, device)
+        self.rows = TwinRows(self._memory, layout)
 
-    def free(self, let_go: bool) -> bool:
-        """Not before the client has let go: it could still write there."""
-        if let_go:
-            self._spare.append(self)
-        return let_go
+    def give(self, pid: int) -> _HandleTwin:
+        """To a client's process, which sees zeros."""
+        _zero(self._memory)
+        with contextlib.suppress(OSError):  # it has ended, or is out of sight: in another container, say
+            self._client = os.pidfd_open(pid)
+        return self
+
+    def free(self) -> bool:
+        """Not before the client's process has ended: until then it could read and write there."""
+        if self._client < 0 or not select.select([self._client], [], [], 0)[0]:
+            return False
+        os.close(self._client)
+        self._client = -1
+        self._spare.append(self)
+        return True
 
 
 class GpuMemory:
@@ -214,17 +238,14 @@ class GpuMemory:
         self._spare: list[_HandleTwin] = []
         self._lock = threading.Lock()
 
-    def twin(self, layout: RegionLayout) -> Twin:
-        """Raises ShardUnavailableError where the GPU has no room, or cannot share its memory."""
+    def twin(self, layout: RegionLayout, pid: int) -> Twin:
+        """For a client's process. Raises ShardUnavailableError where the GPU has no room, or cannot share it."""
         with self._lock, _on(self._device):
             try:
                 if can_share_descriptors(self._device):
                     return _DescriptorTwin(layout, self._device)
-                if self._spare:
-                    used = self._spare.pop()
-                    _zero(used.memory)
-                    return used
-                return _HandleTwin(layout, self._device, self._spare)
+                spare = self._spare.pop() if self._spare else _HandleTwin(layout, self._device, self._spare)
+                return spare.give(pid)
             except (RuntimeError, ImportError) as error:
                 raise ShardUnavailableError(
                     f"{self._device}: cannot share {twin_bytes(layout)} bytes for a client's rows ({error}); start the "
@@ -255,22 +276,20 @@ class ImportedTwin:
         try:
             with _on(device):
                 pointer = self._map(fd, layout) if welcome.twin == "fd" else self._open(welcome.handle)
+                self.rows = TwinRows(as_tensor(pointer, twin_bytes(layout), None, device), layout)
         except (RuntimeError, ImportError) as error:
+            self.close()
             raise ConfigError(
                 f"transport cuda_ipc: {device} cannot map the shard's GPU memory ({error}); is the shard's GPU "
                 "visible to this process? transport='shm' works without"
             ) from error
-        self.rows = TwinRows(as_tensor(pointer, twin_bytes(layout), None, device), layout)
 
     _mapped: _Mapped | None
 
     def _map(self, fd: int, layout: RegionLayout) -> int:
-        kind = _driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        physical = _call("cuMemImportFromShareableHandle", fd, kind)
+        physical = _call("cuMemImportFromShareableHandle", fd, _descriptor())
         try:
-            properties = _call("cuMemGetAllocationPropertiesFromHandle", physical)
-            nbytes = _whole(layout, properties)
-            self._mapped = _Mapped(physical, nbytes, self._device)
+            self._mapped = _Mapped(physical, _whole(layout, self._device), self._device)
         finally:
             _call("cuMemRelease", physical)
         return self._mapped.pointer
@@ -314,7 +333,8 @@ class Pinned:
 
     def pointer(self, offset: int) -> int:
         """Where the device finds a byte of a registered part."""
-        return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
+        with _on(self._device):
+            return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
 
     def close(self) -> None:
         """Idempotent; no copy or kernel may still use it."""

@@ -83,16 +83,30 @@ class Put:
 
 
 @cache
-def _kernels() -> dict[str, Any]:
+def _kernels(device: torch.device) -> dict[str, Any]:
     import cupy
 
-    module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
-    return {name: module.get_function(name) for name in ("put_vectors", "put_halves")}
+    with cupy.cuda.Device(device.index):
+        module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
+        return {name: module.get_function(name) for name in ("put_vectors", "put_halves")}
 
 
-def compile_now() -> None:
-    """Not in the first step. Raises ImportError without CuPy."""
-    _kernels()
+def try_out(stream: torch.cuda.Stream, device: torch.device) -> None:
+    """One put of no rows, so that what cannot work fails here, and nothing is compiled in the first step.
+
+    Raises ImportError, RuntimeError, or whatever a CuPy raises that is broken or too old.
+    """
+    with torch.cuda.stream(stream):
+        x, finished = (
+            torch.zeros(1, 8, dtype=torch.bfloat16, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
+        )
+        said = torch.zeros(1, dtype=torch.int64, device=device)
+    step = Put(x=x, to=0, slot=0, signal=said.data_ptr(), value=7, finished=finished, rows_M=finished[:0])
+    launch(step, stream)
+    stream.synchronize()
+    if int(said) != 7:
+        raise RuntimeError("the put kernel ran and signalled nothing")
 
 
 def launch(step: Put, stream: torch.cuda.Stream) -> None:
@@ -101,4 +115,4 @@ def launch(step: Put, stream: torch.cuda.Stream) -> None:
 
     numbers = tuple(cupy.uint64(value) for value in step.arguments())
     with torch.cuda.stream(stream), on_torch_stream(step.x.device):
-        _kernels()[step.kernel]((BLOCKS,), (WARPS * 32,), numbers)
+        _kernels(step.x.device)[step.kernel]((BLOCKS,), (WARPS * 32,), numbers)

@@ -1,8 +1,9 @@
 """Shared memory on one host: an anonymous memfd per (client, shard), passed over a Unix socket.
 
-The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two descriptors (region, doorbell) the
-other, and then nothing: it stays open, so that each side sees the other's death at once. Regions
-have no name, are sealed against resizing, and vanish with their last holder.
+The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two or three descriptors (region, doorbell, the
+twin of a client with a device) the other, then Mapped from such a client, and then nothing: it stays open, so
+that each side sees the other's death at once. Regions have no name, are sealed against resizing, and vanish
+with their last holder.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 HANDSHAKE_SECONDS = 5.0
 QUARANTINE_SECONDS = 60.0
+MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
 BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause
 POLL_SECONDS = 200e-6  # later a GPU's signals are looked at so often
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
-    """A sealed memfd of `nbytes` zeros, and its mapping; the caller closes the descriptor."""
+    """A sealed memfd of `nbytes` zeros, and its mapping; the caller closes the descriptor. Raises OSError."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, nbytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd, Mapping(nbytes, fd)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, Mapping(nbytes, fd)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 class ShmLink(Link):
@@ -136,7 +142,6 @@ class _ShmConnection(Connection):
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self._socket = sock
         self._parker = park.Parker(region.parked)
-        self.cut_off = False
 
     def respond(self, seq: int, nbytes: int) -> None:
         """The payload is in place already: only the signal is left."""
@@ -146,7 +151,6 @@ class _ShmConnection(Connection):
     @override
     def close(self) -> None:
         """The listener's selector then sees the end of file and drops the socket."""
-        self.cut_off = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -179,12 +183,12 @@ class _Peer:
     """A client's socket, and what it was given."""
 
     sock: socket.socket
+    pid: int
     due: float  # the end of the handshake; of what is kept for a client that went
     hello: Hello | None = None
     region: Region | None = None
     connection: _ShmConnection | None = None
     twin: Twin | None = None
-    left: bool = False  # it closed the socket itself, or its process ended
 
 
 class ShmListener:
@@ -240,7 +244,7 @@ class ShmListener:
 
     def _freed(self, peer: _Peer) -> bool:
         peer.due = time.monotonic() + QUARANTINE_SECONDS
-        return peer.twin is None or peer.twin.free(peer.left)
+        return peer.twin is None or peer.twin.free()
 
     def _accept(self) -> None:
         try:
@@ -248,11 +252,11 @@ class ShmListener:
         except OSError:
             return
         sock.setblocking(False)
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (os.getuid(), 0):
             sock.close()
             return
-        peer = _Peer(sock, time.monotonic() + HANDSHAKE_SECONDS)
+        peer = _Peer(sock, pid, time.monotonic() + HANDSHAKE_SECONDS)
         self._shaking.append(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
@@ -264,7 +268,6 @@ class ShmListener:
         except OSError:
             data = b""
         if not data or peer.connection is not None:
-            peer.left = not data and not (peer.connection is not None and peer.connection.cut_off)
             self._end(peer)
             return
         try:
@@ -276,12 +279,15 @@ class ShmListener:
             self._refuse(peer, error)
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
-        except OSError as error:  # out of descriptors or memory
+        except Exception as error:  # out of descriptors or memory, or a GPU that fails: others are still accepted
+            log.exception("a client could not be connected")
             self._refuse(peer, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
 
     def _welcome(self, peer: _Peer, hello: Hello) -> None:
         """Region and twin; a client without a device may push at once, another when it has mapped them."""
         grant = self._port.admit(hello)
+        if hello.twin and not hello.device:
+            raise ProtocolError(f"client {hello.client}: it asks for a twin and has no device")
         layout = self._port.layout
         fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
         fds = [fd, self._doorbell_fd]
@@ -290,20 +296,24 @@ class ShmListener:
             peer.region.write_geometry()
             answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
             if hello.twin:
-                self._offer_twin(peer, answer, fds)
+                self._offer_twin(peer, hello.client, answer, fds)
             if not hello.device:
                 self._connect(peer, hello, False)
             _send_fds(peer.sock, messages.encode(answer), fds)
         finally:
             os.close(fd)
 
-    def _offer_twin(self, peer: _Peer, answer: Welcome, fds: list[int]) -> None:
+    def _offer_twin(self, peer: _Peer, client: int, answer: Welcome, fds: list[int]) -> None:
         """A shard without room for one says why, and serves the client all the same."""
         answer.why = "the shard does not compute on a GPU"
         if self._device is None:
             return
+        kept = [other.hello for other in (*self._shaking, *self._retired) if other.twin is not None]
+        if sum(hello is not None and hello.client == client for hello in kept) >= MAX_TWINS:
+            answer.why = "earlier twins of this client are not free yet"
+            return
         try:
-            peer.twin = self._device.twin(self._port.layout)
+            peer.twin = self._device.twin(self._port.layout, peer.pid)
         except ShardUnavailableError as error:
             answer.why = str(error)
             log.warning("a client's rows go through host memory", reason=answer.why)
@@ -318,7 +328,7 @@ class ShmListener:
         assert region is not None
         if twin and peer.twin is None:
             raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
-        if not twin and peer.twin is not None and peer.twin.free(let_go=True):
+        if not twin and peer.twin is not None and peer.twin.free():
             peer.twin = None
         if hello.device:
             peer.connection = _DeviceConnection(grant, region, peer.sock, peer.twin if twin else None)
