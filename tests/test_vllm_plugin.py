@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from client_connector.client import Client
@@ -23,7 +25,17 @@ from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
 from lora_server.daemon.inproc import InprocServer
-from lora_server.errors import ConfigError, GeometryMismatchError, ServerUnavailableError, StepError
+from lora_server.errors import (
+    AdapterLoadError,
+    ConfigError,
+    GeometryMismatchError,
+    LeaseError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+    StepError,
+    StepTimeoutError,
+    UnknownAdapterError,
+)
 from lora_server.spec import Site
 from tests.echo import needs_emulator
 from tests.emulated_server import EmulatedServer
@@ -274,6 +286,41 @@ def test_a_bad_adapter_fails_its_requests_and_no_other(served, forward, projecti
     x = torch.randn(4, layer.in_features)
     assert not torch.equal(apply(layer, x, layer.bias), layer(x))
     assert forward.end() == {}
+
+
+def test_what_may_succeed_later_is_told_from_what_will_not():
+    """A gateway tries a 503 again, and nothing else."""
+    passing = (ServerUnavailableError, LeaseError, ShardUnavailableError, StepTimeoutError)
+    assert all(Failure.of(error("")).passes for error in passing)
+    lasting = (UnknownAdapterError, AdapterLoadError, GeometryMismatchError, ConfigError)
+    assert not any(Failure.of(error("")).passes for error in lasting)
+    assert not Failure("not_invoked", "").passes
+
+
+def test_failing_steps_are_one_line_and_then_counted(forward):
+    with capture_logs() as lines:
+        for _ in range(200):
+            forward.failed(ShardUnavailableError("shard 1: closed"), None)
+            forward.receive(StepPlan())
+    assert [line["event"] for line in lines] == ["adapter rows failed"]
+
+
+def test_an_outage_is_logged_when_it_begins_and_when_it_ends():
+    away = threading.Event()
+    away.set()
+
+    def join():
+        if away.is_set():
+            raise ServerUnavailableError("away")
+
+    rejoin = Rejoin(join, "worker")
+    with capture_logs() as lines:
+        for _ in range(20):
+            assert not rejoin.wait(0.0)
+        away.clear()
+        assert rejoin.wait(10)
+    assert [line["event"] for line in lines] == ["LoRA server lost; joining it anew", "rejoined"]
+    assert lines[1]["who"] == "worker" and lines[1]["away_seconds"] >= 0
 
 
 def test_rejoining_happens_in_the_background():

@@ -18,15 +18,14 @@ from client_connector.alora import invocation_start
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.retry import while_away
-from client_connector.serving.plan import Assigned, Failure, StepPlan
+from client_connector.serving.plan import PASSING, Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import BASE_MODEL, Settings
-from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError, StepError
+from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.transport.session import Held, Session
 
 log = structlog.get_logger()
 MOMENT = 1.0  # seconds that the first request of an outage waits
-_TRANSIENT = (LeaseError, ServerUnavailableError, StepError)
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Holder:
         self._uses: dict[str, Use] = {}
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
-        self._rejoin = Rejoin(self._regain)
+        self._rejoin = Rejoin(self._regain, "scheduler")
         self._directory = Directory(settings.address)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
@@ -161,7 +160,7 @@ class Holder:
 
     def _fail(self, use: Use, error: LoraServerError) -> None:
         use.failure = Failure.of(error)
-        use.falls_back = isinstance(error, _TRANSIENT) and self._settings.on_failure == BASE_MODEL
+        use.falls_back = isinstance(error, PASSING) and self._settings.on_failure == BASE_MODEL
 
     # -- the session
 

@@ -54,6 +54,7 @@ CONTRACT = (
     Touched("vllm.entrypoints.serve.engine.protocol", "ModelCard"),
     Touched("vllm.entrypoints.serve.engine.protocol", "ErrorResponse"),
     Touched("vllm.exceptions", "GenerationError", ("message",)),
+    Touched("vllm.exceptions", "RetryableRequestError", ("message",)),
     Touched("vllm.exceptions", "VLLMNotFoundError"),
     Touched("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
     # engine core

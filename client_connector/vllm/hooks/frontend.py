@@ -15,13 +15,13 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ModelCard
 from vllm.entrypoints.serve.engine.serving import BaseServing
-from vllm.exceptions import GenerationError, VLLMNotFoundError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import Directory
-from client_connector.serving.plan import parse_flag
+from client_connector.serving.plan import Failure, parse_flag
 from client_connector.serving.settings import KEY, Settings
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.settings import of_engine
@@ -210,12 +210,15 @@ def _generate(original: Any) -> Callable[..., Any]:
                 if flag is not None and one.finish_reason is not None:
                     REQUESTS.labels(flag[0] if flag[1] != "not_invoked" else flag[1]).inc()
                     if one.finish_reason == "error":
-                        raise _raised(*flag)
+                        raise _raised(Failure(*flag[1:]))
             yield output
 
     return generate
 
 
-def _raised(outcome: str, code: str, message: str) -> Exception:
-    kind: type[Exception] = VLLMNotFoundError if code == UnknownAdapterError.code else GenerationError
-    return kind(message)
+def _raised(failure: Failure) -> Exception:
+    """404 unknown, 503 where the same request may succeed later (gateways try those again), 500 otherwise."""
+    kind: type[Exception] = RetryableRequestError if failure.passes else GenerationError
+    if failure.code == UnknownAdapterError.code:
+        kind = VLLMNotFoundError
+    return kind(failure.message)
