@@ -30,7 +30,10 @@ CONTRACT = (
     Touched(
         "vllm.engine.arg_utils",
         "EngineArgs",
-        ("additional_config", "enable_lora", "max_loras", "enforce_eager", "compilation_config"),
+        (
+            *("additional_config", "enable_lora", "max_loras", "enforce_eager", "compilation_config"),
+            *("model", "served_model_name"),
+        ),
     ),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self",)),
     Touched("vllm.config", "CompilationConfig._attention_ops"),

@@ -15,6 +15,7 @@ from client_connector.directory import Directory
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import launch
+from lora_server.errors import AdapterExistsError
 from tests.serving import HANG_SECONDS, kill, status, until
 from tests.workload import NEW_TOKENS
 
@@ -102,6 +103,15 @@ def test_a_bad_adapter_is_refused_with_the_reason(load, api, tmp_path):
     assert code == 400 and "/no/such/place" in answer["error"]["message"]
     assert api.complete("bad", load.batch[0].prompt, NEW_TOKENS)[0] == 404
     assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
+
+
+def test_no_adapter_gets_the_base_models_name(api, directory, load):
+    """vLLM would answer from the base model, and nobody would see it."""
+    with pytest.raises(AdapterExistsError, match=r"'base': engine .* serves its base model under this name"):
+        directory.add("base", str(load.paths["fused"]))
+    for path in (str(load.paths["fused"]), "base"):
+        code, answer = api.request("POST", "/v1/load_lora_adapter", {"lora_name": "base", "lora_path": path})
+        assert code == 400 and "'base' conflicts" in answer["error"]["message"]
 
 
 def test_an_alora_that_is_not_invoked_says_so(load, api, directory, tmp_path):

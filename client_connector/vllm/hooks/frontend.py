@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -58,12 +59,19 @@ def configure(args: Any, found: Settings) -> None:
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None
+    found = dataclasses.replace(found, served_names=served_names(args))
     args.additional_config = {**(args.additional_config or {}), KEY: found.as_config()}
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter and names of the server
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
     if current_platform.is_cuda_alike() and not args.enforce_eager:
         split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def served_names(args: Any) -> tuple[str, ...]:
+    """What requests for the base model ask for."""
+    names = args.served_model_name or args.model
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def check_parallel(vllm_config: Any) -> None:
