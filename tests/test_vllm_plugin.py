@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import threading
@@ -20,11 +21,13 @@ from client_connector.serving.plan import Assigned, Failure, StepPlan, parse_fla
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import KEY
+from client_connector.vllm.amx import ask_for_amx
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
 from lora_server.daemon.inproc import InprocServer
+from lora_server.demo.serve_vllm import engine_environment
 from lora_server.errors import (
     AdapterLoadError,
     ConfigError,
@@ -96,6 +99,49 @@ def test_supported_versions(version, good):
         return
     with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
         check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_amx", "granted", "asked", "refused"),
+    [
+        (torch.bfloat16, False, False, False, False),
+        (torch.bfloat16, True, True, True, False),
+        (torch.bfloat16, True, False, True, True),
+        (torch.float16, True, False, True, True),
+        (torch.float32, True, False, True, False),
+    ],
+)
+def test_amx_is_asked_for_where_there_is_some(dtype, has_amx, granted, asked, refused):
+    calls = []
+
+    def ask():
+        calls.append(None)
+        return granted
+
+    with pytest.raises(ConfigError, match="start it with --dtype float32") if refused else contextlib.nullcontext():
+        ask_for_amx(dtype, lambda: has_amx, ask)
+    assert bool(calls) == asked
+
+
+def test_amx_is_asked_for_on_this_processor():
+    """By torch's own functions, which have to be there."""
+    refused = torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx()
+    with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+        ask_for_amx(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "space"),
+    [
+        ([], {}, "4"),
+        (["--max-model-len", "512"], {"VLLM_CPU_KVCACHE_SPACE": "9"}, "9"),
+        (["--gpu-memory-utilization", "0.5"], {}, None),
+        (["--kv-cache-memory-bytes=2G"], {}, None),
+    ],
+)
+def test_serve_vllm_takes_little_of_a_shared_machine(flags, environment, space):
+    """vLLM's own default is 0.92 of it, and the environment would win over its flags."""
+    assert engine_environment(flags, environment, "h:1").get("VLLM_CPU_KVCACHE_SPACE") == space
 
 
 def test_graphs_are_captured_between_exchanges():

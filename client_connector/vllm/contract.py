@@ -86,7 +86,11 @@ CONTRACT = (
     ),
     Touched("vllm.v1.request", "Request.update_block_hashes"),
     Touched("vllm.tokenizers", "get_tokenizer"),
-    Touched("vllm.config", "ModelConfig", ("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code")),
+    Touched(
+        "vllm.config",
+        "ModelConfig",
+        ("dtype", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code"),
+    ),
     Touched("vllm.config", "get_current_vllm_config"),
     Touched("vllm.v1.request", "RequestStatus.FINISHED_ERROR"),
     Touched("vllm.v1.request", "RequestStatus.RUNNING"),
