@@ -32,9 +32,20 @@ HEARTBEAT_SECONDS = 1.0  # or a quarter of the lease: a restarted controller soo
 class RemoteServer(Server):
     """A server at HOST:PORT; `transport` is one of connect.TRANSPORTS."""
 
-    def __init__(self, address: str, transport: str = "auto", links: bool = True, device: str = "cpu") -> None:
-        """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are."""
+    def __init__(
+        self,
+        address: str,
+        transport: str = "auto",
+        links: bool = True,
+        device: str = "cpu",
+        served_names: Sequence[str] = (),
+    ) -> None:
+        """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
+
+        `served_names`: under which the engine answers from its base model; the server refuses adapters of such a name.
+        """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
+        self.served_names = served_names
 
     @override
     def join(self, seconds: float = JOIN_SECONDS) -> Session:
@@ -60,7 +71,8 @@ class RemoteSession(Session):
         self._unreleased: list[int] = []  # let go while the controller was away
         self._lock = threading.Lock()  # the two above, and the calls that tell of them
         self.links: list[Link] = []
-        request = pb.JoinRequest(instance=f"{socket.gethostname()}:{os.getpid()}")
+        instance = f"{socket.gethostname()}:{os.getpid()}"
+        request = pb.JoinRequest(instance=instance, served_names=server.served_names)
         try:
             lease: pb.Lease = call(self._clients.Join, request, server=server.address, seconds=seconds)
         except BaseException:
@@ -77,7 +89,8 @@ class RemoteSession(Session):
         spec = ModelSpec.from_json(lease.spec_json)
         layout = Layout.parse(lease.layout)
         coordination, rows = lease.coordination, lease.max_step_rows
-        self.terms = Terms(lease.client, lease.epoch, spec, layout, coordination, rows, lease.server)
+        hidden = tuple(lease.hidden_adapters)
+        self.terms = Terms(lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden)
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard)
         for endpoint in endpoints if self._server.links else ():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import psutil
 
 from lora_server.demo import children
+from lora_server.demo.launch import RunningServer
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import open_channel
@@ -61,6 +62,15 @@ def shard_processes(address: str) -> list[psutil.Process]:
 
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+def kill(server: RunningServer) -> None:
+    """All of a node at once, as if its machine had gone."""
+    family = descendants(server.process.pid)
+    server.process.kill()
+    for process in family:
+        process.kill()
+    server.process.wait(10)
 
 
 def command_of(process: psutil.Process) -> list[str]:

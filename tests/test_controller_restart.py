@@ -19,7 +19,7 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
         controller.adapters.get("law")
     with pytest.raises(ServerUnavailableError, match="waits for its shards"):
         controller.clients.renew(3, 9)
-    grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine")
+    grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine", served_names=["base"])
     law, old = kept("law", 5), kept("old", 4, listed=False)
     state = {"run": "abc", "epoch": 2, "registered": True}
     first = controller.arrivals.arrive(
@@ -34,6 +34,7 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
         ("old", "draining"),
     ]
     assert controller.clients.renew(3, 9), "the client is asked what it holds"
+    assert controller.clients.leases.serving("base") == "engine"
     controller.clients.restore(3, 9, [4])
     assert controller.adapters.get("law").record.handle == 5
     controller.clients.release(3, 9, [4])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from client_connector.client import Client
@@ -18,12 +21,24 @@ from client_connector.serving.plan import Assigned, Failure, StepPlan, parse_fla
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import KEY
+from client_connector.vllm.amx import ask_for_amx
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
 from lora_server.daemon.inproc import InprocServer
-from lora_server.errors import ConfigError, GeometryMismatchError, ServerUnavailableError, StepError
+from lora_server.demo.serve_vllm import engine_environment
+from lora_server.errors import (
+    AdapterLoadError,
+    ConfigError,
+    GeometryMismatchError,
+    LeaseError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+    StepError,
+    StepTimeoutError,
+    UnknownAdapterError,
+)
 from lora_server.spec import Site
 from tests.echo import needs_emulator
 from tests.emulated_server import EmulatedServer
@@ -84,6 +99,49 @@ def test_supported_versions(version, good):
         return
     with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
         check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_amx", "granted", "asked", "refused"),
+    [
+        (torch.bfloat16, False, False, False, False),
+        (torch.bfloat16, True, True, True, False),
+        (torch.bfloat16, True, False, True, True),
+        (torch.float16, True, False, True, True),
+        (torch.float32, True, False, True, False),
+    ],
+)
+def test_amx_is_asked_for_where_there_is_some(dtype, has_amx, granted, asked, refused):
+    calls = []
+
+    def ask():
+        calls.append(None)
+        return granted
+
+    with pytest.raises(ConfigError, match="start it with --dtype float32") if refused else contextlib.nullcontext():
+        ask_for_amx(dtype, lambda: has_amx, ask)
+    assert bool(calls) == asked
+
+
+def test_amx_is_asked_for_on_this_processor():
+    """By torch's own functions, which have to be there."""
+    refused = torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx()
+    with pytest.raises(ConfigError) if refused else contextlib.nullcontext():
+        ask_for_amx(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "space"),
+    [
+        ([], {}, "4"),
+        (["--max-model-len", "512"], {"VLLM_CPU_KVCACHE_SPACE": "9"}, "9"),
+        (["--gpu-memory-utilization", "0.5"], {}, None),
+        (["--kv-cache-memory-bytes=2G"], {}, None),
+    ],
+)
+def test_serve_vllm_takes_little_of_a_shared_machine(flags, environment, space):
+    """vLLM's own default is 0.92 of it, and the environment would win over its flags."""
+    assert engine_environment(flags, environment, "h:1").get("VLLM_CPU_KVCACHE_SPACE") == space
 
 
 def test_graphs_are_captured_between_exchanges():
@@ -274,6 +332,41 @@ def test_a_bad_adapter_fails_its_requests_and_no_other(served, forward, projecti
     x = torch.randn(4, layer.in_features)
     assert not torch.equal(apply(layer, x, layer.bias), layer(x))
     assert forward.end() == {}
+
+
+def test_what_may_succeed_later_is_told_from_what_will_not():
+    """A gateway tries a 503 again, and nothing else."""
+    passing = (ServerUnavailableError, LeaseError, ShardUnavailableError, StepTimeoutError)
+    assert all(Failure.of(error("")).passes for error in passing)
+    lasting = (UnknownAdapterError, AdapterLoadError, GeometryMismatchError, ConfigError)
+    assert not any(Failure.of(error("")).passes for error in lasting)
+    assert not Failure("not_invoked", "").passes
+
+
+def test_failing_steps_are_one_line_and_then_counted(forward):
+    with capture_logs() as lines:
+        for _ in range(200):
+            forward.failed(ShardUnavailableError("shard 1: closed"), None)
+            forward.receive(StepPlan())
+    assert [line["event"] for line in lines] == ["adapter rows failed"]
+
+
+def test_an_outage_is_logged_when_it_begins_and_when_it_ends():
+    away = threading.Event()
+    away.set()
+
+    def join():
+        if away.is_set():
+            raise ServerUnavailableError("away")
+
+    rejoin = Rejoin(join, "worker")
+    with capture_logs() as lines:
+        for _ in range(20):
+            assert not rejoin.wait(0.0)
+        away.clear()
+        assert rejoin.wait(10)
+    assert [line["event"] for line in lines] == ["LoRA server lost; joining it anew", "rejoined"]
+    assert lines[1]["who"] == "worker" and lines[1]["away_seconds"] >= 0
 
 
 def test_rejoining_happens_in_the_background():

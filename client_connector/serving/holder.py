@@ -18,15 +18,14 @@ from client_connector.alora import invocation_start
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.retry import while_away
-from client_connector.serving.plan import Assigned, Failure, StepPlan
+from client_connector.serving.plan import PASSING, Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import BASE_MODEL, Settings
-from lora_server.errors import AdapterLoadError, LeaseError, LoraServerError, ServerUnavailableError, StepError
+from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.transport.session import Held, Session
 
 log = structlog.get_logger()
 MOMENT = 1.0  # seconds that the first request of an outage waits
-_TRANSIENT = (LeaseError, ServerUnavailableError, StepError)
 
 
 @dataclass
@@ -45,19 +44,31 @@ class Holder:
     """Thread-safe. `tokenize` makes tokens of a legacy invocation string."""
 
     def __init__(self, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
-        """Joins; raises ServerUnavailableError."""
+        """Joins; raises ServerUnavailableError, ConfigError if a base model's name hides an adapter."""
         self._settings, self._tokenize = settings, tokenize
-        self._server = RemoteServer(settings.address, settings.transport, links=False)
+        names = settings.served_names
+        self._server = RemoteServer(settings.address, settings.transport, links=False, served_names=names)
         self._lock = threading.Lock()  # state
         self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
         self._session: Session = self._server.join(settings.timeout_seconds)
+        if self._session.terms.hidden_adapters:
+            self._session.leave()
+            raise ConfigError(self._hidden())
         self._uses: dict[str, Use] = {}
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
-        self._rejoin = Rejoin(self._regain)
+        self._rejoin = Rejoin(self._regain, "scheduler")
         self._directory = Directory(settings.address)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
+
+    def _hidden(self) -> str:
+        names, hidden = list(self._settings.served_names), list(self._session.terms.hidden_adapters)
+        return (
+            f"served names {names}: {hidden} are adapters of the server {self._settings.address} too, "
+            "and requests for them would be answered by the base model; "
+            "serve the base model under another name (vLLM: --served-model-name), or remove them"
+        )
 
     # -- a request's life
 
@@ -161,7 +172,7 @@ class Holder:
 
     def _fail(self, use: Use, error: LoraServerError) -> None:
         use.failure = Failure.of(error)
-        use.falls_back = isinstance(error, _TRANSIENT) and self._settings.on_failure == BASE_MODEL
+        use.falls_back = isinstance(error, PASSING) and self._settings.on_failure == BASE_MODEL
 
     # -- the session
 
@@ -220,6 +231,8 @@ class Holder:
             for use in self._uses.values():
                 use.held = None
         old.leave()
+        if fresh.terms.hidden_adapters:  # the base model's requests are served all the same
+            log.error("adapters are hidden", error=self._hidden())
 
     def _let_go(self, use: Use) -> None:
         held, use.held = use.held, None

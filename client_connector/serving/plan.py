@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lora_server.errors import LoraServerError
+from lora_server.errors import BY_CODE, LeaseError, LoraServerError, ServerUnavailableError, StepError
 from lora_server.transport.session import Held
 
 PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carries a StepPlan
 FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
 RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
+PASSING = (LeaseError, ServerUnavailableError, StepError)  # an outage: the same request may succeed after it
 
 
 class Assigned(NamedTuple):
@@ -47,6 +48,11 @@ class Failure(NamedTuple):
     def of(cls, error: LoraServerError) -> Failure:
         """From an error of ours."""
         return cls(error.code, str(error))
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may succeed later."""
+        return issubclass(BY_CODE.get(self.code, LoraServerError), PASSING)
 
     def flag(self, outcome: str) -> str:
         """As a request's stop reason; `outcome` is a word for what happened to the request."""

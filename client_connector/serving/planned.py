@@ -27,6 +27,7 @@ from client_connector.serving.plan import NO_PLAN, RETRY, Assigned, Failure, Ste
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.staging import Staging
 from lora_server.errors import AdapterError, LoraServerError, ShardUnavailableError, UnknownAdapterError
+from lora_server.logs import Repeats
 from lora_server.transport.session import Held
 
 OUTAGE_SECONDS = 1.0
@@ -45,7 +46,8 @@ class PlannedPass(ForwardPass):
         self._failures: dict[str, Failure] = {}
         self._plan = NO_PLAN
         self._server = client.terms.server
-        self._rejoin = Rejoin(client.recover)
+        self._rejoin = Rejoin(client.recover, "worker")
+        self._complain = Repeats(log.warning)
         self._staging = Staging()
 
     # -- once per forward pass
@@ -53,6 +55,7 @@ class PlannedPass(ForwardPass):
     def receive(self, plan: StepPlan) -> None:
         """Every step's plan, also where there is nothing to compute."""
         self._plan, self._failures = plan, {}
+        self._complain.flush()
         self._learn(plan)
 
     def begin(self, req_ids: Sequence[str], counts: Sequence[int], computed: Sequence[int]) -> None:
@@ -87,7 +90,7 @@ class PlannedPass(ForwardPass):
     def failed(self, error: LoraServerError, exchange: Exchange | None) -> None:
         """The pass goes on without deltas; its requests are void."""
         self.batch = None
-        log.warning("adapter rows failed", requests=len(self._assigned), error=str(error))
+        self._complain(error.code, "adapter rows failed", requests=len(self._assigned), error=str(error))
         self._failures = {req_id: Failure.of(error) for req_id in self._assigned}
         if exchange is not None and isinstance(error, AdapterError):
             self._spare_the_innocent(exchange)

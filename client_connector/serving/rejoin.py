@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+
+import structlog
 
 from lora_server.errors import LoraServerError, ServerUnavailableError
 
+log = structlog.get_logger()
+
 
 class Rejoin:
-    """`attempt` joins, or raises ServerUnavailableError at its own deadline and is then called again."""
+    """`attempt` joins, or raises ServerUnavailableError at its own deadline and is then called again.
 
-    def __init__(self, attempt: Callable[[], object]) -> None:
-        self._attempt = attempt
+    An outage is two lines in the log, its start and its end; `who` of an engine's processes is meant.
+    """
+
+    def __init__(self, attempt: Callable[[], object], who: str = "engine") -> None:
+        self._attempt, self._who = attempt, who
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._away_since: float | None = None
         self.error: LoraServerError | None = None  # the newest reason why it did not work
         self.waited = False  # somebody waited for this outage already
 
@@ -39,6 +48,9 @@ class Rejoin:
         return True
 
     def _run(self) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            log.warning("LoRA server lost; joining it anew", who=self._who)
         while not self._closed:
             try:
                 self._attempt()
@@ -49,6 +61,8 @@ class Rejoin:
                 return
             else:
                 self.error = None
+                log.warning("rejoined", who=self._who, away_seconds=round(time.monotonic() - self._away_since, 1))
+                self._away_since = None
                 return
 
     def close(self) -> None:

@@ -21,12 +21,16 @@ ERROR, BASE_MODEL = "error", "base_model"
 
 @dataclass(frozen=True)
 class Settings:
-    """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join."""
+    """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join.
+
+    `served_names`: the engine's names of its base model, which the engine's configuration says.
+    """
 
     address: str
     transport: str = "auto"
     on_failure: str = ERROR
     timeout_seconds: float = 10.0
+    served_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.on_failure not in (ERROR, BASE_MODEL):

@@ -1,7 +1,7 @@
 """The vLLM plugin (entry point `vllm.general_plugins`): adapters of a LoRA server as vLLM LoRA names.
 
 settings   where an engine keeps them        version    supported vLLM versions
-graphs     where captured graphs are cut
+graphs     where captured graphs are cut              amx        asking the kernel for AMX
 punica     remote experts, by the names that vLLM's LoRA experts call
 contract   which vLLM attributes are touched
 hooks/     what is wrapped: install, frontend, engine, worker, moe; the only modules that import vLLM

@@ -30,7 +30,10 @@ CONTRACT = (
     Touched(
         "vllm.engine.arg_utils",
         "EngineArgs",
-        ("additional_config", "enable_lora", "max_loras", "enforce_eager", "compilation_config"),
+        (
+            *("additional_config", "enable_lora", "max_loras", "enforce_eager", "compilation_config"),
+            *("model", "served_model_name"),
+        ),
     ),
     Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self",)),
     Touched("vllm.config", "CompilationConfig._attention_ops"),
@@ -54,6 +57,7 @@ CONTRACT = (
     Touched("vllm.entrypoints.serve.engine.protocol", "ModelCard"),
     Touched("vllm.entrypoints.serve.engine.protocol", "ErrorResponse"),
     Touched("vllm.exceptions", "GenerationError", ("message",)),
+    Touched("vllm.exceptions", "RetryableRequestError", ("message",)),
     Touched("vllm.exceptions", "VLLMNotFoundError"),
     Touched("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
     # engine core
@@ -82,7 +86,11 @@ CONTRACT = (
     ),
     Touched("vllm.v1.request", "Request.update_block_hashes"),
     Touched("vllm.tokenizers", "get_tokenizer"),
-    Touched("vllm.config", "ModelConfig", ("tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code")),
+    Touched(
+        "vllm.config",
+        "ModelConfig",
+        ("dtype", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code"),
+    ),
     Touched("vllm.config", "get_current_vllm_config"),
     Touched("vllm.v1.request", "RequestStatus.FINISHED_ERROR"),
     Touched("vllm.v1.request", "RequestStatus.RUNNING"),

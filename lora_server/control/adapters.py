@@ -13,11 +13,13 @@ import structlog
 from lora_server.adapters import validate_adapter
 from lora_server.control.agreement import Agreement
 from lora_server.control.holds import Holds
+from lora_server.control.leases import Leases
 from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.residency import Residency
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
     AdapterError,
+    AdapterExistsError,
     AdapterFormatError,
     AdapterLoadError,
     LoraServerError,
@@ -55,9 +57,9 @@ def local_path(uri: str) -> Path:
 class Adapters:
     """Thread-safe. `registered` is set once the start-up directory is listed."""
 
-    def __init__(self, agreement: Agreement, shards: ShardTable, settled: threading.Event) -> None:
+    def __init__(self, agreement: Agreement, shards: ShardTable, settled: threading.Event, leases: Leases) -> None:
         """`settled`: all shards have said what they keep, so that an unknown name is none."""
-        self._spec, self._shards, self._settled = agreement.spec, shards, settled
+        self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry, self._holds = Registry(), Holds()
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
@@ -77,6 +79,8 @@ class Adapters:
         with adapter, self._lock:
             self._require_settled()
             existing = self._registry.existing(name, version)
+            if existing is None:
+                self._check_not_a_base_models(name)
             record = existing or Record(
                 handle=self._registry.next_handle(),
                 name=name,
@@ -96,6 +100,15 @@ class Adapters:
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
         return record, loads, existing is None
+
+    def _check_not_a_base_models(self, name: str) -> None:
+        """Under the lock: a client either joined before and is seen here, or is told what it hides."""
+        instance = self._leases.serving(name)
+        if instance is not None:
+            raise AdapterExistsError(
+                f"adapter {name!r}: engine {instance} serves its base model under this name, and would answer "
+                "from that; take another name, or give the engine another (vLLM: --served-model-name)"
+            )
 
     def register_directory(self, found: dict[str, Path]) -> None:
         """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it.
@@ -236,6 +249,11 @@ class Adapters:
         with self._lock:
             self._require_settled()
             return self._listing(self._registry.get(name))
+
+    def listed(self, names: Iterable[str]) -> list[str]:
+        """Which of these are adapters."""
+        with self._lock:
+            return [name for name in names if self._registry.is_known(name)]
 
     def _require_settled(self) -> None:
         if not self._settled.is_set():

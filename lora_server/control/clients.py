@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -24,13 +24,14 @@ class Clients:
     def __init__(self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event) -> None:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
 
-    def join(self, instance: str) -> tuple[ClientLease, dict[int, ShardHandle]]:
+    def join(self, instance: str, served_names: Sequence[str] = ()) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
         live = self._shards.require_up()
         if not self._settled.is_set():
             raise ServerUnavailableError(RESTARTED)
-        lease = self.leases.grant(instance)
+        lease = self.leases.grant(instance, served_names)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
+        grant.served_names.extend(served_names)
         try:
             wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
         except LoraServerError:
@@ -78,7 +79,7 @@ class Clients:
         """Clients that a shard kept from an earlier controller of the same run."""
         self.leases.reserve(last_client)
         for grant in grants:
-            if self.leases.adopt(grant.client, grant.epoch, grant.key, grant.instance):
+            if self.leases.adopt(grant):
                 self._adapters.expect(grant.client)
 
     def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:

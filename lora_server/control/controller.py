@@ -20,8 +20,9 @@ class Controller:
         settled = threading.Event()
         self.agreement = agreement
         self.shards = ShardTable(agreement.layout, agreement.coordination)
-        self.adapters = Adapters(agreement, self.shards, settled)
-        self.clients = Clients(leases or Leases(), self.shards, self.adapters, settled)
+        leases = Leases() if leases is None else leases
+        self.adapters = Adapters(agreement, self.shards, settled, leases)
+        self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 
     def not_ready(self) -> str:

@@ -6,9 +6,11 @@ import random
 import secrets
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lora_server.errors import LeaseError
+from lora_server.wire import lora_server_pb2 as pb
 
 LEASE_SECONDS = 10.0
 
@@ -22,6 +24,7 @@ class ClientLease:
     key: bytes
     instance: str
     expires: float
+    served_names: tuple[str, ...] = ()  # the engine's names of its base model
 
 
 class Leases:
@@ -34,23 +37,31 @@ class Leases:
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
         self._lock = threading.Lock()
 
-    def grant(self, instance: str) -> ClientLease:
+    def grant(self, instance: str, served_names: Iterable[str] = ()) -> ClientLease:
         """A new client."""
         with self._lock:
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
-            lease = ClientLease(client, self._epoch, secrets.token_bytes(32), instance, self._horizon())
+            key = secrets.token_bytes(32)
+            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), tuple(served_names))
             self._leases[client] = lease
             return lease
 
-    def adopt(self, client: int, epoch: int, key: bytes, instance: str) -> bool:
+    def adopt(self, grant: pb.Grant) -> bool:
         """A client that an earlier controller let in; False if it is known."""
+        client, names = grant.client, tuple(grant.served_names)
         with self._lock:
             self._next_client = max(self._next_client, client + 1)
             if client in self._leases:
                 return False
-            self._leases[client] = ClientLease(client, epoch, key, instance, self._horizon())
+            lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names)
+            self._leases[client] = lease
             return True
+
+    def serving(self, name: str) -> str | None:
+        """The instance of a client whose base model has this name."""
+        with self._lock:
+            return next((lease.instance for lease in self._leases.values() if name in lease.served_names), None)
 
     def reserve(self, client: int) -> None:
         """Ids up to this one were used by an earlier controller."""

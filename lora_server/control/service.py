@@ -105,8 +105,10 @@ class ClientsService(rpc.ClientsServicer):
     @override
     @_guard
     def Join(self, request: pb.JoinRequest, context: grpc.ServicerContext) -> pb.Lease:
-        lease, live = self._clients.join(request.instance)
-        agreement = self._controller.agreement
+        lease, live = self._clients.join(request.instance, request.served_names)
+        agreement, hidden = self._controller.agreement, self._controller.adapters.listed(request.served_names)
+        if hidden:
+            log.error("an engine's base model hides adapters of its name", adapters=hidden, instance=request.instance)
         return pb.Lease(
             client=lease.client,
             epoch=lease.epoch,
@@ -120,6 +122,7 @@ class ClientsService(rpc.ClientsServicer):
             endpoints=[handle.registration.endpoint for handle in live.values()],
             prefetch_address=self._prefetch_address,
             server=self._controller.arrivals.run,
+            hidden_adapters=hidden,
         )
 
     @override

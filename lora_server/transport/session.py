@@ -27,6 +27,7 @@ class Terms:
     coordination: str
     max_step_rows: int
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
+    hidden_adapters: tuple[str, ...] = ()  # have a name under which the client answers from its base model
 
     @property
     def placement(self) -> Placement:

@@ -81,13 +81,15 @@ class RemoveAdapterReply(_message.Message):
     def __init__(self, holders: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("instance",)
+    __slots__ = ("instance", "served_names")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     instance: str
-    def __init__(self, instance: _Optional[str] = ...) -> None: ...
+    served_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class Lease(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -112,7 +115,8 @@ class Lease(_message.Message):
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
     prefetch_address: str
     server: str
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ...) -> None: ...
+    hidden_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("shard", "host", "shm", "zmq", "device")
@@ -371,16 +375,18 @@ class ShardReport(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key", "instance")
+    __slots__ = ("client", "epoch", "key", "instance", "served_names")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
     instance: str
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ...) -> None: ...
+    served_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("handle", "path", "version", "stamp", "record", "listed")

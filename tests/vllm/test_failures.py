@@ -12,7 +12,7 @@ from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch
-from tests.serving import descendants, status
+from tests.serving import kill, status
 from tests.workload import NEW_TOKENS
 
 LONG = 40
@@ -35,14 +35,6 @@ def killable(load, tmp_path):
     yield start
     for server in running:
         server.stop()
-
-
-def kill(server: RunningServer) -> None:
-    family = descendants(server.process.pid)
-    server.process.kill()
-    for process in family:
-        process.kill()
-    server.process.wait(10)
 
 
 def start_two(load, engine) -> tuple[str, str]:

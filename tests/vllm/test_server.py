@@ -14,7 +14,9 @@ from engines import ApiServer
 from client_connector.directory import Directory
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
-from tests.serving import status, until
+from lora_server.demo.launch import launch
+from lora_server.errors import AdapterExistsError
+from tests.serving import HANG_SECONDS, kill, status, until
 from tests.workload import NEW_TOKENS
 
 
@@ -103,6 +105,15 @@ def test_a_bad_adapter_is_refused_with_the_reason(load, api, tmp_path):
     assert api.complete("fused", load.batch[0].prompt, NEW_TOKENS)[0] == 200
 
 
+def test_no_adapter_gets_the_base_models_name(api, directory, load):
+    """vLLM would answer from the base model, and nobody would see it."""
+    with pytest.raises(AdapterExistsError, match=r"'base': engine .* serves its base model under this name"):
+        directory.add("base", str(load.paths["fused"]))
+    for path in (str(load.paths["fused"]), "base"):
+        code, answer = api.request("POST", "/v1/load_lora_adapter", {"lora_name": "base", "lora_path": path})
+        assert code == 400 and "'base' conflicts" in answer["error"]["message"]
+
+
 def test_an_alora_that_is_not_invoked_says_so(load, api, directory, tmp_path):
     tiny.make_adapter(load.model, tmp_path / "called", seed=34, lora_rank=3, targets="qv", invocation=[17, 18])
     directory.add("called", str(tmp_path / "called"))
@@ -118,14 +129,14 @@ def test_an_alora_that_is_not_invoked_says_so(load, api, directory, tmp_path):
     directory.remove("called")
 
 
-def test_a_shard_that_dies_is_a_500_that_names_it(load, api, server, directory):
+def test_a_shard_that_dies_is_a_503_that_names_it(load, api, server, directory):
     """The request fails with the reason, beside it the base model answers, and after the restart all is well."""
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(api.complete, name, load.batch[0].prompt, 300) for name in ("fused", "base")]
         until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
         os.kill(status(server.address).shards[1].pid, signal.SIGKILL)
         (code, answer), (base_code, base) = (one.result(120) for one in running)
-    assert code == 500 and "shard" in answer["error"]["message"], answer
+    assert code == 503 and "shard" in answer["error"]["message"], answer
     assert (base_code, len(tokens(base))) == (200, 300)
     until(lambda: status(server.address).ready and status(server.address).shards[1].restarts == 1, "it is back")
     code, answer = api.complete("fused", load.batch[0].prompt, NEW_TOKENS)
@@ -142,3 +153,24 @@ def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
     until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
     connection.close()
     until(lambda: not any(adapter.holders for adapter in directory.list()), "it is released")
+
+
+def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
+    """The last test here: the server that the others shared is gone, and another stands in its place."""
+    prompt, earlier = load.batch[0].prompt, len(api.log.read_text())
+    assert api.complete("fused", prompt, 1)[0] == 200
+    kill(server)
+    answers = [api.complete("fused", prompt, 1) for _ in range(40)]
+    assert {code for code, _ in answers} == {503}, answers
+    assert {answer["error"]["type"] for _, answer in answers} == {"ServiceUnavailableError"}
+    assert api.complete("base", prompt, 1)[0] == 200
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--listen", server.address]
+    again = launch(scratch / "server-again.log", *flags)
+    try:
+        again.wait_ready()
+        until(lambda: api.complete("fused", prompt, 1)[0] == 200, "adapters are served again", HANG_SECONDS)
+        log = api.log.read_text()[earlier:]
+        assert 1 <= log.count("request failed") < 20, log  # one, and one more for each ten seconds
+        assert "LoRA server lost; joining it anew" in log and "rejoined" in log
+    finally:
+        again.stop()

@@ -21,6 +21,7 @@ from client_connector.serving.plan import FAILURES, PLAN, RETRY, Failure
 from client_connector.serving.settings import KEY
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
+from lora_server.logs import Repeats
 
 HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
 log = structlog.get_logger()
@@ -70,6 +71,7 @@ def _init(original: Any) -> Callable[..., Any]:
         if found is not None and not hasattr(self, HOLDER):
             setattr(self, HOLDER, Holder(found, tokenizer_of(vllm_config)))
             self.lora_server_ended = []
+            self.lora_server_failed, self.lora_server_flagged = Repeats(log.error), Repeats(log.warning)
 
     return init
 
@@ -118,6 +120,8 @@ def _schedule(original: Any) -> Callable[..., Any]:
         holder: Holder | None = getattr(self, HOLDER, None)
         if holder is None:
             return original(self, *args, **kwargs)
+        self.lora_server_failed.flush()
+        self.lora_server_flagged.flush()
         self.lora_server_ended += _end(self, holder.failed())  # before they take a place in the batch
         output = original(self, *args, **kwargs)
         setattr(output, PLAN, holder.plan(output.num_scheduled_tokens.keys()))
@@ -137,7 +141,7 @@ def _update_from_output(original: Any) -> Callable[..., Any]:
         results: dict[int, Any] = original(self, scheduler_output, model_runner_output)
         for result in results.values():
             for output in result.outputs:
-                _flag(output, uses.get(output.request_id))
+                _flag(self, output, uses.get(output.request_id))
         for client_index, output in ended:
             results.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
         return results
@@ -178,7 +182,8 @@ def _end(scheduler: Any, failures: Sequence[tuple[str, Failure]]) -> list[tuple[
     ended = []
     for req_id, failure in failures:
         for request in scheduler.finish_requests(req_id, RequestStatus.FINISHED_ERROR):
-            log.error("request failed", request=req_id, code=failure.code, error=failure.message)
+            said = {"request": req_id, "code": failure.code, "error": failure.message}
+            scheduler.lora_server_failed(failure.code, "request failed", **said)
             output = EngineCoreOutput(
                 request_id=req_id,
                 new_token_ids=[],
@@ -190,11 +195,12 @@ def _end(scheduler: Any, failures: Sequence[tuple[str, Failure]]) -> list[tuple[
     return ended
 
 
-def _flag(output: Any, use: Use | None) -> None:
+def _flag(scheduler: Any, output: Any, use: Use | None) -> None:
     """A request that the base model answered says so in its last output."""
     if use is None or use.failure is None or not use.falls_back or output.finish_reason is None:
         return
-    log.warning("answered by the base model", request=output.request_id, error=use.failure.message)
+    said = {"request": output.request_id, "error": use.failure.message}
+    scheduler.lora_server_flagged(use.failure.code, "answered by the base model", **said)
     if output.stop_reason is None:
         output.stop_reason = use.failure.flag("base_model")
     output.kv_transfer_params = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -15,13 +16,13 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ModelCard
 from vllm.entrypoints.serve.engine.serving import BaseServing
-from vllm.exceptions import GenerationError, VLLMNotFoundError
+from vllm.exceptions import GenerationError, RetryableRequestError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import Directory
-from client_connector.serving.plan import parse_flag
+from client_connector.serving.plan import Failure, parse_flag
 from client_connector.serving.settings import KEY, Settings
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.settings import of_engine
@@ -58,12 +59,19 @@ def configure(args: Any, found: Settings) -> None:
     args.enable_lora = True
     args.max_loras = MANY
     args.max_cpu_loras = None
+    found = dataclasses.replace(found, served_names=served_names(args))
     args.additional_config = {**(args.additional_config or {}), KEY: found.as_config()}
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter and names of the server
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
     if current_platform.is_cuda_alike() and not args.enforce_eager:
         split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def served_names(args: Any) -> tuple[str, ...]:
+    """What requests for the base model ask for."""
+    names = args.served_model_name or args.model
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def check_parallel(vllm_config: Any) -> None:
@@ -210,12 +218,15 @@ def _generate(original: Any) -> Callable[..., Any]:
                 if flag is not None and one.finish_reason is not None:
                     REQUESTS.labels(flag[0] if flag[1] != "not_invoked" else flag[1]).inc()
                     if one.finish_reason == "error":
-                        raise _raised(*flag)
+                        raise _raised(Failure(*flag[1:]))
             yield output
 
     return generate
 
 
-def _raised(outcome: str, code: str, message: str) -> Exception:
-    kind: type[Exception] = VLLMNotFoundError if code == UnknownAdapterError.code else GenerationError
-    return kind(message)
+def _raised(failure: Failure) -> Exception:
+    """404 unknown, 503 where the same request may succeed later (gateways try those again), 500 otherwise."""
+    kind: type[Exception] = RetryableRequestError if failure.passes else GenerationError
+    if failure.code == UnknownAdapterError.code:
+        kind = VLLMNotFoundError
+    return kind(failure.message)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.platforms import current_platform
 from vllm.v1.worker import lora_model_runner_mixin as mixin
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -23,6 +24,7 @@ from client_connector.serving.linear import RemoteLinear
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import Settings
+from client_connector.vllm.amx import ask_for_amx
 from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
@@ -165,6 +167,8 @@ def _manager(original: Any) -> Callable[..., Any]:
         found = of_engine(vllm_config)
         if found is None:
             return original(vllm_config, device, *args, **kwargs)
+        if current_platform.is_cpu():
+            ask_for_amx(vllm_config.model_config.dtype)  # in each worker, before its first step
         return RemoteLoRAManager(found, vllm_config, torch.device(device))
 
     return manager
