@@ -95,6 +95,33 @@ def test_errors_are_one_line_and_exit_code_two(tmp_path):
     assert (done.returncode, "nowhere" in done.stderr) == (2, True)
 
 
+BAD_STARTS = {
+    "a name that is none": (("--listen", "nohost.invalid:7400"), "--listen nohost.invalid:7400: cannot listen there"),
+    "another host": (("--listen", "192.0.2.1:7400"), "--listen 192.0.2.1:7400: cannot listen there"),
+    "no place for data": (("--data-dir", "/proc/no/where"), "--data-dir /proc/no/where: cannot be made"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_what_cannot_be_had_is_one_line_and_no_traceback(case):
+    flags, words = BAD_STARTS[case]
+    done = cli("serve", "--base-model", str(workload("llama").base), "--http", "127.0.0.1:0", *flags)
+    assert (done.returncode, done.stderr.startswith(f"error: {words}")) == (2, True), done.stderr
+    assert (done.stderr.count("\n"), "expected" in done.stderr) == (1, True)
+
+
+def test_a_demo_without_transformers_says_what_to_install():
+    code = """
+import sys
+sys.modules["transformers"] = sys.modules["peft"] = None  # as if they were not installed
+from lora_server.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "transformers and peft not installed" in done.stderr and "lora-server[demo]" in done.stderr
+
+
 def test_an_address_in_use_is_named(tmp_path):
     import socket
 

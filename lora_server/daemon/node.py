@@ -136,7 +136,7 @@ def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: th
 def _run_directory(data_dir: Path | None) -> Iterator[Path]:
     """A private directory (mode 0700) for the shards' sockets: in data_dir where its path is short enough."""
     if data_dir is not None:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        _make_directory(data_dir)
     parents = [data_dir.resolve()] if data_dir is not None else []
     short = [parent for parent in (*parents, Path(tempfile.gettempdir())) if len(str(parent)) <= MAX_SOCKET_PARENT]
     if not short:
@@ -151,12 +151,23 @@ def _run_directory(data_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _make_directory(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=data_dir).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"--data-dir {data_dir}: cannot be made or written to ({error.strerror}); expected a directory where "
+            "this user may create files: choose another, or leave it away"
+        ) from error
+
+
 def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
     """Where this node's shards bind, and where others reach them over TCP."""
     if config.node_rank and config.controller is not None:
         own = _towards(config.controller, stop)
     else:
-        own = config.listen.host
+        own = _own_address(config.listen)
     if config.advertise:
         return ("::" if ":" in own else "0.0.0.0"), config.advertise
     if own in ("0.0.0.0", "::"):
@@ -167,6 +178,20 @@ def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
                 f"--listen {config.listen}: give --advertise, the address others reach ({error})"
             ) from error
     return own, own
+
+
+def _own_address(listen: Address) -> str:
+    """The number behind --listen's host, which ZeroMQ needs to bind; raises ConfigError where it is no own one."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+        return str(address[0])
+    except OSError as error:
+        raise ConfigError(
+            f"--listen {listen}: cannot listen there ({error.strerror or error}); expected a name or an address of "
+            "this host, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        ) from error
 
 
 def _towards(controller: Address, stop: threading.Event) -> str:

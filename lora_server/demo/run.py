@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,7 @@ from lora_server.demo.launch import finish_engine, running_server, start_engine
 from lora_server.demo.report import LayoutTimes, as_json, show
 from lora_server.errors import ConfigError
 
+NEEDED = ("transformers", "peft")  # what its engines run on, and who checks them
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
@@ -29,6 +31,11 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"demo: {' and '.join(missing)} not installed; its engines run on transformers and are checked against "
+            "PEFT: pip install 'lora-server[demo]'"
+        )
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
