@@ -98,6 +98,8 @@ def test_errors_are_one_line_and_exit_code_two(tmp_path):
 BAD_STARTS = {
     "a name that is none": (("--listen", "nohost.invalid:7400"), "--listen nohost.invalid:7400: cannot listen there"),
     "another host": (("--listen", "192.0.2.1:7400"), "--listen 192.0.2.1:7400: cannot listen there"),
+    "more stages than layers": (("--layout", "ep1-pp9"), "--layout: got ep1-pp9, in which 5 of 9 shards would own"),
+    "more shards than sites": (("--layout", "ep99-pp1"), "--layout: got ep99-pp1, in which 83 of 99 shards"),
     "no place for data": (("--data-dir", "/proc/no/where"), "--data-dir /proc/no/where: cannot be made"),
 }
 
