@@ -41,6 +41,7 @@ class ServeConfig(BaseSettings):
 
     base_model: str = Field(description="Model directory (its config.json), or a preset name.")
     adapters: Path | None = Field(None, description="Directory whose sub-directories are PEFT adapters.")
+    require_all_adapters: bool = Field(False, description="Not ready while one of --adapters is refused.")
     layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

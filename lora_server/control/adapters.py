@@ -13,7 +13,7 @@ import structlog
 from lora_server.adapters import validate_adapter
 from lora_server.control.agreement import Agreement
 from lora_server.control.holds import Holds
-from lora_server.control.registry import Record, Registry, check_name
+from lora_server.control.registry import Record, Refusal, Registry, check_name
 from lora_server.control.residency import Residency
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
@@ -91,6 +91,7 @@ class Adapters:
             )
             if existing is None:
                 self._registry.add(record)
+            self._take_back_refusal(name)
             # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
             loads = [self._load_on(handle, record) for handle in self._shards.live().values()]
         for warning in record.warnings:
@@ -98,22 +99,23 @@ class Adapters:
         return record, loads, existing is None
 
     def register_directory(self, found: dict[str, Path]) -> None:
-        """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it.
+        """The start-up adapters. One that is refused is listed with the reason, and told to who asks for it.
 
         Where an earlier controller of this node had registered it, nothing is listed again: what is not
-        listed any more was removed, or is refused once more.
+        listed any more was removed, and what was refused the shards know.
         """
-        known = {one.record.name for one in self.listings()} if self.registered.is_set() else set()
+        if self.registered.is_set():
+            return
         for name, path in found.items():
             try:
-                if not self.registered.is_set():
-                    self.register(name, str(path))
-                elif name not in known:
-                    validate_adapter(path, self._spec)[0].close()
+                self.register(name, str(path))
             except (AdapterError, OSError) as error:
                 log.error("adapter refused", name=name, error=str(error))
+                code = error.code if isinstance(error, AdapterError) else "unreadable"
                 with self._lock:
-                    self._registry.refused[name] = str(error)
+                    self._registry.refused[name] = Refusal(name, str(path), code, str(error))
+        with self._lock:
+            self._tell_refused()
         self.registered.set()
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
@@ -132,12 +134,12 @@ class Adapters:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""
         with self._lock:
             self._require_settled()
-            if self._registry.refused.pop(name, None) is not None and not self._registry.is_known(name):
-                return 0
-            record = self._registry.unlist(name)
-            holders = self._holds.count(record.handle)
-            # every shard notes it, so that no later controller lists the name again
-            notes = self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
+            # every shard notes it, so that no later controller lists the name, or its refusal, again
+            notes, holders = self._take_back_refusal(name), 0
+            if self._registry.is_known(name) or notes is None:
+                record = self._registry.unlist(name)
+                holders = self._holds.count(record.handle)
+                notes = [*(notes or ()), *self._shards.broadcast(pb.ShardCommand(note=self._load(record)))]
         try:
             wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
         except LoraServerError as error:  # it is going away: it is told when it registers
@@ -146,10 +148,23 @@ class Adapters:
             self._collect()
         return holders
 
-    def refused(self) -> dict[str, str]:
-        """Start-up adapters that were refused, and why."""
+    def refused(self) -> list[Refusal]:
+        """Start-up adapters that were refused, by name."""
         with self._lock:
-            return dict(self._registry.refused)
+            return sorted(self._registry.refused.values())
+
+    def _take_back_refusal(self, name: str) -> list[PendingCommand] | None:
+        """It is served now, or not wanted; None where there was no refusal."""
+        if self._registry.refused.pop(name, None) is None:
+            return None
+        return self._tell_refused()
+
+    def _tell_refused(self) -> list[PendingCommand]:
+        return self._shards.broadcast(self._refusals())
+
+    def _refusals(self) -> pb.ShardCommand:
+        refusals = [pb.Refusal(**one._asdict()) for one in self.refused()]
+        return pb.ShardCommand(refused=pb.Refusals(refusals=refusals))
 
     # -- shards
 
@@ -175,6 +190,11 @@ class Adapters:
             record=record.encode(),
             listed=self._registry.is_listed(record),
         )
+
+    def adopt_refused(self, told: pb.Refusals) -> None:
+        """What an earlier controller of this node told a shard, once it had registered the start-up directory."""
+        with self._lock:
+            self._registry.adopt_refused(Refusal(one.name, one.uri, one.code, one.reason) for one in told.refusals)
 
     def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
         """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
@@ -206,12 +226,16 @@ class Adapters:
                     self._residency.of(one.load.handle).layers[handle.shard] = one.layers
             if self._settled.is_set():
                 self._load_all_on(handle)
+            if self.registered.is_set():
+                handle.send(self._refusals())
 
     def settle(self) -> None:
         """Every shard has said what it keeps: now each gets what only others knew of."""
         with self._lock:
             for handle in self._shards.live().values():
                 self._load_all_on(handle)
+            if self.registered.is_set():
+                self._tell_refused()
             self._collect()
 
     def _load_all_on(self, handle: ShardHandle) -> None:

@@ -73,6 +73,8 @@ class Arrivals:
         if not settled and registration.run == self.run:
             if self._restarted and registration.registered:
                 self._adapters.registered.set()
+                if registration.HasField("refused"):
+                    self._adapters.adopt_refused(registration.refused)
             self._adapters.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
         handle.send(self._claim(handle, self.run if settled else ""))

@@ -41,7 +41,9 @@ class ControllerProcess:
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
         agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
-        self.controller = controller = Controller(agreement, Leases(config.lease_seconds), config.restarted)
+        self.controller = controller = Controller(
+            agreement, Leases(config.lease_seconds), config.restarted, config.require_all_adapters
+        )
         prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
@@ -92,7 +94,7 @@ class ControllerProcess:
         adapters = self.controller.adapters
         adapters.register_directory(self._found)
         self.controller.arrivals.announce()
-        log.info("adapters registered", count=len(self._found), refused=len(adapters.refused()))
+        log.info("adapters registered", count=len(adapters), refused=[one.name for one in adapters.refused()])
 
     def _name_ignored(self) -> None:
         """What lies in the start-up directory and is not served is probably a mistake."""

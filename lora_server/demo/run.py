@@ -114,7 +114,7 @@ def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, see
 
 
 def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
-    return ["--base-model", str(model), "--adapters", str(adapters), "--layout", layout]
+    return ["--base-model", str(model), "--adapters", str(adapters), "--require-all-adapters", "--layout", layout]
 
 
 def _serve_and_generate(
