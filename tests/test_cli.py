@@ -112,6 +112,17 @@ def test_what_cannot_be_had_is_one_line_and_no_traceback(case):
     assert (done.stderr.count("\n"), "expected" in done.stderr) == (1, True)
 
 
+def test_a_controller_that_is_not_there_is_said_at_once_and_ends_the_node():
+    flags = ("--layout", "ep2-pp1", "--nodes", "2", "--node-rank", "1", "--controller", "127.0.0.1:1")
+    more = ("--controller-seconds", "1", "--http", "127.0.0.1:0")
+    done = cli("serve", "--base-model", str(workload("llama").base), *flags, *more)
+    *lines, last = done.stderr.splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[:2] == ["starting", "--controller cannot be reached; trying again"]
+    assert (done.returncode, "serving" in events) == (1, False)
+    assert last.startswith("error: --controller 127.0.0.1:1: not reached within 1 s") and "expected" in last
+
+
 def test_a_demo_without_transformers_says_what_to_install():
     code = """
 import sys

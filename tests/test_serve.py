@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -16,7 +17,7 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import UnknownAdapterError
 from lora_server.wire.rpc import open_channel
-from tests.serving import cli, descendants, shard_processes, status, until
+from tests.serving import HANG_SECONDS, cli, descendants, shard_processes, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -104,6 +105,34 @@ def test_adapters_while_serving(tmp_path):
             with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
                 pass
         until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
+        for process in [*descendants(server.process.pid), psutil.Process(server.process.pid)]:
+            process.terminate()  # all at once, as who stops a service does
+        assert server.process.wait(HANG_SECONDS) == 0
+    _check_log([json.loads(line) for line in server.log.read_text().splitlines()])
+
+
+def _check_log(lines: list[dict]) -> None:
+    """Of a server whose adapter was added twice, not replaced, removed; and that was stopped in order."""
+    events = [line["event"] for line in lines]
+    assert events[0] == "starting"
+    assert events.index("serving") > max(index for index, event in enumerate(events) if event == "shard up")
+    mine = [line for line in lines if line.get("name") == "law"]
+    assert [line["event"] for line in mine] == [
+        "adapter added",
+        "adapter added again",
+        "adapter not added",
+        "adapter removed",
+    ]
+    assert (mine[0]["lora_rank"], mine[0]["bytes"] > 0, len(mine[0]["version"]), mine[0]["seconds"] > 0) == (
+        8,
+        True,
+        12,
+        True,
+    )
+    assert "remove it first" in mine[2]["error"]
+    assert mine[3]["holders"] == 1
+    assert events.count("shard left") == 2
+    assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]
 
 
 def listed(server) -> dict[str, dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -120,14 +121,21 @@ class Adapters:
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
-        self._shards.require_up()
-        record, loads, new = self.register(name, uri)
+        began = time.monotonic()
         try:
-            wait_all(loads, seconds, f"loading {name!r}")
-        except LoraServerError:
-            if new:
-                self.remove(name)
+            self._shards.require_up()
+            record, loads, new = self.register(name, uri)
+            try:
+                wait_all(loads, seconds, f"loading {name!r}")
+            except LoraServerError:
+                if new:
+                    self.remove(name)
+                raise
+        except (LoraServerError, OSError) as error:
+            log.warning("adapter not added", name=name, uri=uri, error=str(error))
             raise
+        spent = round(time.monotonic() - began, 3)
+        log.info("adapter added" if new else "adapter added again", **_described(record), seconds=spent)
         return record
 
     def remove(self, name: str) -> int:
@@ -139,6 +147,7 @@ class Adapters:
             if self._registry.is_known(name) or notes is None:
                 record = self._registry.unlist(name)
                 holders = self._holds.count(record.handle)
+                log.info("adapter removed", **_described(record), holders=holders)
                 notes = [*(notes or ()), *self._shards.broadcast(pb.ShardCommand(note=self._load(record)))]
         try:
             wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
@@ -157,6 +166,7 @@ class Adapters:
         """It is served now, or not wanted; None where there was no refusal."""
         if self._registry.refused.pop(name, None) is None:
             return None
+        log.info("adapter not refused any more", name=name)
         return self._tell_refused()
 
     def _tell_refused(self) -> list[PendingCommand]:
@@ -321,3 +331,13 @@ class Adapters:
                 self._registry.remove(record.handle)
                 self._residency.forget(record.handle)
                 self._shards.broadcast(pb.ShardCommand(drop=record.handle))
+
+
+def _described(record: Record) -> dict[str, object]:
+    """For a line of the log."""
+    return {
+        "name": record.name,
+        "version": record.version[:12],
+        "lora_rank": record.lora_rank,
+        "bytes": record.nbytes,
+    }

@@ -118,5 +118,8 @@ class Arrivals:
     def depart(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""
         if self._shards.depart(handle):
-            level = log.info if self._shards.closed else log.error
-            level("shard lost", shard=handle.shard, node=handle.node, pid=handle.pid)
+            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
+            if handle.leaving or self._shards.closed:
+                log.info("shard left", **fields)
+            else:
+                log.error("shard lost", **fields)

@@ -247,6 +247,8 @@ class ShardsService(rpc.ShardsServicer):
             self._controller.shards.update(handle, report.stats)
         elif kind == "layers_ready":
             self._controller.adapters.on_layers_ready(handle.shard, report.layers_ready)
+        elif kind == "leaving":
+            handle.leaving = True
         elif kind == "client_gone":
             self._controller.clients.end(report.client_gone.client, report.client_gone.epoch)
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,9 @@ from lora_server.control.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Child
+from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.placement import Layout, share
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call, open_channel
+from lora_server.placement import Layout
 
 UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
 MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
@@ -56,11 +55,14 @@ class Node:
             raise
 
     def _start(self) -> None:
+        log.info("starting", model=self.spec.name, layout=self.config.layout, node=self.config.node_rank)
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         if process.node_rank:
+            assert process.controller is not None
             listen_http(process, self._stack, self._not_up)
+            self._watch(process.controller)
             self._start_shards(process)
             return
         controller = self._run("lora_server.daemon.controller_main", "controller", process)
@@ -69,6 +71,11 @@ class Node:
             controller.config = process = process.model_copy(update={"listen": listen})
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
         controller.wait_up(UP_SECONDS)
+        self._watch(process.listen.local())
+
+    def _watch(self, controller: Address) -> None:
+        startup = Startup(self.config, controller, self.stopped, self._fail)
+        self._stack.callback(startup.close)
 
     def _start_shards(self, process: ProcessConfig) -> None:
         layout = Layout.parse(process.layout)
@@ -77,7 +84,7 @@ class Node:
             self._run("lora_server.daemon.shard_main", name, process.model_copy(update={"shard": shard}))
 
     def _run(self, module: str, name: str, process: ProcessConfig) -> Child:
-        child = Child(name, module, process, self._fail)
+        child = Child(name, module, process, self._fail, self._stop)
         self._children.append(child)
         child.start()
         return child
@@ -88,15 +95,11 @@ class Node:
 
     def _not_up(self) -> str:
         """A node above rank 0: why its shards do not serve, as the controller sees it."""
-        server = str(self.config.controller)
-        with open_channel(server) as channel:
-            try:
-                reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=server, seconds=2.0)
-            except LoraServerError as error:
-                return str(error)
-        own = share(len(reply.shards), self.config.nodes, self.config.node_rank)
-        down = [one.shard for one in reply.shards if one.shard in own and one.state != "up"]
-        return f"shards not up: {down}" if down else ""
+        assert self.config.controller is not None
+        try:
+            return ask(self.config.controller, self.config)[1]
+        except LoraServerError as error:
+            return str(error)
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -111,14 +114,6 @@ def serve(config: ServeConfig) -> str:
         signal.signal(number, lambda *_: stop.set())
     node = Node(config, stop)
     try:
-        log.info(
-            "serving",
-            model=node.spec.name,
-            layout=config.layout,
-            node=config.node_rank,
-            listen=str(config.listen) if config.node_rank == 0 else "",
-            http=str(config.http),
-        )
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass
         return node.failure
@@ -165,7 +160,7 @@ def _make_directory(data_dir: Path) -> None:
 def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
     """Where this node's shards bind, and where others reach them over TCP."""
     if config.node_rank and config.controller is not None:
-        own = _towards(config.controller, stop)
+        own = _towards(config.controller, config.controller_seconds, stop)
     else:
         own = _own_address(config.listen)
     if config.advertise:
@@ -194,9 +189,9 @@ def _own_address(listen: Address) -> str:
         ) from error
 
 
-def _towards(controller: Address, stop: threading.Event) -> str:
+def _towards(controller: Address, seconds: float, stop: threading.Event) -> str:
     """This host's address on the way to the controller, whose name may not be known, or no network up, yet."""
-    said = ""
+    said, deadline = "", time.monotonic() + seconds
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(*controller, type=socket.SOCK_DGRAM)[0]
@@ -208,5 +203,5 @@ def _towards(controller: Address, stop: threading.Event) -> str:
         if reason != said:
             log.warning("--controller cannot be reached; trying again", controller=str(controller), reason=reason)
             said = reason
-        if stop.wait(RETRY_SECONDS):
-            raise ConfigError(f"--controller {controller}: {reason}")
+        if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
+            raise ConfigError(f"--controller {controller}: cannot be reached: {reason}; expected node 0's --listen")
