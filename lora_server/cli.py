@@ -148,10 +148,12 @@ def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -
         if as_json:
             typer.echo(json.dumps(document, indent=2))
             return
-        title = f"{reply.model} {reply.layout}: {'ready' if reply.ready else f'not ready: {reply.reason}'}"
+        title = f"{reply.model} {reply.layout}: {'ready' if reply.ready else 'not ready'}"
         rows = [row | row.pop("stats", {}) for row in document["shards"]]
         columns = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "steps", "failed", "weight_bytes")
         _table(rows, columns, f"{title}; {reply.clients} clients, {reply.adapters} adapters")
+        if reply.reason:
+            typer.echo(f"not ready: {reply.reason}")
         for one in reply.refused:
             typer.echo(f"refused: {one.name}: {one.reason}")
         if reply.warned:

@@ -55,10 +55,10 @@ class Node:
             raise
 
     def _start(self) -> None:
-        log.info("starting", model=self.spec.name, layout=self.config.layout, node=self.config.node_rank)
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
+        log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
             listen_http(process, self._stack, self._not_up)
@@ -177,16 +177,21 @@ def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
 
 def _own_address(listen: Address) -> str:
     """The number behind --listen's host, which ZeroMQ needs to bind; raises ConfigError where it is no own one."""
+    failure: OSError | None = None
     try:
-        family, _, _, _, address = socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-        return str(address[0])
+        for family, _, _, _, address in socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM):
+            try:
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    probe.bind(address)
+                return str(address[0])
+            except OSError as error:  # a name may stand for ::1 where there is no IPv6
+                failure = error
     except OSError as error:
-        raise ConfigError(
-            f"--listen {listen}: cannot listen there ({error.strerror or error}); expected a name or an address of "
-            "this host, such as 127.0.0.1, or 0.0.0.0 for all of them"
-        ) from error
+        failure = error
+    raise ConfigError(
+        f"--listen {listen}: cannot listen there ({failure.strerror if failure else 'no address'}); expected a name "
+        "or an address of this host, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    ) from failure
 
 
 def _towards(controller: Address, seconds: float, stop: threading.Event) -> str:
