@@ -17,7 +17,7 @@ from lora_server.errors import LeaseError, LoraServerError, ShardUnavailableErro
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
-from lora_server.transport.connect import check_transport, connect
+from lora_server.transport.connect import check_transport, connect, tell_far
 from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -92,8 +92,10 @@ class RemoteSession(Session):
         hidden = tuple(lease.hidden_adapters)
         self.terms = Terms(lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden)
         hello = Hello(lease.client, lease.epoch, lease.key)
-        endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard)
-        for endpoint in endpoints if self._server.links else ():
+        endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
+        if self._server.transport == "auto":
+            tell_far(endpoints)
+        for endpoint in endpoints:
             self.links.append(connect(endpoint, hello, self._server.transport, self._server.device))
         self._prefetches = PrefetchSender(lease.prefetch_address)
 

@@ -60,12 +60,16 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
     def run() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        reply = _call(server, "Adapters", "List", pb.ListAdaptersRequest())
-        rows = [_adapter(one) for one in reply.adapters]
+        rows = _rows(_call(server, "Adapters", "List", pb.ListAdaptersRequest()))
         if as_json:
             typer.echo(json.dumps(rows, indent=2))
-        else:
-            _table(rows, ("name", "version", "lora_rank", "bytes", "state", "resident_layers", "holders"), "Adapters")
+            return
+        _table(rows, ("name", "version", "lora_rank", "bytes", "state", "resident_layers", "holders"), "Adapters")
+        for row in rows:
+            for warning in row["warnings"]:
+                typer.echo(f"{row['name']}: warning: {warning}")
+            if row["error"]:
+                typer.echo(f"{row['name']}: {row['state']}: {row['error']}")
 
     _run(run)
 
@@ -78,8 +82,8 @@ def show_adapter(name: str, server: ServerOption = DEFAULT_SERVER, as_json: Json
         from lora_server.errors import UnknownAdapterError
         from lora_server.wire import lora_server_pb2 as pb
 
-        reply = _call(server, "Adapters", "List", pb.ListAdaptersRequest())
-        found = [_adapter(one) for one in reply.adapters if one.name == name]
+        rows = _rows(_call(server, "Adapters", "List", pb.ListAdaptersRequest()))
+        found = [row for row in rows if row["name"] == name]
         if not found:
             raise UnknownAdapterError(f"adapter {name!r}: not registered at {server}; see lora-server adapters list")
         if as_json:
@@ -148,6 +152,12 @@ def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -
         rows = [row | row.pop("stats", {}) for row in document["shards"]]
         columns = ("shard", "stage", "ep_rank", "state", "node", "pid", "restarts", "steps", "failed", "weight_bytes")
         _table(rows, columns, f"{title}; {reply.clients} clients, {reply.adapters} adapters")
+        if reply.reason:
+            typer.echo(f"not ready: {reply.reason}")
+        for one in reply.refused:
+            typer.echo(f"refused: {one.name}: {one.reason}")
+        if reply.warned:
+            typer.echo(f"{reply.warned} adapters are served with a warning: see lora-server adapters list")
 
     _run(run)
 
@@ -200,6 +210,18 @@ def _fields(message: Any) -> dict[str, Any]:
     return found
 
 
+def _rows(reply: pb.ListAdaptersReply) -> list[dict[str, Any]]:
+    """What is served, and then what was refused, in the same form."""
+    return [*map(_adapter, reply.adapters), *map(_refused, reply.refused)]
+
+
+def _refused(refusal: pb.Refusal) -> dict[str, Any]:
+    from lora_server.wire import lora_server_pb2 as pb
+
+    unserved = pb.Adapter(name=refusal.name, uri=refusal.uri, state="refused", error=refusal.reason)
+    return _adapter(unserved) | {"error_code": refusal.code}
+
+
 def _adapter(message: pb.Adapter) -> dict[str, Any]:
     return {
         "name": message.name,
@@ -217,19 +239,21 @@ def _adapter(message: pb.Adapter) -> dict[str, Any]:
         "invocation_text": message.invocation.text or None,
         "warnings": list(message.warnings),
         "error": message.error,
+        "error_code": "",
     }
 
 
 def _table(rows: list[dict[str, Any]], columns: tuple[str, ...], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         shown = row | {"version": str(row.get("version", ""))[:12]}
-        table.add_row(*(str(shown.get(column, "")) for column in columns))
+        table.add_row(*(Text(str(shown.get(column, ""))) for column in columns))
     Console().print(table)
 
 

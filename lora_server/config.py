@@ -41,6 +41,7 @@ class ServeConfig(BaseSettings):
 
     base_model: str = Field(description="Model directory (its config.json), or a preset name.")
     adapters: Path | None = Field(None, description="Directory whose sub-directories are PEFT adapters.")
+    require_all_adapters: bool = Field(False, description="Not ready while one of --adapters is refused.")
     layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -53,6 +54,7 @@ class ServeConfig(BaseSettings):
     nodes: int = Field(1, ge=1, description="Nodes that form this server.")
     node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")
     controller: Listens | None = Field(None, description="Node 0's --listen, for the other nodes.")
+    controller_seconds: float = Field(300.0, gt=0, description="How long a node may look for --controller at first.")
     advertise: str = Field("", description="Address at which other hosts reach this node.")
     max_step_rows: int = Field(256, ge=1, le=65536, description="Rows times experts of one message.")
     slots: int = Field(4, ge=1, le=64, description="Messages in flight per client and shard.")

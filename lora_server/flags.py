@@ -12,7 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-_PLAIN = (int, float, Path)  # anything else is parsed by the class, from the text
+_PLAIN = (bool, int, float, Path)  # anything else is parsed by the class, from the text
 
 
 def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -112,6 +112,12 @@ class Placement:
             if self.experts(site, shard):
                 yield site
 
+    def stage_width(self, stage: int) -> int:
+        """How many shards of a stage can own anything: its experts, or its dense sites, can be dealt to no more."""
+        sites = [site for site in self.spec.sites() if site.layer % self.layout.pp == stage]
+        num_dense = sum(self.spec.is_dense(site) for site in sites)
+        return max(num_dense, self.spec.experts if len(sites) > num_dense else 0)
+
     def layers(self, shard: int) -> tuple[int, ...]:
         """The layers of which a shard owns anything."""
         return tuple(sorted({site.layer for site in self.sites(shard)}))

@@ -182,6 +182,13 @@ def test_find_adapters(tmp_path):
     assert list(find_adapters(str(tmp_path))) == ["a", "b", "c", "pickle"]
 
 
+def test_an_adapter_is_not_a_directory_of_adapters(tmp_path):
+    tiny.write_adapter(tmp_path / "law", good(), CONFIG)
+    (tmp_path / "law" / "checkpoint-7").mkdir()
+    with pytest.raises(ConfigError, match=f"law, which is one adapter itself, expected .* give {tmp_path}, or"):
+        find_adapters(tmp_path / "law")
+
+
 @pytest.mark.parametrize("name", ["none", "file"])
 def test_find_adapters_without_a_directory(name, tmp_path):
     (tmp_path / "file").write_text("x")

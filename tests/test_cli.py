@@ -95,6 +95,46 @@ def test_errors_are_one_line_and_exit_code_two(tmp_path):
     assert (done.returncode, "nowhere" in done.stderr) == (2, True)
 
 
+BAD_STARTS = {
+    "a name that is none": (("--listen", "nohost.invalid:7400"), "--listen nohost.invalid:7400: cannot listen there"),
+    "another host": (("--listen", "192.0.2.1:7400"), "--listen 192.0.2.1:7400: cannot listen there"),
+    "more stages than layers": (("--layout", "ep1-pp9"), "--layout: got ep1-pp9, in which 5 of 9 shards would own"),
+    "more shards than sites": (("--layout", "ep99-pp1"), "--layout: got ep99-pp1, in which 83 of 99 shards"),
+    "no place for data": (("--data-dir", "/proc/no/where"), "--data-dir /proc/no/where: cannot be made"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STARTS)
+def test_what_cannot_be_had_is_one_line_and_no_traceback(case):
+    flags, words = BAD_STARTS[case]
+    done = cli("serve", "--base-model", str(workload("llama").base), "--http", "127.0.0.1:0", *flags)
+    assert (done.returncode, done.stderr.startswith(f"error: {words}")) == (2, True), done.stderr
+    assert (done.stderr.count("\n"), "expected" in done.stderr) == (1, True)
+
+
+def test_a_controller_that_is_not_there_is_said_at_once_and_ends_the_node():
+    flags = ("--layout", "ep2-pp1", "--nodes", "2", "--node-rank", "1", "--controller", "127.0.0.1:1")
+    more = ("--controller-seconds", "1", "--http", "127.0.0.1:0")
+    done = cli("serve", "--base-model", str(workload("llama").base), *flags, *more)
+    *lines, last = done.stderr.splitlines()
+    events = [json.loads(line)["event"] for line in lines]
+    assert events[:2] == ["starting", "--controller cannot be reached; trying again"]
+    assert (done.returncode, "serving" in events) == (1, False)
+    assert last.startswith("error: --controller 127.0.0.1:1: not reached within 1 s") and "expected" in last
+
+
+def test_a_demo_without_transformers_says_what_to_install():
+    code = """
+import sys
+sys.modules["transformers"] = sys.modules["peft"] = None  # as if they were not installed
+from lora_server.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "transformers and peft not installed" in done.stderr and "lora-server[demo]" in done.stderr
+
+
 def test_an_address_in_use_is_named(tmp_path):
     import socket
 

@@ -1,5 +1,7 @@
 """A controller that was restarted learns everything from its shards, in whatever order they come."""
 
+from pathlib import Path
+
 import pytest
 
 from lora_server.control.agreement import Agreement
@@ -103,8 +105,10 @@ def test_a_directory_is_listed_anew_by_a_node_that_was_started_anew(tiny_adapter
     assert not controller.adapters.registered.is_set()
     controller.adapters.register_directory({"law": tiny_adapters["all"], "new": tiny_adapters["down"]})
     assert [one.record.name for one in controller.adapters.listings()] == ["law", "new"]
-    assert "is served under this name" in controller.adapters.refused()["law"]
-    assert controller.adapters.remove("law") == 0 and controller.adapters.refused() == {}
+    (refusal,) = controller.adapters.refused()
+    assert (refusal.name, refusal.code) == ("law", "adapter_exists")
+    assert "is served under this name" in refusal.reason
+    assert controller.adapters.remove("law") == 0 and controller.adapters.refused() == []
     assert [one.record.name for one in controller.adapters.listings()] == ["new"]
 
 
@@ -140,3 +144,42 @@ def test_what_was_dropped_while_a_shard_was_away_is_dropped_there_too():
     commands = drained(came)
     assert [c.drop for c in commands if c.HasField("drop")] == [5]
     assert [c.revoke for c in commands if c.HasField("revoke")] == [3]
+
+
+def refusals(*names):
+    return pb.Refusals(refusals=[pb.Refusal(name=name, code="adapter_format", reason="DoRA") for name in names])
+
+
+def test_a_refusal_that_one_shard_saw_taken_back_stays_taken_back():
+    """The other was away when the adapter was removed; a third was never told of any."""
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        controller = make_controller("ep3-pp1", settled=False)
+        tell = {0: {"refused": refusals("dora", "pickle")}, 1: {"refused": refusals("pickle")}, 2: {}}
+        for shard in order:
+            told = {"registered": shard != 2, "agreement": controller.agreement.digest()} | tell[shard]
+            controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **told), [])
+        assert [one.name for one in controller.adapters.refused()] == ["pickle"]
+        controller.adapters.register_directory({"pickle": Path("/nowhere")})
+        assert controller.not_ready() == "", "nothing is listed again"
+
+
+def test_what_shards_keep_of_refusals_reaches_the_next_controller():
+    memory = Kept()
+    assert not memory.sign(pb.Registration()).HasField("refused")
+    memory.note(pb.ShardCommand(refused=refusals("dora")))
+    memory.note(pb.ShardCommand(refused=refusals()))
+    signed = memory.sign(pb.Registration())
+    assert signed.HasField("refused") and not signed.refused.refusals
+
+
+@pytest.mark.parametrize("require_all", [False, True])
+def test_a_refused_adapter_makes_a_server_unready_only_where_all_are_required(tmp_path, tiny_adapters, require_all):
+    agreement = Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64)
+    controller = Controller(agreement, require_all_adapters=require_all)
+    controller.arrivals.arrive(registration(0, agreement=agreement.digest()), [])
+    assert controller.not_ready() == "adapters are still being registered"
+    (tmp_path / "dora").mkdir()
+    controller.adapters.register_directory({"law": tiny_adapters["all"], "dora": tmp_path / "dora"})
+    assert ("adapter 'dora' was refused: " in controller.not_ready()) == require_all
+    controller.adapters.register("dora", str(tiny_adapters["down"]))
+    assert controller.not_ready() == "" and controller.adapters.refused() == []

@@ -60,6 +60,7 @@ def test_a_killed_shard_is_named_and_restarted(tmp_path, transport, coordination
                     load.check(generate(load.model, load.batch, NEW_TOKENS))  # joins anew, in the same block
         log = server.tail()
         assert "shard 3 (stage 1, ep_rank 1) died: killed by SIGKILL; restarting it" in log
+        assert server.log.read_text().count('"shard lost"') == 2
         assert [shard.restarts for shard in status(server.address).shards] == [0, 0, 1, 1]
         assert {shard.state for shard in status(server.address).shards} == {"up"}
 

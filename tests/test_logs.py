@@ -1,9 +1,16 @@
 """Lines that others can cause at will: the first at once, the rest counted, none lost from the count."""
 
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server.logs import Repeats
+from tests.serving import HANG_SECONDS
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 4)), max_size=200))
@@ -31,3 +38,27 @@ def test_a_traceback_is_written_and_not_kept():
     repeats("key", "failed", exc_info=ValueError("one"))
     repeats("key", "failed", exc_info=ValueError("two"))
     assert "exc_info" in lines[0][1] and not any("exc_info" in one.fields for one in repeats._muted.values())
+
+
+def test_a_line_is_one_write_so_that_processes_do_not_mix_theirs():
+    """A datagram socket shows what each write holds."""
+    code = """
+import structlog
+from lora_server import logs
+logs.configure()
+log = structlog.get_logger()
+log.info("short")
+log.error("long", text="x" * 3000)
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("with a traceback")
+"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=HANG_SECONDS)
+        writes = [ours.recv(1 << 16, socket.MSG_DONTWAIT) for _ in range(3)]
+        with pytest.raises(BlockingIOError):
+            ours.recv(1, socket.MSG_DONTWAIT)
+    assert [json.loads(write)["event"] for write in writes] == ["short", "long", "with a traceback"]
+    assert all(write.count(b"\n") == 1 and write.endswith(b"\n") for write in writes)

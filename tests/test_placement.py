@@ -1,5 +1,6 @@
 """Properties of EPx-PPy placement over any model and any layout."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server import spec
+from lora_server.control.agreement import require_work
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, Placement, share
 
@@ -67,6 +69,20 @@ def test_layers_are_interleaved_over_stages(placement: Placement):
 def test_blocks_partition_the_range(total: int, parts: int):
     blocks = [share(total, parts, index) for index in range(parts)]
     assert [item for part in blocks for item in part] == list(range(total))
+
+
+@given(placements())
+def test_a_layout_is_refused_where_a_shard_would_own_nothing(placement: Placement):
+    layout = placement.layout
+    idle = sum(not placement.layers(shard) for shard in range(layout.num_shards))
+    try:
+        require_work(placement)
+        assert idle == 0
+    except ConfigError as error:
+        assert idle and f"{idle} of {layout.num_shards} shards would own nothing" in str(error)
+        fits = re.search(r"with pp(\d+), at most ep(\d+)", str(error))
+        smaller = Layout(min(layout.ep, int(fits[2])), int(fits[1]))
+        require_work(Placement(placement.spec, smaller))
 
 
 def test_outside_the_model_is_an_error():

@@ -1,9 +1,12 @@
 """A served, sharded LoRA server in real processes gives PEFT's tokens, in every layout, transport and mode."""
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -14,7 +17,7 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import UnknownAdapterError
 from lora_server.wire.rpc import open_channel
-from tests.serving import cli, descendants, shard_processes, status, until
+from tests.serving import HANG_SECONDS, cli, descendants, shard_processes, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -88,8 +91,8 @@ def test_adapters_while_serving(tmp_path):
         clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
         assert clash.returncode == 1
         assert "remove it first" in clash.stderr
-        (listed,) = json.loads(cli("adapters", "list", *at, "--json").stdout)
-        assert (listed["name"], listed["lora_rank"], listed["resident_layers"]) == ("law", 8, 4)
+        law = listed(server)["law"]
+        assert (law["lora_rank"], law["resident_layers"]) == (8, 4)
 
         with attach(load.model, server=server.address) as lora:
             with lora.adapters(["law"]):
@@ -98,32 +101,89 @@ def test_adapters_while_serving(tmp_path):
                 index = load.names.index("fused")
                 (answer,) = generate(load.model, [load.batch[index]], NEW_TOKENS)
                 assert answer.tokens == load.expected[index].tokens, "what a request holds stays until it ends"
-            until(lambda: not json.loads(cli("adapters", "list", *at, "--json").stdout), "the weights are gone")
+            until(lambda: not listed(server), "the weights are gone")
             with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
                 pass
         until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
+        for process in [*descendants(server.process.pid), psutil.Process(server.process.pid)]:
+            process.terminate()  # all at once, as who stops a service does
+        assert server.process.wait(HANG_SECONDS) == 0
+    _check_log([json.loads(line) for line in server.log.read_text().splitlines()])
+
+
+def _check_log(lines: list[dict]) -> None:
+    """Of a server whose adapter was added twice, not replaced, removed; and that was stopped in order."""
+    events = [line["event"] for line in lines]
+    assert events[0] == "starting"
+    assert events.index("serving") > max(index for index, event in enumerate(events) if event == "shard up")
+    mine = [line for line in lines if line.get("name") == "law"]
+    assert [line["event"] for line in mine] == [
+        "adapter added",
+        "adapter added again",
+        "adapter not added",
+        "adapter removed",
+    ]
+    assert (mine[0]["lora_rank"], mine[0]["bytes"] > 0, len(mine[0]["version"]), mine[0]["seconds"] > 0) == (
+        8,
+        True,
+        12,
+        True,
+    )
+    assert "remove it first" in mine[2]["error"]
+    assert mine[3]["holders"] == 1
+    assert events.count("shard left") == 2
+    assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]
+
+
+def listed(server) -> dict[str, dict]:
+    """Adapters by name, as the CLI shows them."""
+    rows = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
+    return {row["name"]: row for row in rows}
+
+
+def copy_with(source: Path, target: Path, **fields: object) -> None:
+    shutil.copytree(source, target)
+    config = target / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
 
 def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
     load = workload("mixtral")
+    adapters = tmp_path / "adapters"
     other = tiny.make_model("mixtral", hidden_size=32)
-    tiny.make_adapter(other, tmp_path / "adapters" / "other-base", lora_rank=4, seed=1)
-    (tmp_path / "adapters" / "good").symlink_to(load.paths["fused"])
-    (tmp_path / "adapters" / "notes.txt").write_text("ignored")
-    server = launch(tmp_path / "log", "--base-model", str(load.base), "--adapters", str(tmp_path / "adapters"))
-    try:
-        until(lambda: "other-base" in server.get("/readyz")[1], "/readyz names the bad one")
-        assert server.get("/readyz")[0] == 503
+    tiny.make_adapter(other, adapters / "other-base", lora_rank=4, seed=1)
+    copy_with(load.paths["qv"], adapters / "dora", use_dora=True)
+    copy_with(load.paths["qv"], adapters / "alike", base_model_name_or_path="Other-7B")
+    (adapters / "good").symlink_to(load.paths["fused"])
+    (adapters / "notes.txt").write_text("ignored")
+    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--adapters", str(adapters)]) as server:
+        at = ("--server", server.address)
+        rows = listed(server)
+        assert [rows[name]["state"] for name in ("dora", "other-base")] == ["refused", "refused"]
+        assert "Other-7B" in rows["alike"]["warnings"][0] and rows["good"]["error"] == ""
+        for command in (["adapters", "list"], ["adapters", "show", "dora"], ["status"]):
+            done = cli(*command, *at)
+            assert done.returncode == 0, done.stderr
+            assert "DoRA rescales" in " ".join(done.stdout.split()), command
+        assert "alike: warning: base_model_name_or_path is 'Other-7B'" in cli("adapters", "list", *at).stdout
+        reply = status(server.address)
+        assert (reply.ready, reply.reason, reply.warned >= 1) == (True, "", True)
+        assert [one.name for one in reply.refused] == ["dora", "other-base"]
+        assert 'lora_server_adapters_refused{code="adapter_format"} 2.0' in server.get("/metrics")[1]
         with attach(load.model, server=server.address) as lora:
             index = load.names.index("fused")
             with lora.adapters(["good"]):
                 assert generate(load.model, [load.batch[index]], NEW_TOKENS)[0].tokens == load.expected[index].tokens
             with pytest.raises(UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
                 pass
-        assert cli("adapters", "remove", "other-base", "--server", server.address).returncode == 0
-        server.wait_ready()
-    finally:
-        server.stop()
+        assert cli("adapters", "remove", "other-base", *at).returncode == 0
+        before = status(server.address).pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: server.get("/readyz")[0] == 200 and status(server.address).pid != before, "a new controller")
+        assert [one.name for one in status(server.address).refused] == ["dora"]
+        assert cli("adapters", "add", "dora", str(load.paths["qv"]), *at).returncode == 0
+        assert listed(server)["dora"]["state"] == "ready"
+        assert status(server.address).refused == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

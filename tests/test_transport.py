@@ -11,11 +11,15 @@ import psutil
 import pytest
 import torch
 import zmq
+from structlog.testing import capture_logs
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
 from lora_server.transport.base import Grant
+from lora_server.transport.connect import tell_far, why_far
 from lora_server.transport.rows import TORCH_DTYPES
+from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import slot
+from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 from lora_server.wire.slot import RequestHeader
 from tests.echo import DEVICES, KINDS, LAYOUT, SECONDS, SHARD, Echo, echo_shard
@@ -287,3 +291,28 @@ def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
         until(lambda: not shard.port.connections, "all to leave")
         gc.collect()
         until(lambda: process.num_fds() <= before, f"{process.num_fds()} descriptors to become {before}")
+
+
+# ---- what `auto` takes
+
+
+def test_auto_says_why_it_goes_over_tcp(tmp_path):
+    (tmp_path / "shard-0.sock").touch()
+    here = {"host": host_identity(), "zmq": "tcp://h:1"}
+    near = pb.Endpoint(shard=0, shm=str(tmp_path / "shard-0.sock"), **here)
+    unseen = [pb.Endpoint(shard=shard, shm=f"/run/elsewhere/shard-{shard}.sock", **here) for shard in (1, 2)]
+    arm = pb.Endpoint(shard=3, **here)
+    far = pb.Endpoint(shard=4, host="another", shm=near.shm, zmq="tcp://h:1")
+    assert (why_far(near), bool(why_far(arm))) == ("", True)
+    with capture_logs() as lines:
+        tell_far([near, *unseen, arm, far])
+    assert {line["event"] for line in lines} == {"activations go over TCP"}
+    assert [(line["log_level"], line["shards"]) for line in lines] == [
+        ("warning", [1, 2]),
+        ("warning", [3]),
+        ("info", [4]),
+    ]
+    assert "/run/elsewhere cannot be seen" in lines[0]["reason"] and "--data-dir" in lines[0]["reason"]
+    with capture_logs() as lines:
+        tell_far([near])
+    assert lines == []

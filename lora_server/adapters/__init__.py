@@ -8,7 +8,7 @@ adapter   what users hold                  refusal    the one form of error
 """
 
 from lora_server.adapters.adapter import Adapter, open_adapter, validate_adapter
-from lora_server.adapters.files import find_adapters
+from lora_server.adapters.files import find_adapters, is_adapter
 from lora_server.adapters.parts import Part
 
-__all__ = ["Adapter", "Part", "find_adapters", "open_adapter", "validate_adapter"]
+__all__ = ["Adapter", "Part", "find_adapters", "is_adapter", "open_adapter", "validate_adapter"]

@@ -27,17 +27,26 @@ _CHUNK_BYTES = 16 << 20
 def find_adapters(directory: str | Path) -> dict[str, Path]:
     """Each sub-directory that holds an adapter's files, valid or not, by its name in sorted order.
 
-    Raises ConfigError where the directory does not exist or cannot be listed.
+    Raises ConfigError where the directory does not exist, cannot be listed, or is itself an adapter.
     """
+    directory = Path(directory)
     try:
-        children = sorted(Path(directory).iterdir())
-        return {child.name: child for child in children if child.is_dir() and _looks_like_adapter(child)}
+        children = sorted(directory.iterdir())
+        found = {child.name: child for child in children if child.is_dir() and is_adapter(child)}
+        itself = not found and is_adapter(directory)
     except OSError as error:
         do = "give a directory whose sub-directories are PEFT adapters"
         raise ConfigError(f"adapters: {directory} cannot be listed ({error.strerror}); {do}") from error
+    if itself:
+        raise ConfigError(
+            f"adapters: got {directory}, which is one adapter itself, expected a directory whose sub-directories are "
+            f"PEFT adapters; give {directory.resolve().parent}, or start without it and add this one by name"
+        )
+    return found
 
 
-def _looks_like_adapter(directory: Path) -> bool:
+def is_adapter(directory: Path) -> bool:
+    """Whether an adapter's files lie in a directory, valid or not."""
     return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))
 
 

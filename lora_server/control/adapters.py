@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from lora_server.adapters import validate_adapter
 from lora_server.control.agreement import Agreement
 from lora_server.control.holds import Holds
 from lora_server.control.leases import Leases
-from lora_server.control.registry import Record, Registry, check_name
+from lora_server.control.registry import Record, Refusal, Registry, check_name
 from lora_server.control.residency import Residency
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
@@ -95,6 +96,7 @@ class Adapters:
             )
             if existing is None:
                 self._registry.add(record)
+            self._take_back_refusal(name)
             # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
             loads = [self._load_on(handle, record) for handle in self._shards.live().values()]
         for warning in record.warnings:
@@ -111,46 +113,55 @@ class Adapters:
             )
 
     def register_directory(self, found: dict[str, Path]) -> None:
-        """The start-up adapters. One that is refused is reported by /readyz, and to who asks for it.
+        """The start-up adapters. One that is refused is listed with the reason, and told to who asks for it.
 
         Where an earlier controller of this node had registered it, nothing is listed again: what is not
-        listed any more was removed, or is refused once more.
+        listed any more was removed, and what was refused the shards know.
         """
-        known = {one.record.name for one in self.listings()} if self.registered.is_set() else set()
+        if self.registered.is_set():
+            return
         for name, path in found.items():
             try:
-                if not self.registered.is_set():
-                    self.register(name, str(path))
-                elif name not in known:
-                    validate_adapter(path, self._spec)[0].close()
+                self.register(name, str(path))
             except (AdapterError, OSError) as error:
                 log.error("adapter refused", name=name, error=str(error))
+                code = error.code if isinstance(error, AdapterError) else "unreadable"
                 with self._lock:
-                    self._registry.refused[name] = str(error)
+                    self._registry.refused[name] = Refusal(name, str(path), code, str(error))
+        with self._lock:
+            self._tell_refused()
         self.registered.set()
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
-        self._shards.require_up()
-        record, loads, new = self.register(name, uri)
+        began = time.monotonic()
         try:
-            wait_all(loads, seconds, f"loading {name!r}")
-        except LoraServerError:
-            if new:
-                self.remove(name)
+            self._shards.require_up()
+            record, loads, new = self.register(name, uri)
+            try:
+                wait_all(loads, seconds, f"loading {name!r}")
+            except LoraServerError:
+                if new:
+                    self.remove(name)
+                raise
+        except (LoraServerError, OSError) as error:
+            log.warning("adapter not added", name=name, uri=uri, error=str(error))
             raise
+        spent = round(time.monotonic() - began, 3)
+        log.info("adapter added" if new else "adapter added again", **_described(record), seconds=spent)
         return record
 
     def remove(self, name: str) -> int:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""
         with self._lock:
             self._require_settled()
-            if self._registry.refused.pop(name, None) is not None and not self._registry.is_known(name):
-                return 0
-            record = self._registry.unlist(name)
-            holders = self._holds.count(record.handle)
-            # every shard notes it, so that no later controller lists the name again
-            notes = self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
+            # every shard notes it, so that no later controller lists the name, or its refusal, again
+            notes, holders = self._take_back_refusal(name), 0
+            if self._registry.is_known(name) or notes is None:
+                record = self._registry.unlist(name)
+                holders = self._holds.count(record.handle)
+                log.info("adapter removed", **_described(record), holders=holders)
+                notes = [*(notes or ()), *self._shards.broadcast(pb.ShardCommand(note=self._load(record)))]
         try:
             wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
         except LoraServerError as error:  # it is going away: it is told when it registers
@@ -159,10 +170,24 @@ class Adapters:
             self._collect()
         return holders
 
-    def refused(self) -> dict[str, str]:
-        """Start-up adapters that were refused, and why."""
+    def refused(self) -> list[Refusal]:
+        """Start-up adapters that were refused, by name."""
         with self._lock:
-            return dict(self._registry.refused)
+            return sorted(self._registry.refused.values())
+
+    def _take_back_refusal(self, name: str) -> list[PendingCommand] | None:
+        """It is served now, or not wanted; None where there was no refusal."""
+        if self._registry.refused.pop(name, None) is None:
+            return None
+        log.info("adapter not refused any more", name=name)
+        return self._tell_refused()
+
+    def _tell_refused(self) -> list[PendingCommand]:
+        return self._shards.broadcast(self._refusals())
+
+    def _refusals(self) -> pb.ShardCommand:
+        refusals = [pb.Refusal(**one._asdict()) for one in self.refused()]
+        return pb.ShardCommand(refused=pb.Refusals(refusals=refusals))
 
     # -- shards
 
@@ -188,6 +213,11 @@ class Adapters:
             record=record.encode(),
             listed=self._registry.is_listed(record),
         )
+
+    def adopt_refused(self, told: pb.Refusals) -> None:
+        """What an earlier controller of this node told a shard, once it had registered the start-up directory."""
+        with self._lock:
+            self._registry.adopt_refused(Refusal(one.name, one.uri, one.code, one.reason) for one in told.refusals)
 
     def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
         """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
@@ -219,12 +249,16 @@ class Adapters:
                     self._residency.of(one.load.handle).layers[handle.shard] = one.layers
             if self._settled.is_set():
                 self._load_all_on(handle)
+            if self.registered.is_set():
+                handle.send(self._refusals())
 
     def settle(self) -> None:
         """Every shard has said what it keeps: now each gets what only others knew of."""
         with self._lock:
             for handle in self._shards.live().values():
                 self._load_all_on(handle)
+            if self.registered.is_set():
+                self._tell_refused()
             self._collect()
 
     def _load_all_on(self, handle: ShardHandle) -> None:
@@ -315,3 +349,13 @@ class Adapters:
                 self._registry.remove(record.handle)
                 self._residency.forget(record.handle)
                 self._shards.broadcast(pb.ShardCommand(drop=record.handle))
+
+
+def _described(record: Record) -> dict[str, object]:
+    """For a line of the log."""
+    return {
+        "name": record.name,
+        "version": record.version[:12],
+        "lora_rank": record.lora_rank,
+        "bytes": record.nbytes,
+    }

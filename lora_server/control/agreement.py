@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lora_server.config import ServeConfig
 from lora_server.errors import ConfigError
-from lora_server.placement import Layout
+from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
 
 
@@ -29,7 +29,9 @@ class Agreement:
                 f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {spec.top_k}, "
                 "since one token's rows travel together"
             )
-        return cls(spec, Layout.parse(config.layout), config.dtype, config.coordination, config.max_step_rows)
+        layout = Layout.parse(config.layout)
+        require_work(Placement(spec, layout))
+        return cls(spec, layout, config.dtype, config.coordination, config.max_step_rows)
 
     def digest(self) -> str:
         """What shards show when they register."""
@@ -41,4 +43,18 @@ class Agreement:
         return (
             f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
             f"coordination {self.coordination}, max-step-rows {self.max_step_rows}"
+        )
+
+
+def require_work(placement: Placement) -> None:
+    """Raises ConfigError for a layout in which a shard would own nothing, and so only cost memory and ports."""
+    spec, layout = placement.spec, placement.layout
+    most_stages = min(layout.pp, spec.layers)
+    widths = [placement.stage_width(stage) for stage in range(most_stages)]
+    idle = layout.num_shards - sum(min(layout.ep, width) for width in widths)
+    if idle:
+        raise ConfigError(
+            f"--layout: got {layout}, in which {idle} of {layout.num_shards} shards would own nothing; expected, for "
+            f"{spec.name}, at most pp{spec.layers} (its layers) and, with pp{most_stages}, at most ep{min(widths)} "
+            "(the experts of a layer, or the dense sites of a stage): give fewer shards"
         )

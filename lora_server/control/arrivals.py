@@ -73,6 +73,8 @@ class Arrivals:
         if not settled and registration.run == self.run:
             if self._restarted and registration.registered:
                 self._adapters.registered.set()
+                if registration.HasField("refused"):
+                    self._adapters.adopt_refused(registration.refused)
             self._adapters.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
         handle.send(self._claim(handle, self.run if settled else ""))
@@ -116,5 +118,8 @@ class Arrivals:
     def depart(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""
         if self._shards.depart(handle):
-            level = log.info if self._shards.closed else log.error
-            level("shard lost", shard=handle.shard, node=handle.node, pid=handle.pid)
+            fields = {"shard": handle.shard, "node": handle.node, "pid": handle.pid}
+            if handle.leaving or self._shards.closed:
+                log.info("shard left", **fields)
+            else:
+                log.error("shard lost", **fields)

@@ -15,10 +15,16 @@ from lora_server.control.shards import ShardTable
 class Controller:
     """Everything that one server's control plane knows; each part is thread-safe."""
 
-    def __init__(self, agreement: Agreement, leases: Leases | None = None, restarted: bool = False) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        leases: Leases | None = None,
+        restarted: bool = False,
+        require_all_adapters: bool = False,
+    ) -> None:
         """`restarted`: an earlier one of the same node may have registered the start-up directory."""
         settled = threading.Event()
-        self.agreement = agreement
+        self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
         self.adapters = Adapters(agreement, self.shards, settled, leases)
@@ -32,4 +38,5 @@ class Controller:
             return f"shards not up: {missing}"
         if not self.adapters.registered.is_set():
             return "adapters are still being registered"
-        return "; ".join(f"adapter {name!r} was refused: {why}" for name, why in self.adapters.refused().items())
+        refused = self.adapters.refused() if self._require_all else ()
+        return "; ".join(f"adapter {one.name!r} was refused: {one.reason}" for one in refused)

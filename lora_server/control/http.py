@@ -6,6 +6,7 @@ import asyncio
 import functools
 import socket
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
@@ -24,6 +25,7 @@ from starlette.routing import Route
 
 from lora_server.control.controller import Controller
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
+from lora_server.errors import AdapterFormatError
 
 BLOCKING_THREADS = 4  # per path
 CLOSE_SECONDS = 5.0
@@ -68,6 +70,13 @@ class ControllerCollector(Collector):
             yield family
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
+        help_text = "Start-up adapters that are not served, by the error's code"
+        refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
+        codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
+        codes.update(one.code for one in controller.adapters.refused())
+        for code, count in codes.items():
+            refused.add_metric([code], count)
+        yield refused
 
 
 class HttpServer:

@@ -6,7 +6,9 @@ Not thread-safe: `adapters` calls it under its lock.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,6 +43,15 @@ class Record:
         return msgspec.json.decode(data, type=cls)
 
 
+class Refusal(NamedTuple):
+    """An adapter of the start-up directory that is not served; `code` is the error's."""
+
+    name: str
+    uri: str
+    code: str
+    reason: str
+
+
 def check_name(name: str) -> str:
     """Raises AdapterFormatError for a name that cannot be one."""
     if not _NAME.fullmatch(name):
@@ -58,7 +69,8 @@ class Registry:
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
         self._next_handle = 1
-        self.refused: dict[str, str] = {}  # of the start-up directory: name -> why
+        self.refused: dict[str, Refusal] = {}
+        self._told = False
 
     def next_handle(self) -> int:
         """One that nobody had."""
@@ -85,18 +97,23 @@ class Registry:
         self._by_handle[record.handle] = record
         other = self._by_name.get(record.name)
         if listed and (other is None or other.handle < record.handle):
-            self.refused.pop(record.name, None)
             self._by_name[record.name] = record
 
     def get(self, name: str) -> Record:
         """A listed adapter; raises UnknownAdapterError."""
         record = self._by_name.get(name)
         if record is None and name in self.refused:
-            raise UnknownAdapterError(f"adapter {name!r}: refused when the server started: {self.refused[name]}")
+            raise UnknownAdapterError(f"adapter {name!r}: refused when the server started: {self.refused[name].reason}")
         if record is None:
             known = ", ".join(sorted(self._by_name)[:8]) or "none"
             raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
         return record
+
+    def adopt_refused(self, told: Iterable[Refusal]) -> None:
+        """What one shard kept of them. Of several, what all of them kept: they only ever become fewer."""
+        kept = {one.name: one for one in told}
+        self.refused = {name: one for name, one in kept.items() if not self._told or name in self.refused}
+        self._told = True
 
     def is_listed(self, record: Record) -> bool:
         """Whether its name is offered; otherwise it drains."""

@@ -64,7 +64,8 @@ class AdaptersService(rpc.AdaptersServicer):
     @override
     @_guard
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:
-        return pb.ListAdaptersReply(adapters=[_adapter(listing) for listing in self._adapters.listings()])
+        adapters = [_adapter(listing) for listing in self._adapters.listings()]
+        return pb.ListAdaptersReply(adapters=adapters, refused=_refusals(self._adapters))
 
     @override
     @_guard
@@ -75,6 +76,10 @@ class AdaptersService(rpc.AdaptersServicer):
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:
         return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name))
+
+
+def _refusals(adapters: Adapters) -> list[pb.Refusal]:
+    return [pb.Refusal(**one._asdict()) for one in adapters.refused()]
 
 
 def _adapter(listing: Listing) -> pb.Adapter:
@@ -184,10 +189,14 @@ class ServerService(rpc.ServerServicer):
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
         controller, layout = self._controller, self._controller.agreement.layout
         live, missing = controller.shards.live(), set(controller.shards.missing())
+        reason = controller.not_ready()
         reply = pb.StatusReply(
             model=controller.agreement.spec.name,
             layout=str(layout),
-            ready=not controller.not_ready(),
+            ready=not reason,
+            reason=reason,
+            refused=_refusals(controller.adapters),
+            warned=sum(bool(one.record.warnings) for one in controller.adapters.listings()),
             clients=len(controller.clients.leases),
             adapters=len(controller.adapters),
             pid=os.getpid(),
@@ -241,6 +250,8 @@ class ShardsService(rpc.ShardsServicer):
             self._controller.shards.update(handle, report.stats)
         elif kind == "layers_ready":
             self._controller.adapters.on_layers_ready(handle.shard, report.layers_ready)
+        elif kind == "leaving":
+            handle.leaving = True
         elif kind == "client_gone":
             self._controller.clients.end(report.client_gone.client, report.client_gone.epoch)
 

@@ -41,6 +41,7 @@ class ShardHandle:
         self.shard, self.node, self.pid = registration.shard, registration.node, registration.pid
         self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
+        self.leaving = False  # it said that it stops
         self.heard = time.monotonic()
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}

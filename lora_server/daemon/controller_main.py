@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from lora_server.adapters import find_adapters
+from lora_server.adapters import find_adapters, is_adapter
 from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
@@ -41,7 +41,9 @@ class ControllerProcess:
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
         agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
-        self.controller = controller = Controller(agreement, Leases(config.lease_seconds), config.restarted)
+        self.controller = controller = Controller(
+            agreement, Leases(config.lease_seconds), config.restarted, config.require_all_adapters
+        )
         prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
@@ -92,15 +94,20 @@ class ControllerProcess:
         adapters = self.controller.adapters
         adapters.register_directory(self._found)
         self.controller.arrivals.announce()
-        log.info("adapters registered", count=len(self._found), refused=len(adapters.refused()))
+        log.info("adapters registered", count=len(adapters), refused=[one.name for one in adapters.refused()])
 
     def _name_ignored(self) -> None:
-        """A sub-directory without an adapter's files is probably a mistake."""
-        there = self.config.adapters is not None and self.config.adapters.is_dir()
-        children = self.config.adapters.iterdir() if self.config.adapters is not None and there else ()
-        ignored = sorted(child.name for child in children if child.is_dir() and child.name not in self._found)
-        if ignored:
+        """What lies in the start-up directory and is not served is probably a mistake."""
+        directory = self.config.adapters
+        if directory is None or not directory.is_dir():
+            return
+        children = [child.name for child in directory.iterdir() if child.is_dir()]
+        if ignored := sorted(set(children) - set(self._found)):
             log.warning("no adapter files in these directories; ignored", directories=ignored)
+        if is_adapter(directory):
+            log.warning("adapter files beside the adapters' directories; ignored", directory=str(directory))
+        if not self._found:
+            log.warning("no adapters in the start-up directory", directory=str(directory))
 
 
 if __name__ == "__main__":

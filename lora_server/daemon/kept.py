@@ -18,6 +18,7 @@ class Kept:
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
         self.gone: set[int] = set()
+        self.refused: pb.Refusals | None = None  # start-up adapters that are not served
         self.last_handle = self.last_client = 0
 
     def note(self, command: pb.ShardCommand) -> None:
@@ -38,6 +39,8 @@ class Kept:
         elif kind == "drop":
             self.loads.pop(command.drop, None)
             self.gone.add(command.drop)
+        elif kind == "refused":
+            self.refused = command.refused
         elif kind == "grant":
             self.grants[command.grant.client] = command.grant
             self.last_client = max(self.last_client, command.grant.client)
@@ -51,7 +54,7 @@ class Kept:
     def forget(self) -> tuple[list[int], list[int]]:
         """Handles and clients of a run that is over; they are not kept any more."""
         gone = list(self.loads), list(self.grants)
-        self.loads, self.grants, self.gone, self.claim = {}, {}, set(), pb.Claim()
+        self.loads, self.grants, self.gone, self.refused, self.claim = {}, {}, set(), None, pb.Claim()
         self.last_handle = self.last_client = 0
         return gone
 
@@ -62,6 +65,8 @@ class Kept:
         registration.restarts, registration.kept = self.claim.restarts, self.count()
         registration.last_handle, registration.last_client = self.last_handle, self.last_client
         registration.gone.extend(sorted(self.gone))
+        if self.refused is not None:
+            registration.refused.CopyFrom(self.refused)
         return registration
 
     def count(self) -> int:

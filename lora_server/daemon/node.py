@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,9 @@ from lora_server.control.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Child
+from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.placement import Layout, share
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call, open_channel
+from lora_server.placement import Layout
 
 UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
 MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
@@ -59,8 +58,11 @@ class Node:
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
+        log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
+            assert process.controller is not None
             listen_http(process, self._stack, self._not_up)
+            self._watch(process.controller)
             self._start_shards(process)
             return
         controller = self._run("lora_server.daemon.controller_main", "controller", process)
@@ -69,6 +71,11 @@ class Node:
             controller.config = process = process.model_copy(update={"listen": listen})
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
         controller.wait_up(UP_SECONDS)
+        self._watch(process.listen.local())
+
+    def _watch(self, controller: Address) -> None:
+        startup = Startup(self.config, controller, self.stopped, self._fail)
+        self._stack.callback(startup.close)
 
     def _start_shards(self, process: ProcessConfig) -> None:
         layout = Layout.parse(process.layout)
@@ -77,7 +84,7 @@ class Node:
             self._run("lora_server.daemon.shard_main", name, process.model_copy(update={"shard": shard}))
 
     def _run(self, module: str, name: str, process: ProcessConfig) -> Child:
-        child = Child(name, module, process, self._fail)
+        child = Child(name, module, process, self._fail, self._stop)
         self._children.append(child)
         child.start()
         return child
@@ -88,15 +95,11 @@ class Node:
 
     def _not_up(self) -> str:
         """A node above rank 0: why its shards do not serve, as the controller sees it."""
-        server = str(self.config.controller)
-        with open_channel(server) as channel:
-            try:
-                reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=server, seconds=2.0)
-            except LoraServerError as error:
-                return str(error)
-        own = share(len(reply.shards), self.config.nodes, self.config.node_rank)
-        down = [one.shard for one in reply.shards if one.shard in own and one.state != "up"]
-        return f"shards not up: {down}" if down else ""
+        assert self.config.controller is not None
+        try:
+            return ask(self.config.controller, self.config)[1]
+        except LoraServerError as error:
+            return str(error)
 
     def close(self) -> None:
         """Stop everything; idempotent."""
@@ -111,14 +114,6 @@ def serve(config: ServeConfig) -> str:
         signal.signal(number, lambda *_: stop.set())
     node = Node(config, stop)
     try:
-        log.info(
-            "serving",
-            model=node.spec.name,
-            layout=config.layout,
-            node=config.node_rank,
-            listen=str(config.listen) if config.node_rank == 0 else "",
-            http=str(config.http),
-        )
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass
         return node.failure
@@ -136,7 +131,7 @@ def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: th
 def _run_directory(data_dir: Path | None) -> Iterator[Path]:
     """A private directory (mode 0700) for the shards' sockets: in data_dir where its path is short enough."""
     if data_dir is not None:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        _make_directory(data_dir)
     parents = [data_dir.resolve()] if data_dir is not None else []
     short = [parent for parent in (*parents, Path(tempfile.gettempdir())) if len(str(parent)) <= MAX_SOCKET_PARENT]
     if not short:
@@ -151,12 +146,23 @@ def _run_directory(data_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _make_directory(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=data_dir).cleanup()
+    except OSError as error:
+        raise ConfigError(
+            f"--data-dir {data_dir}: cannot be made or written to ({error.strerror}); expected a directory where "
+            "this user may create files: choose another, or leave it away"
+        ) from error
+
+
 def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
     """Where this node's shards bind, and where others reach them over TCP."""
     if config.node_rank and config.controller is not None:
-        own = _towards(config.controller, stop)
+        own = _towards(config.controller, config.controller_seconds, stop)
     else:
-        own = config.listen.host
+        own = _own_address(config.listen)
     if config.advertise:
         return ("::" if ":" in own else "0.0.0.0"), config.advertise
     if own in ("0.0.0.0", "::"):
@@ -169,9 +175,28 @@ def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
     return own, own
 
 
-def _towards(controller: Address, stop: threading.Event) -> str:
+def _own_address(listen: Address) -> str:
+    """The number behind --listen's host, which ZeroMQ needs to bind; raises ConfigError where it is no own one."""
+    failure: OSError | None = None
+    try:
+        for family, _, _, _, address in socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM):
+            try:
+                with socket.socket(family, socket.SOCK_STREAM) as probe:
+                    probe.bind(address)
+                return str(address[0])
+            except OSError as error:  # a name may stand for ::1 where there is no IPv6
+                failure = error
+    except OSError as error:
+        failure = error
+    raise ConfigError(
+        f"--listen {listen}: cannot listen there ({failure.strerror if failure else 'no address'}); expected a name "
+        "or an address of this host, such as 127.0.0.1, or 0.0.0.0 for all of them"
+    ) from failure
+
+
+def _towards(controller: Address, seconds: float, stop: threading.Event) -> str:
     """This host's address on the way to the controller, whose name may not be known, or no network up, yet."""
-    said = ""
+    said, deadline = "", time.monotonic() + seconds
     while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(*controller, type=socket.SOCK_DGRAM)[0]
@@ -183,5 +208,5 @@ def _towards(controller: Address, stop: threading.Event) -> str:
         if reason != said:
             log.warning("--controller cannot be reached; trying again", controller=str(controller), reason=reason)
             said = reason
-        if stop.wait(RETRY_SECONDS):
-            raise ConfigError(f"--controller {controller}: {reason}")
+        if stop.wait(RETRY_SECONDS) or time.monotonic() > deadline:
+            raise ConfigError(f"--controller {controller}: cannot be reached: {reason}; expected node 0's --listen")

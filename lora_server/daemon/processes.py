@@ -28,6 +28,8 @@ STOP_SECONDS = 5.0
 MAX_FAILED_STARTS = 5  # of one that never was up
 GIVE_UP_SECONDS = 60.0  # of failed starts of one that was
 PAUSE_SECONDS = 1.0  # before a restart of one that lived less
+ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+TOGETHER_SECONDS = 1.0  # who stops a whole group of processes stops node and child in any order
 log = structlog.get_logger()
 
 
@@ -52,6 +54,7 @@ class Child:
     module: str
     config: ProcessConfig
     on_fatal: Callable[[str], None]
+    node_stops: threading.Event
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _answered: threading.Event = field(default_factory=threading.Event)
@@ -77,7 +80,7 @@ class Child:
         while not self._stopping.is_set():
             started = time.monotonic()
             up, code = self._run_once()
-            if self._stopping.is_set():
+            if self._stopping.is_set() or self.node_stops.wait(TOGETHER_SECONDS if code in ASKED_TO_STOP else 0):
                 return
             if up is not None and not up.refused:
                 failed_starts, last_up = 0, time.monotonic()

@@ -36,6 +36,7 @@ from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
 
 STATS_SECONDS = 0.5
+LEAVE_SECONDS = 1.0
 SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
@@ -115,6 +116,7 @@ class ShardProcess:
         self.zmq.close()
         self.coordinator.close()
         self.store.close()
+        self.stream.leave(LEAVE_SECONDS)
         if os.getppid() != self._parent:  # a killed parent leaves its directory to its last shard
             with contextlib.suppress(OSError):
                 self.config.run_dir.rmdir()

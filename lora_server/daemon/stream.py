@@ -42,13 +42,26 @@ class ControllerStream:
         self._reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
         self._quiet_until = 0.0  # time.monotonic(): an outage was spoken of
         self.up = threading.Event()  # a controller has taken the registration
+        self._ended = threading.Event()
 
     def report(self, report: pb.ShardReport) -> None:
         """From any thread; what is reported while there is no stream is lost."""
         self._reports.put(report)
 
+    def leave(self, seconds: float) -> None:
+        """Once `stopping` is set: tell the controller that this end is no death, and wait until it knows."""
+        self.report(pb.ShardReport(leaving=True))
+        self._reports.put(None)
+        self._ended.wait(seconds)
+
     def run(self, stopping: threading.Event) -> LoraServerError | None:
         """Until `stopping`, or for good: then why this shard may not serve."""
+        try:
+            return self._run(stopping)
+        finally:
+            self._ended.set()
+
+    def _run(self, stopping: threading.Event) -> LoraServerError | None:
         while not stopping.is_set():
             error = self._serve_once()
             if stopping.is_set():
@@ -58,7 +71,8 @@ class ControllerStream:
                 return error
             if time.monotonic() > self._quiet_until:
                 self._quiet_until = time.monotonic() + REMIND_SECONDS
-                log.warning("no controller; serving on and trying again", controller=self._address, reason=str(error))
+                event = "no controller; serving on and trying again" if self.up.is_set() else "no controller yet"
+                log.warning(event, controller=self._address, reason=str(error))
             stopping.wait(RETRY_SECONDS)
         return None
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from client_connector.exchange import GemmTimes, StepTimes
+from lora_server import logs
 from lora_server.spec import Site
 
 
@@ -156,6 +157,7 @@ def run(job: Job) -> Result:
 
 def main() -> None:
     """Entry point of the process."""
+    logs.configure()  # stdout is for the result
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)

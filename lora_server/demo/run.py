@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -12,13 +13,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from lora_server import spec
 from lora_server.adapters import find_adapters
+from lora_server.control.agreement import require_work
 from lora_server.demo import children, tiny
 from lora_server.demo.check import against_peft
 from lora_server.demo.engine import Job, Result, Sequence
 from lora_server.demo.launch import finish_engine, running_server, start_engine
 from lora_server.demo.report import LayoutTimes, as_json, show
 from lora_server.errors import ConfigError
+from lora_server.placement import Layout, Placement
 
+NEEDED = ("transformers", "peft")  # what its engines run on, and who checks them
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
@@ -29,6 +33,11 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(
+            f"demo: {' and '.join(missing)} not installed; its engines run on transformers and are checked against "
+            "PEFT: pip install 'lora-server[demo]'"
+        )
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
@@ -46,10 +55,12 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
         if model is None or adapters is None:
             model, adapters = work / "model", work / "adapters"
             _make(model, adapters, progress)
+        served = spec.load(model)
+        require_work(Placement(served, Layout.parse(layout)))
         names = list(find_adapters(adapters))
         if not names:
             raise ConfigError(f"demo: no adapters in {adapters}")
-        batches = _batches(names, spec.load(model), ENGINES * BATCHES, BATCH_SIZE, seed=1)
+        batches = _batches(names, served, ENGINES * BATCHES, BATCH_SIZE, seed=1)
         results = _serve_and_generate(model, adapters, layout, batches, work, progress)
         answers = [answer for result in results for batch in result.answers for answer in batch]
         flat = [sequence for batch in batches for sequence in batch]
@@ -103,7 +114,7 @@ def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, see
 
 
 def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
-    return ["--base-model", str(model), "--adapters", str(adapters), "--layout", layout]
+    return ["--base-model", str(model), "--adapters", str(adapters), "--require-all-adapters", "--layout", layout]
 
 
 def _serve_and_generate(
@@ -129,12 +140,22 @@ def _serve_and_generate(
 
 
 def _time_layouts(model: Path, adapters: Path, names: list[str], work: Path, progress: Progress) -> list[LayoutTimes]:
-    task = progress.add_task("timing layouts", total=len(TIMED_LAYOUTS))
-    batch = _batches(names, spec.load(model), 1, TIMED_BATCH, seed=2)
+    served = spec.load(model)
+    layouts = [layout for layout in TIMED_LAYOUTS if _fits(served, layout)]
+    task = progress.add_task("timing layouts", total=len(layouts))
+    batch = _batches(names, served, 1, TIMED_BATCH, seed=2)
     rows = []
-    for layout in TIMED_LAYOUTS:
+    for layout in layouts:
         with running_server(work / f"{layout}.log", _flags(model, adapters, layout)) as server:
             engine = start_engine(Job(str(model), server.address, batch, TIMED_TOKENS))
             rows.append(LayoutTimes(layout, finish_engine(engine)))
         progress.advance(task)
     return rows
+
+
+def _fits(served: spec.ModelSpec, layout: str) -> bool:
+    try:
+        require_work(Placement(served, Layout.parse(layout)))
+    except ConfigError:
+        return False
+    return True

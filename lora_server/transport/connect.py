@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from lora_server.wire.messages import Hello
 
 log = structlog.get_logger()
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "zmq")
+FAR = "on another host"
 
 
 def check_transport(name: str) -> str:
@@ -24,6 +26,31 @@ def check_transport(name: str) -> str:
     if name not in TRANSPORTS:
         raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
     return name
+
+
+def why_far(endpoint: pb.Endpoint) -> str:
+    """Why a shard cannot be reached by shared memory; empty where it can."""
+    if endpoint.host != host_identity():
+        return FAR
+    if not endpoint.shm:
+        return "the shard offers no shared memory: its CPU is not x86-64"
+    if not Path(endpoint.shm).exists():
+        return (
+            f"on this host, but {Path(endpoint.shm).parent} cannot be seen from here: give both containers the "
+            "server's --data-dir"
+        )
+    return ""
+
+
+def tell_far(endpoints: Iterable[pb.Endpoint]) -> None:
+    """One line per reason for which `auto` goes over TCP: it is slower, and nobody asked for it."""
+    shards: dict[str, list[int]] = {}
+    for endpoint in endpoints:
+        shards.setdefault(why_far(endpoint), []).append(endpoint.shard)
+    for reason, far in shards.items():
+        if reason:
+            level = log.info if reason == FAR else log.warning
+            level("activations go over TCP", shards=far, reason=reason)
 
 
 def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu") -> Link:
@@ -42,8 +69,7 @@ def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "
         return _gpu_link(endpoint, hello, device, "must")
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
-    near = endpoint.shm != "" and endpoint.host == host_identity() and Path(endpoint.shm).exists()
-    if not (transport == "shm" or (transport == "auto" and near)):
+    if not (transport == "shm" or (transport == "auto" and not why_far(endpoint))):
         return ZmqLink(endpoint.zmq, hello, endpoint.shard)
     if gpu:
         try:
