@@ -16,6 +16,7 @@ LEAVES = {
     "lora_server.errors",
     "lora_server.config",
     "lora_server.address",
+    "lora_server.installed",
 }
 ENGINES = ("transformers", "vllm")
 # who may import what of ours; a longer prefix goes before a shorter one
