@@ -21,10 +21,10 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest $(ARGS)
 
 # vLLM pins its own torch and transformers
-$(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt
+$(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -r constraints-vllm.txt
-	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -e .
+	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -e . ./deploy/vllm-cpu
 	touch $@
 
 test-vllm: $(VENV_VLLM)/ready

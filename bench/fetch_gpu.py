@@ -42,8 +42,8 @@ PINS = {
     "nvshmem4py-cu13": "0.4.1",  # 0.3.1 and 0.4.1 go with host library 3.4.5
     "nvidia-cuda-cccl": "13.0.85",
 }
-MORE = ("nvidia-cuda-cccl", "pytest", "pytest-timeout", "hypothesis", "psutil", "peft")
-EXTRAS = ("transformers", "cuda")
+MORE = ("nvidia-cuda-cccl", "pytest", "pytest-timeout", "hypothesis", "psutil", "peft", "safetensors")
+EXTRAS = ("server", "provision", "transformers", "cuda")
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
 ENVIRONMENT = {

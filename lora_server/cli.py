@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lora_server import __version__
 from lora_server.config import ServeConfig, load
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.flags import flags_of
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 DEFAULT_SERVER = "127.0.0.1:7400"
 EXIT_ERROR, EXIT_USAGE = 1, 2
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 adapters_app = typer.Typer(no_args_is_help=True, help="Adapters of a running server.")
 app.add_typer(adapters_app, name="adapters")
 
@@ -28,8 +31,18 @@ ServerOption = Annotated[str, typer.Option("--server", envvar="LORA_SERVER_ADDRE
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lora-server {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it, and exit.")
+    ] = False,
+) -> None:
     """LoRA adapters on their own shards, for engines that stay LoRA-free."""
 
 
@@ -172,6 +185,9 @@ def demo(
     """A sharded server, two engine processes, 16 adapters; every token checked against PEFT."""
 
     def run() -> None:
+        from lora_server import installed
+
+        installed.require("demo")
         from lora_server.demo.run import run_demo
 
         if not run_demo(model, adapters, layout, as_json):

@@ -10,7 +10,8 @@ import typer
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
-DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+DOCS = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def names_in(file: Path) -> set[str]:

@@ -17,6 +17,7 @@ LEAVES = {
     "lora_server.config",
     "lora_server.address",
     "lora_server.logs",
+    "lora_server.installed",
 }
 ENGINES = ("transformers", "vllm")
 # who may import what of ours; a longer prefix goes before a shorter one

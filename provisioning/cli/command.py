@@ -16,7 +16,9 @@ from provisioning.cli.table4 import table4
 # Of the click that typer uses, bundled or not: ClickException.
 _UsageError: Any = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(add_completion=False, help="Plan the GPUs of a LoRA server.")
+HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
+
+app = typer.Typer(add_completion=False, help="Plan the GPUs of a LoRA server.", context_settings=HELP)
 app.callback(invoke_without_command=True)(plan)
 app.command("models")(models)
 app.command("simulate")(simulate)

@@ -8,10 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
+from lora_server import __version__
 from provisioning.cli.errors import one_line_errors
 
 INFEASIBLE = 3
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"provision {__version__}")
+        raise typer.Exit
 
 
 def plan(
@@ -47,6 +54,9 @@ def plan(
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option(help="Write a file for `lora-server serve --config`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it, and exit.")
+    ] = False,
 ) -> None:
     """From SLOs to LoRA Server GPUs. Exit codes: 0 feasible, 2 bad input, 3 infeasible."""
     if context.invoked_subcommand is not None:

@@ -1,0 +1,67 @@
+"""What is installed here: what a command needs beside an engine's connector, and that our top-level names are ours.
+
+Imports the standard library alone, so that it can say what is missing where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lora_server.errors import ConfigError
+
+OURS = "lora-server"
+NAMES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
+# extra -> the modules that it brings and a command imports; a test holds it against the sources and pyproject.toml
+EXTRAS = {
+    "server": (
+        *("anyio", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "pydantic_settings"),
+        *("rich", "starlette", "typer", "uvicorn", "yaml"),
+    ),
+    "provision": ("matplotlib", "rich", "scipy", "typer", "yaml"),
+    "demo": ("peft", "safetensors", "tokenizers", "transformers"),
+}
+
+
+def start(extra: str) -> None:
+    """First thing in a console script: exits with one line, code 2, where the command cannot run as installed."""
+    try:
+        require(extra)
+        check_names()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def require(extra: str) -> None:
+    """Raises ConfigError that names the extra if any of its modules is missing; imports none of them."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed: install {OURS}[{extra}]")
+
+
+def check_names(path: Sequence[str] | None = None) -> None:
+    """Raises ConfigError where somebody else's distribution has one of our top-level names, or hides one.
+
+    Two distributions with one name write into one folder, and each breaks the other: pip does not refuse that.
+    """
+    for distribution in importlib.metadata.distributions(path=list(sys.path if path is None else path)):
+        files = f"\n{distribution.read_text('RECORD') or ''}"
+        taken = [name for name in NAMES if f"\n{name}/" in files or f"\n{name}.py," in files]
+        if taken and (other := distribution.name.lower().replace("_", "-")) != OURS:
+            raise ConfigError(
+                f"package {', '.join(taken)}: got one of {other} {distribution.version} as well, expected {OURS}'s "
+                f"alone, since they overwrite each other; uninstall both, then give each an environment of its own"
+            )
+    home = Path(__file__).parent.parent
+    for name in NAMES:
+        found = importlib.util.find_spec(name)
+        origin = None if found is None or found.origin is None else Path(found.origin)
+        if origin is None or origin.parent.parent != home:
+            raise ConfigError(
+                f"package {name}: got {origin or 'none'}, expected the one in {home}; "
+                "something earlier on sys.path (PYTHONPATH, the working directory) hides it"
+            )
