@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +21,6 @@ from lora_server.demo.report import LayoutTimes, as_json, show
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, Placement
 
-NEEDED = ("transformers", "peft")  # what its engines run on, and who checks them
 NUM_ADAPTERS, RANKS, ZIPF = 16, (4, 8, 16, 32, 64), 1.2
 ENGINES, BATCHES, BATCH_SIZE, NEW_TOKENS = 2, 2, 8, 24
 TIMED_LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4")
@@ -33,11 +31,6 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(
-            f"demo: {' and '.join(missing)} not installed; its engines run on transformers and are checked against "
-            "PEFT: pip install 'lora-server[demo]'"
-        )
     console = Console(stderr=True)
     columns = (
         SpinnerColumn(),
