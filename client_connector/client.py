@@ -42,6 +42,8 @@ class Client:
         self.terms: Terms = session.terms
         self.placement = session.terms.placement
         self.lanes = [Lane(link) for link in session.links]
+        devices = {link.device for link in session.links}
+        self._device = devices.pop() if len(devices) == 1 else None
         self._given_up: LoraServerError | None = None
 
     @property
@@ -99,7 +101,7 @@ class Client:
 
     def takes(self, device: torch.device) -> bool:
         """Whether every shard takes activations from a device without their visiting the host."""
-        return bool(self.lanes) and all(lane.link.device == device for lane in self.lanes)
+        return self._device is not None and self._device == device
 
     def start(self, packer: Packer[M], messages: Sequence[M]) -> Exchange:
         """Push what fits; the rest follows while `finish` consumes. Raises StepError."""
