@@ -1,13 +1,14 @@
-# Set-up is part of every command: make demo, make test; make test-vllm, make serve-vllm in an environment of their own.
+# Set-up is part of every command: make demo, make test; make test-vllm, make serve-vllm and make docs in environments of their own.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
+VENV_DOCS := .venv-docs
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint docs bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +42,15 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+$(VENV_DOCS)/ready: constraints-docs.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -r constraints-docs.txt
+	touch $@
+
+# into site/; no --quiet, which would let warnings pass: a link, an anchor or a picture that is not there fails it
+docs: $(VENV_DOCS)/ready
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --strict
+
 bench: $(VENV)/ready
 	$(BIN)/python -m bench.transport
 	$(BIN)/python -m bench.prefill
@@ -69,4 +79,4 @@ proto:
 	.venv-proto/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. lora_server/wire/lora_server.proto
 
 clean:
-	rm -rf .venv .venv-vllm .venv-proto build *.egg-info
+	rm -rf .venv .venv-vllm .venv-docs .venv-proto build site *.egg-info

@@ -49,7 +49,9 @@ def root(
 @app.command()
 @flags_of(ServeConfig)
 def serve(
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these; flags and env win.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with any of these; flags and env win. (default: none)")
+    ] = None,
     **flags: Any,
 ) -> None:
     """Run one node of a LoRA server until Ctrl-C or SIGTERM."""
@@ -177,8 +179,12 @@ def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -
 
 @app.command()
 def demo(
-    model: Annotated[Path | None, typer.Option(help="Your own model directory. [a small random Mixtral]")] = None,
-    adapters: Annotated[Path | None, typer.Option(help="Your own adapters. [16 random ones of mixed ranks]")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Your own model directory (default: a small random Mixtral).")
+    ] = None,
+    adapters: Annotated[
+        Path | None, typer.Option(help="Your own adapters (default: 16 random ones of mixed ranks).")
+    ] = None,
     layout: Annotated[str, typer.Option(help="Layout of the main check.")] = "ep2-pp2",
     as_json: JsonOption = False,
 ) -> None:

@@ -47,22 +47,28 @@ class ServeConfig(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights in memory; bfloat16 by default with --device cuda."
     )
-    pool_gib: float = Field(0.0, ge=0, description="GPU memory for adapters, per shard; 0: 80 % of what is free.")
+    pool_gib: float = Field(
+        0.0, ge=0, description="GiB of GPU memory for adapters, per shard; 0: 80 % of what is free."
+    )
     listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
     http: Listens = Field(Address("127.0.0.1", 7401), description="Where /livez, /readyz and /metrics are.")
-    data_dir: Path | None = Field(None, description="Where this node keeps its sockets; temporary by default.")
+    data_dir: Path | None = Field(
+        None, description="Where this node keeps its sockets; without it, a temporary directory."
+    )
     nodes: int = Field(1, ge=1, description="Nodes that form this server.")
     node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")
     controller: Listens | None = Field(None, description="Node 0's --listen, for the other nodes.")
-    controller_seconds: float = Field(300.0, gt=0, description="How long a node may look for --controller at first.")
-    advertise: str = Field("", description="Address at which other hosts reach this node.")
+    controller_seconds: float = Field(
+        300.0, gt=0, description="Seconds for which a node may look for --controller at first."
+    )
+    advertise: str = Field("", description="Address at which other hosts reach this node; without it, its own.")
     max_step_rows: int = Field(256, ge=1, le=65536, description="Rows times experts of one message.")
     slots: int = Field(4, ge=1, le=64, description="Messages in flight per client and shard.")
     coordination: Literal["independent", "leader"] = Field(
         "independent", description="In which order the shards of a stage serve: independent, or leader."
     )
     threads: int = Field(1, ge=1, description="CPU threads per shard.")
-    lease_seconds: float = Field(10.0, gt=0, description="Silence after which a client is cut off.")
+    lease_seconds: float = Field(10.0, gt=0, description="Seconds of silence after which a client is cut off.")
 
     @model_validator(mode="before")
     @classmethod

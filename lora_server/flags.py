@@ -21,7 +21,8 @@ def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Ca
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        flags = [_flag(name, field) for name, field in settings.model_fields.items()]
+        prefix = settings.model_config["env_prefix"]
+        flags = [_flag(name, field, prefix) for name, field in settings.model_fields.items()]
         parameters = [*own, *flags]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -30,9 +31,20 @@ def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Ca
     return decorate
 
 
-def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+def _flag(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
     options = [one for one in (field.annotation, *get_args(field.annotation)) if one is not NoneType]
     kind = next((one for one in _PLAIN if one in options), str)
-    default = "" if field.is_required() or field.default in (None, "") else f" (default: {field.default})"
-    annotation: Any = Annotated[kind | None, typer.Option(help=f"{field.description}{default}")]
+    # the class reads the variable, so that its errors are ours, and typer is not told of it
+    text = f"{field.description} ({default_of(field)}; {prefix}{name.upper()})"
+    annotation: Any = Annotated[kind | None, typer.Option(help=text)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def default_of(field: FieldInfo) -> str:
+    """As help and reference say it."""
+    if field.is_required():
+        return "required"
+    if field.default in (None, ""):
+        return "default: none"
+    shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
+    return f"default: {shown:g}" if isinstance(shown, float) else f"default: {shown}"

@@ -10,7 +10,7 @@ from lora_server.errors import ConfigError
 
 KEY = "lora_server"  # names what is ours in an engine's configuration, paths and answers
 ADDRESS = "LORA_SERVER_ADDRESS"
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "address": ADDRESS,
     "transport": "LORA_SERVER_TRANSPORT",
     "on_failure": "LORA_SERVER_ON_FAILURE",
@@ -52,7 +52,7 @@ def find(own: object, environment: Mapping[str, str], where: str = KEY) -> Setti
 
     Raises ConfigError, which names `where`, for an unknown field or a value that cannot be one.
     """
-    given: dict[str, Any] = {name: environment[key] for name, key in _ENVIRONMENT.items() if environment.get(key)}
+    given: dict[str, Any] = {name: environment[key] for name, key in ENVIRONMENT.items() if environment.get(key)}
     if isinstance(own, str):
         own = {"address": own}
     if own is not None and not isinstance(own, Mapping):
@@ -62,7 +62,7 @@ def find(own: object, environment: Mapping[str, str], where: str = KEY) -> Setti
         return None
     unknown = sorted(set(given) - {field.name for field in fields(Settings)})
     if unknown:
-        raise ConfigError(f"{where}: got {unknown}, expected some of {list(_ENVIRONMENT)}")
+        raise ConfigError(f"{where}: got {unknown}, expected some of {list(ENVIRONMENT)}")
     try:
         return Settings(**given | {"timeout_seconds": float(given.get("timeout_seconds", Settings.timeout_seconds))})
     except (TypeError, ValueError):

@@ -23,37 +23,56 @@ def _version(asked: bool) -> None:
 
 def plan(
     context: typer.Context,
-    slo: Annotated[str | None, typer.Option(help="Such as 'ttft_p95=250ms,tpot_avg=100ms'.")] = None,
-    model: Annotated[str | None, typer.Option(help="Preset (see `provision models`) or model directory.")] = None,
+    slo: Annotated[str | None, typer.Option(help="Such as 'ttft_p95=250ms,tpot_avg=100ms' (required).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Preset (see `provision models`) or model directory (required).")
+    ] = None,
     gpu: Annotated[str, typer.Option(help="h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300, l40s.")] = "h200",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 64,
-    adapters: Annotated[int | None, typer.Option(help="Number of adapters N.")] = None,
-    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S; 1.2 if not given, 0 is uniform.")] = None,
-    counts: Annotated[Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count`.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory.")] = None,
-    instances: Annotated[int | None, typer.Option(help="LLM instances L.")] = None,
-    batch_size: Annotated[float | None, typer.Option(help="Requests in flight per instance, on average.")] = None,
-    request_rate: Annotated[float | None, typer.Option(help="Requests/s in all, instead of a batch.")] = None,
-    mean_output_tokens: Annotated[float | None, typer.Option(help="Of a request; 256, or the trace's.")] = None,
+    adapters: Annotated[
+        int | None, typer.Option(help="Number of adapters N (required without --counts or --trace).")
+    ] = None,
+    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S, 0 is uniform (default: 1.2).")] = None,
+    counts: Annotated[
+        Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count` (default: none).")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
+    ] = None,
+    instances: Annotated[int | None, typer.Option(help="LLM instances L (default: by --request-rate).")] = None,
+    batch_size: Annotated[
+        float | None, typer.Option(help="Requests in flight per instance, on average (default: by --request-rate).")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests/s in all, instead of a batch (default: the trace's).")
+    ] = None,
+    mean_output_tokens: Annotated[
+        float | None, typer.Option(help="Of a request (default: 256, or the trace's).")
+    ] = None,
     burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
-    iar: Annotated[float | None, typer.Option(help="IAR target, instead of ttft's percentile.")] = None,
-    instance_gpus: Annotated[int | None, typer.Option(help="GPUs of an LLM instance.")] = None,
+    iar: Annotated[float | None, typer.Option(help="IAR target (default: ttft's percentile).")] = None,
+    instance_gpus: Annotated[
+        int | None,
+        typer.Option(help="GPUs of an LLM instance (default: the paper's, or the fewest that hold the weights)."),
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="Node size.")] = 8,
     whole_nodes: Annotated[bool, typer.Option("--whole-nodes", help="Only whole nodes for the server.")] = False,
     max_gpus: Annotated[int, typer.Option(help="Most GPUs to consider.")] = 64,
-    gpu_memory_gib: Annotated[float | None, typer.Option(help="Instead of the preset's.")] = None,
+    gpu_memory_gib: Annotated[float | None, typer.Option(help="GiB of a GPU (default: the preset's).")] = None,
     link_gbps: Annotated[float, typer.Option(help="Per GPU and direction, Gb/s.")] = 400.0,
     host_link_gb_per_s: Annotated[float, typer.Option(help="Host to GPU, GB/s.")] = 50.0,
     context_tokens: Annotated[float, typer.Option(help="KV cache per request, for the base layer's time.")] = 1024.0,
     shared_a: Annotated[bool, typer.Option("--shared-a", help="gate and up share one A (fused layout).")] = False,
-    profile: Annotated[Path | None, typer.Option(help="Measured times (JSON of bench/).")] = None,
-    price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Measured times, JSON of bench/ (default: none).")] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency (default: none).")] = None,
     seed: Annotated[int, typer.Option(help="For adapters drawn for a trace.")] = 0,
     seeds: Annotated[int, typer.Option(help="Simulated seeds, at least 5.")] = 5,
     no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Model only.")] = False,
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option(help="Write a file for `lora-server serve --config`.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a file for `lora-server serve --config` (default: none).")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report (default: none).")] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it, and exit.")
     ] = False,

@@ -13,19 +13,31 @@ from provisioning.cli.errors import one_line_errors
 
 def simulate(
     cache_slots: Annotated[int, typer.Option(help="Adapters that a cache holds.")],
-    adapters: Annotated[int | None, typer.Option(help="Number of adapters N.")] = None,
-    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S; 1.2 if not given.")] = None,
-    counts: Annotated[Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count`.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory.")] = None,
+    adapters: Annotated[
+        int | None, typer.Option(help="Number of adapters N (required without --counts or --trace).")
+    ] = None,
+    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S, 0 is uniform (default: 1.2).")] = None,
+    counts: Annotated[
+        Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count` (default: none).")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
+    ] = None,
     instances: Annotated[int, typer.Option(help="LLM instances.")] = 1,
-    batch_size: Annotated[float | None, typer.Option(help="Requests in flight per instance, on average.")] = None,
-    request_rate: Annotated[float | None, typer.Option(help="Requests/s in all, instead of a batch.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Most requests in one batch; unlimited if not given.")] = None,
+    batch_size: Annotated[
+        float | None, typer.Option(help="Requests in flight per instance, on average (default: by --request-rate).")
+    ] = None,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Requests/s in all, instead of a batch (default: the trace's).")
+    ] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most requests in one batch (default: unlimited).")] = None,
     mode: Annotated[str, typer.Option(help="disaggregated (one cache) or coupled (one each).")] = "disaggregated",
     order: Annotated[str, typer.Option(help="fcfs, or sjf with known lengths.")] = "fcfs",
     step_ms: Annotated[float, typer.Option(help="Time of a decode step.")] = 25.0,
     load_ms: Annotated[float, typer.Option(help="What a cold adapter adds.")] = 0.0,
-    mean_output_tokens: Annotated[float | None, typer.Option(help="Of a request.")] = None,
+    mean_output_tokens: Annotated[
+        float | None, typer.Option(help="Of a request (default: 256, or the trace's).")
+    ] = None,
     burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
     requests: Annotated[int, typer.Option(help="Per seed.")] = 50_000,
     seeds: Annotated[int, typer.Option(help="Number of runs.")] = 5,
