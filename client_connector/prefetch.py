@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from lora_server.transport.address import heartbeat
 from lora_server.wire import messages
 from lora_server.wire.messages import Prefetch
 
@@ -20,6 +21,7 @@ class PrefetchSender:
         self._lock = threading.Lock()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
+        heartbeat(self._socket)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         self._socket.connect(address)
 

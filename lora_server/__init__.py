@@ -1,7 +1,7 @@
 """lora-server: LoRA adapters live and run on their own shards; engines stay LoRA-free.
 
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
-installed                                  a leaf too: which extras are here
+ports, installed                           leaves too: which data port is whose; which extras are here
 wire/ transport/                           what travels, and how
 adapters/ memory/ shard/                   from files to weights to deltas
 control/ daemon/                           the control plane, and the processes

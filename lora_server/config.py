@@ -19,6 +19,7 @@ from pydantic_settings import (
 from lora_server.address import Address
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, share
+from lora_server.ports import HIGHEST, DataPorts
 
 
 def _address(value: Any) -> Any:
@@ -52,6 +53,9 @@ class ServeConfig(BaseSettings):
     )
     listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
     http: Listens = Field(Address("127.0.0.1", 7401), description="Where /livez, /readyz and /metrics are.")
+    data_port_base: int | None = Field(
+        None, ge=1, le=HIGHEST, description="First of this server's ports for data, for firewalls; random unless given."
+    )
     data_dir: Path | None = Field(
         None, description="Where this node keeps its sockets; without it, a temporary directory."
     )
@@ -99,6 +103,28 @@ class ServeConfig(BaseSettings):
         if self.node_rank and not self.controller:
             raise ValueError("controller: a node of rank above 0 needs --controller HOST:PORT (node 0's --listen)")
         return self
+
+    @model_validator(mode="after")
+    def _ports(self) -> ServeConfig:
+        span = self.data_ports.span()
+        if span and span[-1] > HIGHEST:
+            raise ValueError(
+                f"--data-port-base: got {span[0]}, expected at most {HIGHEST + 1 - len(span)}: a server of "
+                f"{self.layout} may take {len(span)} ports from it on"
+            )
+        own = {"--http": self.http} | ({} if self.node_rank else {"--listen": self.listen})
+        for flag, address in own.items():
+            if address.port in span:
+                raise ValueError(
+                    f"{flag}: got {address}, expected no port of --data-port-base {span[0]}, which is {span[0]} to "
+                    f"{span[-1]} for {self.layout}: choose another port, or another base"
+                )
+        return self
+
+    @property
+    def data_ports(self) -> DataPorts:
+        """Which data port is whose."""
+        return DataPorts(self.data_port_base, Layout.parse(self.layout))
 
     @classmethod
     def settings_customise_sources(

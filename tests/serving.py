@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +74,22 @@ def kill(server: RunningServer) -> None:
     for process in family:
         process.kill()
     server.process.wait(10)
+
+
+def free_base(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on at 127.0.0.1 now; none that is ever chosen for one."""
+    for base in random.sample(range(20000, 30000), 100):
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for port in range(base, base + count):
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            return base
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+def listening(process: psutil.Process) -> set[int]:
+    """The ports at which a process listens, or takes datagrams."""
+    waiting = (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    return {one.laddr.port for one in process.net_connections("inet") if one.status in waiting}
 
 
 def command_of(process: psutil.Process) -> list[str]:

@@ -42,6 +42,13 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
         ({"nodes": 2}, "fewer shards"),
         ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
         ({"sloots": 2}, "sloots: no such setting"),
+        ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
+        (
+            {"data_port_base": 65530, "layout": "ep2-pp2"},
+            "--data-port-base: got 65530, expected at most 65529: .* 7 ports",
+        ),
+        ({"data_port_base": 7398}, "--listen: got 127.0.0.1:7400, expected .* 7398 to 7400 for ep1-pp1: choose"),
+        ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
     ],
 )
 def test_bad_settings_are_named(flags, words):
@@ -58,6 +65,7 @@ def test_bad_settings_are_named(flags, words):
         ("controller", "node-0:7400", "node-0:7400"),
         ("adapters", "/adapters", "/adapters"),
         ("lease_seconds", "2.5", "2.5"),
+        ("data_port_base", "7500", "7500"),
     ],
 )
 def test_every_kind_of_setting_comes_from_the_environment(monkeypatch, name, value, read):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -164,6 +165,23 @@ def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
     until(follower.anything_new, "the order to arrive")
     assert follower.next(pending(step(2), step(3))).connection.client == 3
     successor.close()
+
+
+def test_a_follower_asks_whether_its_leader_lives():
+    """One whose host went away without a word may be back at the same port: only a ping shows that it is another."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
+    ready = b"\x05READY\x0bSocket-Type" + (4).to_bytes(4) + b"XPUB"
+    follower, heard = Follower(lambda: None), b""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        follower.follow(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        silent.settimeout(20)
+        with silent.accept()[0] as peer:
+            peer.settimeout(20)
+            peer.sendall(greeting + bytes([4, len(ready)]) + ready)
+            while b"\x04PING" not in heard:
+                heard += (more := peer.recv(4096))
+                assert more, heard
+        follower.close()
 
 
 def test_a_stage_of_real_shards_serves_alike(leader, make_follower, tiny_adapters):

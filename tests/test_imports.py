@@ -16,6 +16,7 @@ LEAVES = {
     "lora_server.errors",
     "lora_server.config",
     "lora_server.address",
+    "lora_server.ports",
     "lora_server.logs",
     "lora_server.installed",
 }

@@ -32,7 +32,9 @@ MAY_IMPORT = {
     "kernels_cuda": ("cuda",),
     "provisioning": ("provision",),
 }
-LEAVES = {f"lora_server{name}" for name in ("", ".spec", ".placement", ".errors", ".address", ".installed", ".logs")}
+LEAVES = {
+    f"lora_server{name}" for name in ("", ".spec", ".placement", ".errors", ".address", ".ports", ".installed", ".logs")
+}
 NOT_HERE = {"cupy": ["cupy-cuda13x"], "cuda": ["cuda-bindings"], "vllm": ["vllm"]}  # what dev does not install
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
 

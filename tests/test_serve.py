@@ -12,12 +12,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from client_connector.transformers import attach
+from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
-from lora_server.demo.launch import launch, running_server
+from lora_server.demo.launch import RunningServer, launch, running_server
 from lora_server.errors import UnknownAdapterError
+from lora_server.placement import Layout
+from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
-from tests.serving import HANG_SECONDS, cli, descendants, shard_processes, status, until
+from tests.serving import HANG_SECONDS, cli, descendants, free_base, listening, shard_processes, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -51,6 +54,8 @@ def test_every_kind_of_model(tmp_path, kind):
 def test_two_nodes_form_one_server(tmp_path, coordination):
     load = workload("mixtral")
     common = flags(load, "--layout", "ep2-pp2", "--nodes", "2", "--coordination", coordination)
+    ports = DataPorts(free_base(7) if coordination == "leader" else None, Layout(2, 2))
+    common += ["--data-port-base", str(ports.base)] if ports.base else []
     first = launch(tmp_path / "log0", *common, "--node-rank", "0")
     second = launch(tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address)
     try:
@@ -59,8 +64,37 @@ def test_two_nodes_form_one_server(tmp_path, coordination):
         assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
         check(load, first.address, "zmq")
         check(load, first.address, "auto")
+        if ports.base:
+            _check_ports(ports, first, second)
+            with attach(load.model, server=first.address, transport="zmq") as lora, lora.adapters(load.names):
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+                killed = {reply.pid, reply.shards[2].pid}
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+                until(lambda: first.get("/readyz")[0] == 200 and not killed & pids(first), "both are back")
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+            _check_ports(ports, first, second)
     finally:
         assert (second.stop(), first.stop()) == (0, 0)
+
+
+def pids(server: RunningServer) -> set[int]:
+    reply = status(server.address)
+    return {reply.pid, *(shard.pid for shard in reply.shards)}
+
+
+def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) -> None:
+    """Everybody listens where the rule says, the controller and nodes at their flags' too, and nobody elsewhere."""
+    listen, http, others_http = (Address.parse(text).port for text in (first.address, first.http, second.http))
+    reply = status(first.address)
+    found = {psutil.Process(reply.pid): {listen, http, ports.prefetch().number}}
+    for shard in reply.shards:
+        orders = {ports.orders(shard.stage).number} if shard.ep_rank == 0 else set()
+        found[psutil.Process(shard.pid)] = {ports.data(shard.shard).number} | orders
+    found[psutil.Process(second.process.pid)] = {others_http}
+    family = [psutil.Process(node.process.pid) for node in (first, second)]
+    family += [one for node in family for one in node.children(recursive=True)]
+    assert {one: listening(one) for one in family if listening(one)} == found
 
 
 def test_nodes_must_agree(tmp_path):

@@ -13,13 +13,14 @@ from lora_server.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Agreement:
-    """Model and flags that decide which weights lie where and how steps look."""
+    """Model and flags that decide which weights lie where, how steps look and which ports are whose."""
 
     spec: ModelSpec
     layout: Layout
     dtype: str
     coordination: str
     max_step_rows: int
+    data_port_base: int | None = None
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:
@@ -31,18 +32,20 @@ class Agreement:
             )
         layout = Layout.parse(config.layout)
         require_work(Placement(spec, layout))
-        return cls(spec, layout, config.dtype, config.coordination, config.max_step_rows)
+        return cls(spec, layout, config.dtype, config.coordination, config.max_step_rows, config.data_port_base)
 
     def digest(self) -> str:
         """What shards show when they register."""
-        parts = (self.spec.fingerprint(), self.layout, self.dtype, self.coordination, self.max_step_rows)
+        flags = (self.layout, self.dtype, self.coordination, self.max_step_rows, self.data_port_base)
+        parts = (self.spec.fingerprint(), *flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
         """For the error when two nodes disagree."""
         return (
             f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
-            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}"
+            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, "
+            f"data-port-base {self.data_port_base or 'not given'}"
         )
 
 

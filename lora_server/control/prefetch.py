@@ -10,6 +10,7 @@ import zmq
 
 from lora_server.errors import ProtocolError
 from lora_server.logs import Repeats
+from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.transport.address import bind
 from lora_server.wire import messages
 from lora_server.wire.messages import Prefetch
@@ -21,10 +22,12 @@ _POLL_MS = 200
 class PrefetchListener:
     """Receives Prefetch messages and passes their handles on, in a thread of its own."""
 
-    def __init__(self, host: str, advertise: str, on_prefetch: Callable[[list[int]], None]) -> None:
+    def __init__(
+        self, host: str, advertise: str, on_prefetch: Callable[[list[int]], None], port: TcpPort = ANY_PORT
+    ) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        self.address = bind(self._socket, host, advertise)
+        self.address = bind(self._socket, host, advertise, port)
         self._on_prefetch = on_prefetch
         self._complain = Repeats(log.warning)
         self._stop = threading.Event()

@@ -44,7 +44,9 @@ class ControllerProcess:
         self.controller = controller = Controller(
             agreement, Leases(config.lease_seconds), config.restarted, config.require_all_adapters
         )
-        prefetch = PrefetchListener(config.bind_host, config.advertise, controller.clients.prefetch)
+        prefetch = PrefetchListener(
+            config.bind_host, config.advertise, controller.clients.prefetch, config.data_ports.prefetch()
+        )
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
         listen_http(config, self._stack, controller.not_ready, collector)

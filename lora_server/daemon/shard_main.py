@@ -56,7 +56,8 @@ class ShardProcess:
         self.exit_code = 0
         self.port = Port(RegionLayout.for_model(spec, config.max_step_rows, config.slots), on_gone=self._client_gone)
         self.shm = self._shm_listener()
-        self.zmq = ZmqListener(self.port, config.bind_host, config.advertise, self._client_memory())
+        data = config.data_ports.data(config.shard)
+        self.zmq = ZmqListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
         self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
         backend = self._backend(Placement(spec, layout))
         self.store = backend.store
@@ -103,7 +104,8 @@ class ShardProcess:
         if self.config.coordination == "independent":
             return Independent()
         if layout.ep_rank(self.config.shard) == 0:
-            return Leader(self.config.bind_host, self.config.advertise)
+            orders = self.config.data_ports.orders(layout.stage(self.config.shard))
+            return Leader(self.config.bind_host, self.config.advertise, orders)
         return Follower(self.port.ring)
 
     def run(self) -> int:

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 import zmq
 from typing_extensions import override
 
+from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.schedule import DecodeFirst, PendingStep
-from lora_server.transport.address import bind
+from lora_server.transport.address import bind, heartbeat
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
 
@@ -58,13 +59,13 @@ class Independent(Coordinator):
 class Leader(Coordinator):
     """Picks, and tells the followers of its stage. `followers` counts those that listen now."""
 
-    def __init__(self, host: str, advertise: str = "") -> None:
+    def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
         self._rule = DecodeFirst()
         self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._orders.set_hwm(0)
         self._orders.setsockopt(zmq.LINGER, 0)
         self._orders.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every follower, not only of the first and last
-        self.address = bind(self._orders, host, advertise)
+        self.address = bind(self._orders, host, advertise, port)
         self.followers = 0
 
     @override
@@ -117,6 +118,7 @@ class Follower(Coordinator):
     def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event) -> None:
         orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         orders.set_hwm(0)
+        heartbeat(orders)
         orders.subscribe(b"")
         orders.setsockopt(zmq.IPV6, int("[" in self._leader))
         orders.connect(self._leader)

@@ -19,7 +19,8 @@ import zmq
 from typing_extensions import override
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError
-from lora_server.transport.address import bind
+from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.transport.address import bind, heartbeat
 from lora_server.transport.base import Connection, DeviceMemory, Grant, Link, Port, pin
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
@@ -27,7 +28,6 @@ from lora_server.wire.messages import Hello, Refused, Welcome
 from lora_server.wire.region import Region, RegionLayout
 
 HANDSHAKE_SECONDS = 5.0
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
 _HELLO, _PUSH, _BYE = b"h", b"p", b"b"
 _SEQ = struct.Struct("<Q")
 
@@ -35,9 +35,7 @@ _SEQ = struct.Struct("<Q")
 def _tune(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     sock.set_hwm(0)
-    sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    heartbeat(sock)
 
 
 class ZmqLink(Link):
@@ -143,7 +141,14 @@ class _ZmqConnection(Connection):
 class ZmqListener:
     """Accepts clients on a TCP port and puts what they push into their slots, in a thread of its own."""
 
-    def __init__(self, port: Port, host: str, advertise: str = "", device: DeviceMemory | None = None) -> None:
+    def __init__(
+        self,
+        port: Port,
+        host: str,
+        advertise: str = "",
+        tcp: TcpPort = ANY_PORT,
+        device: DeviceMemory | None = None,
+    ) -> None:
         """Binds to `host`, and tells clients to come to `advertise` if that is another.
 
         `device`: of a shard that computes on a GPU.
@@ -153,7 +158,7 @@ class ZmqListener:
         self._router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         _tune(self._router)
         self._router.setsockopt(zmq.MAXMSGSIZE, max(port.layout.request_bytes, messages.MAX_MESSAGE_BYTES))
-        self._address = bind(self._router, host, advertise)
+        self._address = bind(self._router, host, advertise, tcp)
         self._outbox: deque[list[bytes | memoryview]] = deque()
         self._outbox_lock = threading.Lock()
         self._bell_out: zmq.Socket[bytes] = context.socket(zmq.PAIR)
