@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server import spec
-from lora_server.config import load
+from lora_server.config import ServeConfig, load
 from lora_server.control.agreement import Agreement
 from lora_server.placement import Layout, share
 from lora_server.ports import ANY_PORT, DataPorts
+from tests.doc_commands import blocks
 from tests.serving import cli, free_base
 
 
@@ -41,6 +44,34 @@ def test_all_nodes_must_have_the_same_base():
     nodes = [load({"base_model": "mixtral-8x7b", "data_port_base": base}) for base in (7500, 7500, 7600, None)]
     digests = [Agreement.of(node, spec.load(node.base_model)).digest() for node in nodes]
     assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+def let_in(text):
+    """Of `7400, 7500-7504`."""
+    return {
+        port
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)
+        for port in range(int(first), int(last or first) + 1)
+    }
+
+
+def test_the_documents_firewalls_let_in_what_the_rule_says():
+    rule, node = DataPorts(7500, Layout(2, 2)), ServeConfig(base_model="M")
+    orders = {rule.orders(stage).number for stage in range(2)}
+    expected = {
+        "nodes": {node.listen.port} | orders,
+        "engines": {node.listen.port} | set(rule.span()) - orders,
+        "monitoring": {node.http.port},
+    }
+    found = {block.language: block.text for block in blocks("docs/ports.md")}
+    accepted = re.findall(r'dport \{(.+)\} accept comment "(\w+)"', found["nft"])
+    assert {who: let_in(ports) for ports, who in accepted} == expected
+    (dropped,) = re.findall(r"dport \{(.+)\} drop", found["nft"])
+    assert let_in(dropped) == set.union(*expected.values())
+    ingress = yaml.safe_load(found["yaml"])["spec"]["ingress"]
+    ranges = [{(one["port"], one.get("endPort", one["port"])) for one in rule["ports"]} for rule in ingress]
+    allowed = [{port for low, high in some for port in range(low, high + 1)} for some in ranges]
+    assert allowed == list(expected.values())
 
 
 def test_a_port_that_is_taken_is_named_and_ends_the_node():
