@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from typing import NamedTuple
 
 from lora_server.errors import ConfigError
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+_HOST_PORT = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s]+):([0-9]{1,5})")
+_NAME = re.compile(r"([\w-]+\.)*(?![0-9]+$)[\w-]+", re.ASCII)  # a last part of digits alone is a mistyped address
 
 
 class Address(NamedTuple):
@@ -16,16 +20,20 @@ class Address(NamedTuple):
     port: int
 
     @classmethod
-    def parse(cls, text: str, what: str = "address") -> Address:
-        """From HOST:PORT; raises ConfigError that names `what`."""
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ConfigError(f"{what}: got {text!r}, expected HOST:PORT such as 127.0.0.1:7400")
-        return cls(host.strip("[]"), int(port))
+    def parse(cls, text: str) -> Address:
+        """From HOST:PORT; raises ConfigError."""
+        match = _HOST_PORT.fullmatch(text)
+        if match is None or int(match[2]) > 65535:
+            raise ConfigError(f"got {text!r}, expected HOST:PORT such as 127.0.0.1:7400, a port up to 65535")
+        return cls(match[1].strip("[]"), int(match[2]))
 
     def local(self) -> Address:
         """How processes of the same host reach it."""
         return self._replace(host=_ANY.get(self.host, self.host))
+
+    def meets(self, other: Address) -> bool:
+        """Whether nobody could listen at both; names are taken as they are."""
+        return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(_ANY)))
 
     def __str__(self) -> str:
         return f"{bracketed(self.host)}:{self.port}"
@@ -34,3 +42,15 @@ class Address(NamedTuple):
 def bracketed(host: str) -> str:
     """A host as it stands in an address: IPv6 goes in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def parse_host(text: str) -> str:
+    """A name, or an IPv4 or IPv6 address in brackets or without; raises ConfigError."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        known = not ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        known = _NAME.fullmatch(host) is not None
+    if not known:
+        raise ConfigError(f"got {text!r}, expected the name or address of one host, without a port")
+    return host

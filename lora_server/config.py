@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,19 +17,21 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from lora_server.address import Address
+from lora_server.address import Address, parse_host
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
 
 
-def _address(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
+def _read_by(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return Address.parse(value)
+        return parse(text)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+
+
+def _address(value: Any) -> Any:
+    return _read_by(Address.parse, value) if isinstance(value, str) else value
 
 
 # NoDecode: HOST:PORT from the environment is not JSON
@@ -81,6 +84,11 @@ class ServeConfig(BaseSettings):
             return {"dtype": "bfloat16"} | values
         return values
 
+    @field_validator("advertise")
+    @classmethod
+    def _advertise(cls, text: str) -> str:
+        return str(_read_by(parse_host, text)) if text else ""
+
     @field_validator("layout")
     @classmethod
     def _layout(cls, text: str) -> str:
@@ -112,6 +120,8 @@ class ServeConfig(BaseSettings):
                 f"--data-port-base: got {span[0]}, expected at most {HIGHEST + 1 - len(span)}: a server of "
                 f"{self.layout} may take {len(span)} ports from it on"
             )
+        if not self.node_rank and self.http.meets(self.listen):
+            raise ValueError(f"--http: got {self.http}, expected another port than that of --listen {self.listen}")
         own = {"--http": self.http} | ({} if self.node_rank else {"--listen": self.listen})
         for flag, address in own.items():
             if address.port in span:
@@ -189,7 +199,9 @@ def _describe(problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{name}: no such setting"
     text = str(problem["msg"]).removeprefix("Value error, ")
-    return f"--{name}: {text}, got {problem['input']!r}" if name else text
+    if "got " not in text:
+        text = f"{text}, got {problem['input']!r}"
+    return f"--{name}: {text}" if name else text
 
 
 def _read(file: Path) -> dict[str, Any]:

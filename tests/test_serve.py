@@ -20,7 +20,7 @@ from lora_server.errors import UnknownAdapterError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
-from tests.serving import HANG_SECONDS, cli, descendants, free_base, listening, shard_processes, status, until
+from tests.serving import HANG_SECONDS, all_gone, cli, descendants, free_base, listening, shard_processes, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -57,9 +57,15 @@ def test_two_nodes_form_one_server(tmp_path, coordination):
     ports = DataPorts(free_base(7) if coordination == "leader" else None, Layout(2, 2))
     common += ["--data-port-base", str(ports.base)] if ports.base else []
     first = launch(tmp_path / "log0", *common, "--node-rank", "0")
-    second = launch(tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address)
+    second = launch(
+        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--http", "127.0.0.1:0"
+    )
     try:
         first.wait_ready()
+        until(lambda: '"serving"' in second.tail(), "the second node says where it is")
+        (said,) = [line for line in map(json.loads, second.log.read_text().splitlines()) if line["event"] == "serving"]
+        second.http = said["http"]
+        assert second.get("/readyz") == (200, "ok\n")
         reply = status(first.address)
         assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
         check(load, first.address, "zmq")
@@ -68,19 +74,15 @@ def test_two_nodes_form_one_server(tmp_path, coordination):
             _check_ports(ports, first, second)
             with attach(load.model, server=first.address, transport="zmq") as lora, lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
-                killed = {reply.pid, reply.shards[2].pid}
-                for pid in killed:
-                    os.kill(pid, signal.SIGKILL)
-                until(lambda: first.get("/readyz")[0] == 200 and not killed & pids(first), "both are back")
+                killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
+                for process in killed:
+                    process.kill()
+                all_gone(killed)
+                first.wait_ready()
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
             _check_ports(ports, first, second)
     finally:
         assert (second.stop(), first.stop()) == (0, 0)
-
-
-def pids(server: RunningServer) -> set[int]:
-    reply = status(server.address)
-    return {reply.pid, *(shard.pid for shard in reply.shards)}
 
 
 def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) -> None:

@@ -49,12 +49,13 @@ class ControllerProcess:
         )
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
-        listen_http(config, self._stack, controller.not_ready, collector)
+        self.http = listen_http(config, self._stack, controller.not_ready, collector)
         try:
             self.control = ControlServer(controller, str(config.listen), prefetch.address)
         except RuntimeError as error:
             raise ConfigError(
-                f"--listen {config.listen}: cannot listen there ({error}); choose another port"
+                f"--listen {config.listen}: cannot listen there; expected a free port: end what listens there, or "
+                "choose another"
             ) from error
         self._stack.callback(self.control.close, GRACE_SECONDS)
         self._stack.callback(controller.shards.close)
@@ -73,7 +74,8 @@ class ControllerProcess:
 
     def run(self) -> int:
         """Until stopped."""
-        say(Up(listen=str(self.config.listen._replace(port=self.control.port))))
+        listen, http = self.config.listen, self.config.http
+        say(Up(listen=str(listen._replace(port=self.control.port)), http=str(http._replace(port=self.http.port))))
         threading.Thread(target=self._register, daemon=True, name="register").start()
         while not self._stopping.wait(SWEEP_SECONDS):
             try:

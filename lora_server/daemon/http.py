@@ -19,6 +19,10 @@ def listen_http(
     try:
         server = HttpServer(config.http.host, config.http.port, not_ready, collector)
     except OSError as error:
-        raise ConfigError(f"--http {config.http}: {error.strerror or error}; choose another port") from error
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ConfigError(
+            f"--http {config.http}: cannot listen there ({reason}); expected a free port of a name or an address of "
+            "this host, such as 127.0.0.1:7401"
+        ) from error
     stack.callback(server.close)
     return server

@@ -61,20 +61,22 @@ class Node:
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
-            listen_http(process, self._stack, self._not_up)
-            self._watch(process.controller)
+            http = listen_http(process, self._stack, self._not_up)
+            update = {"http": process.http._replace(port=http.port)}
+            self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
             return
         controller = self._run("lora_server.daemon.controller_main", "controller", process)
-        if not process.listen.port:  # its shards have to be told which it chose
-            listen = Address.parse(controller.wait_up(UP_SECONDS).listen)
-            controller.config = process = process.model_copy(update={"listen": listen})
+        if not (process.listen.port and process.http.port):  # its shards, and its successors, have to be told
+            up = controller.wait_up(UP_SECONDS)
+            chosen = {"listen": Address.parse(up.listen), "http": Address.parse(up.http)}
+            controller.config = process = process.model_copy(update=chosen)
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
         controller.wait_up(UP_SECONDS)
-        self._watch(process.listen.local())
+        self._watch(process, process.listen.local())
 
-    def _watch(self, controller: Address) -> None:
-        startup = Startup(self.config, controller, self.stopped, self._fail)
+    def _watch(self, process: ProcessConfig, controller: Address) -> None:
+        startup = Startup(process, controller, self.stopped, self._fail)
         self._stack.callback(startup.close)
 
     def _start_shards(self, process: ProcessConfig) -> None:

@@ -34,10 +34,11 @@ log = structlog.get_logger()
 
 
 class Up(msgspec.Struct):
-    """What a child says on stdout, once. `listen`: the controller's, which may have chosen the port."""
+    """What a child says on stdout, once. `listen`, `http`: the controller's, which may have chosen the ports."""
 
     refused: str = ""
     listen: str = ""
+    http: str = ""
 
 
 def say(up: Up) -> None:

@@ -77,7 +77,7 @@ class Startup:
             model=reply.model,
             layout=reply.layout,
             node=config.node_rank,
-            listen=str(config.listen._replace(port=self._server.port)) if not config.node_rank else "",
+            listen=str(config.listen) if not config.node_rank else "",
             http=str(config.http),
             adapters=reply.adapters,
             refused=refused,
