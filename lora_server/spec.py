@@ -257,7 +257,7 @@ def load(path: str | Path) -> ModelSpec:
         raise ConfigError(
             f"base model: no config.json at {file}; give a model directory or one of {', '.join(PRESETS)}"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"base model: {file} cannot be read as JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"base model: {file} holds a {type(config).__name__}, expected a JSON object")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def normalised(popularity: Any, name: str = "popularity") -> Floats:
     """Probabilities in proportion to any non-negative weights; zeros stay. Raises InputError."""
     try:
         weights_N = np.asarray(_numbers(popularity), dtype=float)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name}: expected a sequence of numbers, got {type(popularity).__name__} ({error})") from None
     if weights_N.ndim != 1 or weights_N.size == 0:
         raise InputError(f"{name}: expected a non-empty one-dimensional sequence, got shape {weights_N.shape}")
@@ -51,19 +52,33 @@ def _numbers(popularity: Any) -> Any:
     return values
 
 
-def positive(value: Any, name: str) -> float:
-    """A finite float above zero."""
+def parsed(text: str, where: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """A JSON document; raises InputError that begins with `where`."""
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise InputError(f"{where} is nested too deeply to be read; expected plain lists and objects") from None
+
+
+def positive(value: Any, name: str, most: float = math.inf) -> float:
+    """A finite float above zero, at most `most`."""
     number = _number(value, name)
-    if not number > 0:
-        raise InputError(f"{name}: got {value}, expected a number above 0")
+    if not 0 < number <= most:
+        span = "above 0" if most == math.inf else f"above 0 and at most {most:,.0f}"
+        raise InputError(f"{name}: got {value}, expected a number {span}")
     return number
 
 
-def non_negative(value: Any, name: str) -> float:
-    """A finite float, zero or more."""
+def non_negative(value: Any, name: str, most: float = math.inf) -> float:
+    """A finite float, zero or more, at most `most`."""
     number = _number(value, name)
-    if not number >= 0:
-        raise InputError(f"{name}: got {value}, expected a number >= 0")
+    if not 0 <= number <= most:
+        span = ">= 0" if most == math.inf else f"in [0, {most:,.0f}]"
+        raise InputError(f"{name}: got {value}, expected a number {span}")
     return number
 
 
@@ -82,7 +97,7 @@ def count(value: Any, name: str, low: int, high: int | None = None) -> int:
     except TypeError:
         raise InputError(f"{name}: got {value!r}, expected a whole number") from None
     if isinstance(value, bool) or number < low or (high is not None and number > high):
-        span = f">= {low}" if high is None else f"in [{low}, {high}]"
+        span = f">= {low}" if high is None else f"in [{low}, {high:,}]"
         raise InputError(f"{name}: got {value}, expected a whole number {span}")
     return number
 

@@ -167,6 +167,14 @@ def test_a_profile_overrides_each_term(tmp_path):
     assert model.base_ffn_us(64) == (500, "measured", "profile.json: here")
 
 
+def test_a_time_that_falls_with_the_batch_never_comes_to_zero(tmp_path):
+    file = tmp_path / "profile.json"
+    rows = [{"batch": 32, "us": 100.0}, {"batch": 64, "us": 10.0}]
+    file.write_text(json.dumps({"terms": {"base_ffn": rows, "base_attention": rows}}))
+    model = step_model(profile=profile.load(file))
+    assert model.base_ffn_us(256).value == 10.0 and 0 < model.ffn_share(256) < 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -175,6 +183,10 @@ def test_a_profile_overrides_each_term(tmp_path):
         '{"terms": {"recv": []}}',
         '{"terms": {"send": [{"ep": 1, "us": 3}]}}',
         '{"terms": {"send": [{"ep": 1, "batch": 0, "us": 3}]}}',
+        '{"terms": {"base_ffn": [{"batch": 64, "us": 0}]}}',
+        '{"terms": {"send": [{"ep": 1e400, "batch": 1, "us": 3}]}}',
+        '{"terms": {"send": [{"ep": 1.5, "batch": 1, "us": 3}]}}',
+        pytest.param("[" * 200_000, id="deep"),
     ],
 )
 def test_bad_profiles(tmp_path, text):

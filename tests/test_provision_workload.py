@@ -56,7 +56,9 @@ def test_read_counts(tmp_path):
         ("c.json", "[1e999]", "weight 0 is inf"),
         ("c.json", "[]", "holds no counts"),
         ("c.json", "7", "got int"),
-        ("c.json", "{", "cannot be used"),
+        ("c.json", "{", "is not JSON"),
+        pytest.param("c.json", "[" * 200_000, "nested too deeply", id="deep"),
+        pytest.param("c.json", "[1" + "0" * 400 + "]", "too large", id="huge"),
         ("c.csv", "law,3\nlaw,1\n", "'law' is counted twice"),
         ("c.csv", "law,3O\ncode,1\n", "line 1: got '3O'"),
         ("c.csv", "name,calls\nlaw,true\n", "line 2: got 'true'"),
@@ -153,6 +155,9 @@ def test_dates_and_milliseconds(tmp_path):
         ("a.jsonl", "{}\n", "line 1: no timestamp"),
         ("a.jsonl", "[1]\n", "line 1: got list"),
         ("a.jsonl", '{"timestamp": 1, "output_tokens": 2}\n{\n', "line 2 is not JSON"),
+        pytest.param("a.jsonl", "[" * 200_000, "line 1 is nested too deeply", id="deep"),
+        ("a.csv", "timestamp,output_tokens\n1,2\n1,2\n", "2 request(s) have one timestamp"),
+        ("a.csv", "timestamp,output_tokens\n1,2\n", "1 request(s) have one timestamp"),
     ],
 )
 def test_bad_traces_name_file_and_line(tmp_path, name, text, said):

@@ -17,6 +17,10 @@ from provisioning.simulation.run import run as play
 from provisioning.workload.requests import Requests, rotated
 from provisioning.workload.workload import Workload
 
+MOST_REQUESTS = 2_000_000
+MOST_INSTANCES = 100_000
+MOST_MS = 1e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -45,7 +49,7 @@ class Experiment:
 def run(experiment: Experiment) -> dict[str, Any]:
     """{"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
     found, system, rate = _prepare(experiment)
-    slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms") * 1e-3
+    slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms", MOST_MS) * 1e-3
     rows = []
     for seed in range(count(experiment.seeds, "--seeds", 2, 1000)):
         outcome = play(_requests(experiment, found, rate, seed), system)
@@ -94,15 +98,15 @@ def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
     ):
         if value not in known:
             raise InputError(f"{flag}: got {value!r}, expected {' or '.join(known)}")
-    step_s = positive(experiment.step_ms, "--step-ms") * 1e-3
-    instances = count(experiment.instances, "--instances", 1)
+    step_s = positive(experiment.step_ms, "--step-ms", MOST_MS) * 1e-3
+    instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
     system = System(
         instance_of=assign_greedily(found.popularity, instances),
         step_s=[step_s],
         cache_slots=count(experiment.cache_slots, "--cache-slots", 1),
         shared=experiment.mode == "disaggregated",
         max_batch=None if experiment.max_batch is None else count(experiment.max_batch, "--max-batch", 1),
-        load_s=non_negative(experiment.load_ms, "--load-ms") * 1e-3,
+        load_s=non_negative(experiment.load_ms, "--load-ms", MOST_MS) * 1e-3,
         order="sjf" if experiment.order == "sjf" else "fcfs",
     )
     return found, system, _rate(experiment, found, step_s * found.lengths.mean_tokens)
@@ -120,12 +124,12 @@ def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
             return found.given_rate
         raise InputError("--request-rate: give either it or --batch-size (with --instances)")
     if experiment.request_rate is not None:
-        return positive(experiment.request_rate, "--request-rate")
-    return experiment.instances * positive(experiment.batch_size, "--batch-size") / residence_s
+        return positive(experiment.request_rate, "--request-rate", 1e9)
+    return experiment.instances * positive(experiment.batch_size, "--batch-size", 1e9) / residence_s
 
 
 def _requests(experiment: Experiment, found: Workload, rate: float, seed: int) -> Requests:
-    num = count(experiment.requests, "--requests", 100)
+    num = count(experiment.requests, "--requests", 100, MOST_REQUESTS)
     if found.trace is None:
         return found.sample(rate=rate, num_requests=num, seed=seed)
     return rotated(found.trace, seed, num).scaled_to(rate)

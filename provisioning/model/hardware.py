@@ -92,7 +92,7 @@ def gpu_named(name: str, memory_gib: float | None = None) -> Gpu:
         raise InputError(f"--gpu: got {name!r}, expected one of {', '.join(GPUS)}")
     if memory_gib is None:
         return gpu
-    return replace(gpu, memory_bytes=positive(memory_gib, "--gpu-memory-gib") * GIB, source="given")
+    return replace(gpu, memory_bytes=positive(memory_gib, "--gpu-memory-gib", 1e6) * GIB, source="given")
 
 
 @dataclass(frozen=True, kw_only=True)

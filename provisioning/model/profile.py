@@ -8,13 +8,13 @@ the measured ones of the same ep is interpolated, or continued along the last tw
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, parsed
 
 TERMS = ("receive", "compute", "send", "base_ffn", "base_attention")
 
@@ -47,16 +47,18 @@ class Profile:
         after = next((index for index, (at, _) in enumerate(known) if at > batch), len(known) - 1)
         (left, low), (right, high) = known[max(after, 1) - 1], known[max(after, 1)]
         value = low + (high - low) * (batch - left) / (right - left)
-        return Quantity(max(value, 0.0), "extrapolated", f"{self.source}, batch {left:g} and {right:g}")
+        value = value if value > 0 else min(low, high)  # a line that falls below zero says no more than what was seen
+        return Quantity(value, "extrapolated", f"{self.source}, batch {left:g} and {right:g}")
 
 
 def load(path: str | Path) -> Profile:
     """Reads a profile; raises InputError that names --profile, the term and what was expected."""
     file = Path(path)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"--profile: {file} cannot be read as JSON: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--profile: {file} cannot be read: {error}") from None
+    content = parsed(text, f"--profile: {file}")
     if not isinstance(content, dict) or not isinstance(content.get("terms"), dict):
         raise InputError(f'--profile: {file}: expected an object with "source" and "terms", as bench/ writes it')
     points: dict[str, dict[int, list[tuple[float, float]]]] = {}
@@ -76,10 +78,10 @@ def load(path: str | Path) -> Profile:
 
 def _point(row: Any, where: str, *, base: bool) -> tuple[int, float, float]:
     try:
-        ep, batch, us = 0 if base else int(row["ep"]), float(row["batch"]), float(row["us"])
-    except (KeyError, TypeError, ValueError):
+        ep, batch, us = 0.0 if base else float(row["ep"]), float(row["batch"]), float(row["us"])
+    except (KeyError, TypeError, ValueError, OverflowError):
         wanted = '{"batch": b, "us": t}' if base else '{"ep": x, "batch": b, "us": t}'
         raise InputError(f"{where}: got {row!r}, expected {wanted}") from None
-    if not (batch > 0 and 0 <= us < float("inf") and ep >= 0):
-        raise InputError(f"{where}: got {row!r}, expected batch above 0 and us of 0 or more")
-    return ep, batch, us
+    if not (0 < batch < math.inf and 0 < us < math.inf and (base or ep >= 1) and ep.is_integer()):
+        raise InputError(f"{where}: got {row!r}, expected batch and us above 0, and a whole ep of 1 or more")
+    return int(ep), batch, us

@@ -61,7 +61,7 @@ def model_iar(scenario: Scenario, instances: int, cache_slots: int) -> float:
     """`offered` of every instance with its own adapters and its share of LB, weighted by requests."""
     popularity = scenario.workload.popularity
     owner, total = assign_greedily(popularity, instances), 0.0
-    for instance in range(instances):
+    for instance in np.unique(owner):
         own: Floats = popularity[owner == instance]
         share = float(own.sum())
         if share > 0:

@@ -20,7 +20,11 @@ from provisioning.workload.counts import read_counts
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, littles_law_batch, zipf
 
-MOST_ADAPTERS = 10_000_000
+MOST_ADAPTERS = 1_000_000
+MOST_GPUS = 1024
+MOST_TOKENS = 2**31
+MOST_CV = 100.0  # longer-tailed arrivals do not settle within a run
+_MOST = 1e9  # of what has no limit of its own: nothing that exists comes near it
 # Instance #GPU of the paper's Table 3.
 _INSTANCE_GPUS = {
     "gpt-oss-20b": 1,
@@ -88,14 +92,14 @@ def workload(flags: Flags) -> Workload:
 
 
 def _with_lengths(found: Workload, flags: Flags) -> Workload:
-    cv = non_negative(flags.burst_cv, "--burst-cv")
+    cv = non_negative(flags.burst_cv, "--burst-cv", MOST_CV)
     if cv != 1.0 and found.trace is not None:
         raise InputError("--burst-cv: a trace is replayed with its own gaps; leave it out")
     if cv != 1.0:
         found = replace(found, cv=cv)
     if flags.mean_output_tokens is None:
         return found
-    mean = positive(flags.mean_output_tokens, "--mean-output-tokens")
+    mean = positive(flags.mean_output_tokens, "--mean-output-tokens", MOST_TOKENS)
     if found.trace is None:
         return replace(found, lengths=Lengths(mean_tokens=mean))
     stretched = found.trace.stretched_to(mean)
@@ -104,9 +108,9 @@ def _with_lengths(found: Workload, flags: Flags) -> Workload:
 
 def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]:
     """(L, LB): instances and global batch, from --instances * --batch-size or by Little's law."""
-    instances = None if flags.instances is None else count(flags.instances, "--instances", 1)
-    batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size")
-    rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate")
+    instances = None if flags.instances is None else count(flags.instances, "--instances", 1, int(_MOST))
+    batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size", _MOST)
+    rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate", _MOST)
     if rate is None and (instances is None or batch is None):
         rate = found.own_rate
     if rate is None:
@@ -138,7 +142,7 @@ def scenario(flags: Flags) -> Scenario:
     found = workload(flags)
     cluster = Cluster(
         gpu=gpu_named(flags.gpu, flags.gpu_memory_gib),
-        gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1),
+        gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1, MOST_GPUS),
         link_gbps=positive(flags.link_gbps, "--link-gbps"),
         host_link_gb_per_s=positive(flags.host_link_gb_per_s, "--host-link-gb-per-s"),
     )
@@ -151,26 +155,31 @@ def scenario(flags: Flags) -> Scenario:
             spec=geometry,
             cluster=cluster,
             popularity=found.popularity,
-            lora_rank=count(flags.lora_rank, "--lora-rank", 1),
+            lora_rank=count(flags.lora_rank, "--lora-rank", 1, int(_MOST)),
             instance_gpus=_instance_gpus(flags, geometry, cluster),
-            context_tokens=positive(flags.context_tokens, "--context-tokens"),
+            context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),
             shared_a=flags.shared_a,
             profile=Profile() if flags.profile is None else load_profile(flags.profile),
         ),
         instances=instances,
         global_batch=global_batch,
         iar_target=target,
-        max_gpus=count(flags.max_gpus, "--max-gpus", 1, 1024),
+        max_gpus=count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS),
         whole_nodes=flags.whole_nodes,
     )
 
 
 def _instance_gpus(flags: Flags, geometry: specs.ModelSpec, cluster: Cluster) -> int:
+    needed = memory.smallest_instance(geometry, cluster)
+    if needed > MOST_GPUS:
+        raise InputError(
+            f"--gpu-memory-gib: got {flags.gpu_memory_gib:g}, but the weights of {geometry.name} do not fit on "
+            f"{MOST_GPUS:,} such GPUs; give more memory"
+        )
     if flags.instance_gpus is None:
-        return max(_INSTANCE_GPUS.get(geometry.name, 1), memory.smallest_instance(geometry, cluster))
-    gpus = count(flags.instance_gpus, "--instance-gpus", 1)
+        return max(_INSTANCE_GPUS.get(geometry.name, 1), needed)
+    gpus = count(flags.instance_gpus, "--instance-gpus", 1, MOST_GPUS)
     if memory.instance_free_bytes(geometry, cluster, gpus) <= 0:
-        needed = memory.smallest_instance(geometry, cluster)
         raise InputError(
             f"--instance-gpus: got {gpus}, but the weights of {geometry.name} do not fit; give {needed} or more"
         )

@@ -50,7 +50,8 @@ class Outcome:
 
 def assign_greedily(popularity: Floats, instances: int) -> Ints:
     """Adapter -> instance: the busiest adapter first, each to the least loaded instance (section 6.1)."""
-    loads = [(0.0, instance) for instance in range(count(instances, "instances", 1))]
+    used = min(count(instances, "instances", 1), popularity.size)  # the others would get none
+    loads = [(0.0, instance) for instance in range(used)]
     owner = np.zeros(popularity.size, dtype=np.int64)
     for index in np.argsort(-popularity, kind="stable"):
         load, instance = heappop(loads)

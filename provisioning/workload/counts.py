@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from provisioning.arrays import Floats
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, parsed
 from provisioning.workload.workload import from_counts
 
 
@@ -37,7 +36,7 @@ def _json_counts(text: str, where: str) -> list[float]:
         _distinct([name for name, _ in pairs], where)
         return dict(pairs)
 
-    found = json.loads(text, object_pairs_hook=once)
+    found = parsed(text, where, once)
     if not isinstance(found, (list, dict)):
         raise InputError(f"{where}: got {type(found).__name__}, expected a list of counts or an object adapter: count")
     named = found.items() if isinstance(found, dict) else enumerate(found)

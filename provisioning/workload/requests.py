@@ -93,9 +93,12 @@ class Lengths:
         return np.maximum(np.rint(drawn), 1).astype(np.int64)
 
 
+_METRONOME = 1e-6
+
+
 def renewal_gaps(rng: np.random.Generator, cv: float, num: int) -> Floats:
-    """Gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0 gives a metronome."""
-    if cv == 0:
+    """Gaps with mean 1 from a Gamma law with the coefficient of variation `cv`; 0, or nearly, gives a metronome."""
+    if cv < _METRONOME:
         return np.ones(num)
     if cv == 1:
         return rng.exponential(size=num)

@@ -8,7 +8,6 @@ A directory of `chunk-*-trace.csv` is ServeGen's, see `servegen`.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Ints
-from provisioning.inputs import InputError
+from provisioning.inputs import InputError, parsed
 from provisioning.workload.requests import Lengths, Requests
 from provisioning.workload.workload import Workload, from_requests, zipf
 
@@ -77,6 +76,11 @@ def read(path: str | Path, adapters: ZipfAdapters | None = None) -> tuple[Reques
     if not rows:
         raise InputError(f"--trace: {file} holds no requests; expected lines with timestamp, adapter and tokens")
     time_s, names, inputs, outputs = zip(*rows, strict=True)
+    if min(time_s) == max(time_s):
+        raise InputError(
+            f"--trace: {file}: its {len(rows)} request(s) have one timestamp, so that no rate follows; "
+            "give a trace with several, or its calls per adapter as --counts"
+        )
     order = np.argsort(np.array(time_s), kind="stable")
     distinct, adapter = _adapters(names, drawn, file)
     arrival_s = np.array(time_s)[order]
@@ -121,10 +125,7 @@ def _json_rows(stream: Any, file: Path) -> Iterator[_Row]:
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"--trace: {file} line {number} is not JSON: {error}") from None
+        fields = parsed(line, f"--trace: {file} line {number}")
         if not isinstance(fields, dict):
             raise InputError(f"--trace: {file} line {number}: got {type(fields).__name__}, expected an object per line")
         yield _row({str(key).lower(): value for key, value in fields.items()}, file, number)

@@ -46,7 +46,7 @@ class Workload:
     @property
     def own_rate(self) -> float | None:
         """Requests/s that the source itself has: the trace's, or `given_rate`; None where it has none."""
-        if self.trace is not None and self.trace.span_s > 0:
+        if self.trace is not None:
             return self.trace.mean_rate()
         return self.given_rate
 
