@@ -18,6 +18,7 @@ from provisioning.plan.candidates import evaluate, smallest
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.sensitivity import headroom
 from provisioning.plan.verify import verify
+from provisioning.report.document import document
 from provisioning.report.result import answer
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
@@ -176,13 +177,13 @@ def test_a_plan_that_only_the_simulation_knows_of_says_so():
     outcome = provision(*HOT, "--max-gpus", "1")
     assert outcome.exit_code == 0, outcome.output
     text = " ".join(outcome.stdout.split())
-    assert "The model has no plan" in text and "simulation went below it: 1 GPU(s) hold the target" in text
+    assert "The model has no plan" in text and "simulation went below it: the target holds with 1 GPU" in text
 
 
 def test_fewer_gpus_that_were_refuted_are_named():
     outcome = provision(*BASE, *LOAD)
     text = " ".join(outcome.stdout.split())
-    assert "Fewer slots do not: 1 GPU(s) (ep1-pp1, 76 slots" in text
+    assert "Fewer slots do not: 1 GPU (ep1-pp1, 76 slots" in text
 
 
 def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
@@ -193,7 +194,7 @@ def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
     ):
         result = answer(question(**changes), seeds=0)
         assert not result.feasible
-        plan = result.as_json()
+        plan = document(result)
         rows = {row["change"]: row for row in plan["sensitivity"]}
         assert rows[helps]["gpus"], helps
         assert rows["gpus +1"]["gpus"] == plan["closest"]["gpus"] + 1
@@ -202,9 +203,9 @@ def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
 
 
 def test_coupled_verdict_goes_both_ways():
-    roomy = answer(question(), seeds=0).as_json()["coupled"]
+    roomy = document(answer(question(), seeds=0))["coupled"]
     assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
-    tight = answer(question(gpu="hopper-96", model="qwen3-30b-a3b", batch_size=128.0), seeds=0).as_json()["coupled"]
+    tight = document(answer(question(gpu="hopper-96", model="qwen3-30b-a3b", batch_size=128.0), seeds=0))["coupled"]
     assert tight["lora_server_worth_it"] and tight["gpus_needed_by_model"] > tight["gpus"]
 
 
@@ -233,7 +234,10 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     assert config == {"base_model": "mixtral-8x7b", "layout": layout}
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 5
-    assert not re.search(r"https?://|<script|<link", page)
+    assert not re.search(r"https?://|<script|<link|width:\s*\d+px|\de[+-]\d\d", re.sub('base64,[^"]+', "", page))
+    headline = f"{plan['gpus']} LoRA Server GPUs as {layout}"
+    assert f"<h1>{headline}" in page and f"<title>{headline}" in page and plan["coupled"]["verdict"] in page
+    assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page and "512 adapters of rank 64" in page
     wide = provision(*BASE, *LOAD, "--gpus-per-node", "1", "--out", str(out), "--no-simulate")
     assert wide.exit_code == 0
     assert yaml.safe_load(out.read_text())["nodes"] == 2
@@ -250,7 +254,10 @@ def test_a_trace_is_planned_and_replayed(tmp_path):
     split = scenario(Flags(slo=SLO, model="mixtral-8x7b", trace=trace, batch_size=16.0))
     assert split.instances == 6 and split.global_batch == pytest.approx(20 * 44.5 * 0.1, rel=0.01)
     assert plan["provenance"]["output_tokens"]["kind"] == "measured"
-    assert plan["simulation"]["simulated"]
+    assert plan["simulation"]["simulated"] and plan["warnings"] == []
+    trace.write_text("\n".join(["timestamp,adapter,input_tokens,output_tokens", *lines[:2]]))
+    few = provision("--slo", SLO, "--model", "mixtral-8x7b", "--trace", str(trace))
+    assert "Warning: the trace has 2 requests, too few to bear a plan out" in few.stdout
 
 
 def test_slo_units():

@@ -3,7 +3,7 @@
 command    the command and its subcommands    errors       bad input: one line, exit code 2
 plan       `provision`                        simulate     `provision simulate`
 models     `provision models`                 experiment   what `provision simulate` runs
-table4     `provision table4`
+table4     `provision table4`                 progress     what long work is at
 """
 
 from provisioning.cli.command import app, main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +11,7 @@ import numpy as np
 
 from provisioning.iar.admissibility import Model, immediate_admissibility
 from provisioning.inputs import InputError, count, non_negative, positive
+from provisioning.plan.judge import silent
 from provisioning.plan.scenario import Flags, workload
 from provisioning.simulation.measure import Estimate, adapters_within, measured
 from provisioning.simulation.run import System, assign_greedily
@@ -46,12 +48,13 @@ class Experiment:
     ttft_slo_ms: float = 250.0
 
 
-def run(experiment: Experiment) -> dict[str, Any]:
+def run(experiment: Experiment, say: Callable[[str], None] = silent) -> dict[str, Any]:
     """{"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
     found, system, rate = _prepare(experiment)
     slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms", MOST_MS) * 1e-3
     rows = []
     for seed in range(count(experiment.seeds, "--seeds", 2, 1000)):
+        say(f"simulating, run {seed + 1:,} of {experiment.seeds:,}")
         outcome = play(_requests(experiment, found, rate, seed), system)
         kept = measured(outcome)
         ttft_s = outcome.ttft_s[kept]

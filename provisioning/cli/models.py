@@ -18,18 +18,22 @@ def models(
     if as_json:
         typer.echo(json.dumps([_row(preset, lora_rank) for preset in spec.PRESETS.values()], indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from provisioning.report import screen
 
-    table = Table(title=f"Model presets, adapter sizes at rank {lora_rank}")
-    for column in ("model", "layers", "experts", "top-k", "hidden", "ffn", "GiB, own A", "GiB, shared A", "assumed"):
-        table.add_column(column, justify="left" if column in ("model", "assumed") else "right")
+    columns = ("layers", "experts", "top-k", "hidden", "ffn", "own A", "shared A")
+    table = screen.table("model", *columns, numbers=columns)
     for preset in spec.PRESETS.values():
         sizes = (preset.adapter_bytes(lora_rank), preset.adapter_bytes(lora_rank, shared_a=True))
         geometry = (preset.layers, preset.experts, preset.top_k, preset.hidden, preset.ffn)
-        gib = (f"{size / 2**30:.2f}" for size in sizes)
-        table.add_row(preset.name, *map(str, geometry), *gib, ", ".join(preset.assumed))
-    Console().print(table)
+        table.add_row(
+            preset.name, *(f"{width:,}" for width in geometry), *(f"{size / 2**30:,.2f} GiB" for size in sizes)
+        )
+    on = screen.console()
+    on.print(table)
+    on.print(f"The last two are an adapter of rank {lora_rank:,}: gate and up have an A each, or share one.")
+    for preset in spec.PRESETS.values():
+        if preset.assumed:
+            on.print(f"Assumed of {preset.name}: {', '.join(preset.assumed)}.")
 
 
 def _row(preset: spec.ModelSpec, lora_rank: int) -> dict[str, object]:

@@ -10,6 +10,7 @@ import typer
 
 from lora_server import __version__
 from provisioning.cli.errors import one_line_errors
+from provisioning.cli.progress import progress
 
 INFEASIBLE = 3
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -107,7 +108,8 @@ def _plan(given: dict[str, Any]) -> None:
         if given[name] is not None and not given[name].parent.is_dir():
             raise InputError(f"--{name}: no directory {given[name].parent}; create it first")
     seeds = 0 if given["no_simulate"] else seeds
-    result = answer(question, seeds=seeds, price_per_gpu_hour=price, base_model=given["model"])
+    with progress(shown=not given["as_json"]) as say:
+        result = answer(question, seeds=seeds, price_per_gpu_hour=price, base_model=given["model"], say=say)
     _write(result, given)
     if not result.feasible:
         raise typer.Exit(INFEASIBLE)
@@ -127,11 +129,13 @@ def _write(result: Any, given: dict[str, Any]) -> None:
     if given["as_json"]:
         import json
 
-        typer.echo(json.dumps(result.as_json(), indent=2, allow_nan=False))
-    else:
-        from rich.console import Console
+        from provisioning.report.document import document
 
-        render.print_table(result, Console())
+        typer.echo(json.dumps(document(result), indent=2, allow_nan=False))
+    else:
+        from provisioning.report import screen
+
+        screen.print_plan(result, screen.console())
 
 
 def _save(path: Path, text: str, flag: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from provisioning.cli.errors import one_line_errors
+from provisioning.cli.progress import progress
 
 
 def simulate(
@@ -51,21 +52,37 @@ def simulate(
         from provisioning.cli.experiment import Experiment, run
 
         keys = Experiment.__dataclass_fields__
-        found = run(Experiment(**{name: given[name] for name in keys}))
+        with progress(shown=not as_json) as say:
+            found = run(Experiment(**{name: given[name] for name in keys}), say)
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
         return
     _print(found)
 
 
-def _print(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+_LABELS = {
+    "immediate_rate": "immediate admission",
+    "ttft_p50_s": "TTFT p50",
+    "ttft_p95_s": "TTFT p95",
+    "ttft_p99_s": "TTFT p99",
+    "share_within_slo": "requests within the TTFT SLO",
+    "adapters_with_90_percent_within_slo": "adapters with 90 % of theirs within",
+}
 
-    table = Table("", "mean", "95 % interval", box=None, pad_edge=False)
+
+def _print(found: dict[str, Any]) -> None:
+    from provisioning.report import screen, words
+    from provisioning.simulation.measure import Estimate
+
+    on, load = screen.console(), found["load"]
+    on.print(
+        f"{words.count(load['adapters'], 'adapter')}, {words.number(load['request_rate'])} requests/s, "
+        f"{words.number(load['global_batch'])} in flight on average, {words.count(found['seeds'], 'run')}"
+    )
+    table = screen.table("", "mean [95 % interval]")
     for name, value in found["simulated"].items():
-        low, high = value["interval"]
-        table.add_row(name.replace("_", " "), f"{value['mean']:.4f}", f"[{low:.4f}, {high:.4f}]")
+        estimate = Estimate(mean=value["mean"], low=value["interval"][0], high=value["interval"][1])
+        table.add_row(_LABELS[name], words.times(estimate) if name.endswith("_s") else words.rate(estimate))
     for name, rate in found["model_iar"].items():
-        table.add_row(f"IAR, {name}", f"{rate:.4f}", "model")
-    Console().print(table)
+        table.add_row(f"IAR, model {name}", f"{rate:.4f}")
+    on.print(table)

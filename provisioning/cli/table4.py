@@ -15,13 +15,14 @@ def table4(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
     if as_json:
         typer.echo(json.dumps(table.as_json(), indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from provisioning.report import screen
 
     cells = table.residuals()
-    shown = Table("layout", "batch", *table.COLUMNS, title="us: paper / model (residual)", box=None, pad_edge=False)
+    shown = screen.table("layout", "batch", *table.COLUMNS, numbers=("batch",))
     for layout, batch in table.PAPER:
         row = [cell for cell in cells if (cell.layout, cell.batch) == (layout, batch)]
-        texts = (f"{c.paper_us:.0f} / {c.model_us:.0f} ({c.relative:+.1%}{'*' if c.in_sample else ''})" for c in row)
+        texts = (f"{c.paper_us:.0f}/{c.model_us:.0f} {c.relative:+.1%}{'*' if c.in_sample else ''}" for c in row)
         shown.add_row(layout, str(batch), *texts)
-    Console(width=120).print(shown)
+    on = screen.console()
+    on.print("Microseconds a layer: paper/model, and how far off the model is; * is what it was fitted to.")
+    on.print(shown)

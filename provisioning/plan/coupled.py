@@ -7,6 +7,7 @@ is loaded whole before its request starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ from provisioning.arrays import Floats
 from provisioning.iar.models import offered_curve
 from provisioning.model import memory
 from provisioning.plan.candidates import Candidate, Scenario
-from provisioning.plan.judge import Verdict, judge
+from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.simulation.run import System, assign_greedily
 
 _MEMORY_SHARE = 0.5
@@ -85,13 +86,16 @@ def system(scenario: Scenario, instances: int, step_us: float) -> System:
     )
 
 
-def compare(scenario: Scenario, candidate: Candidate, seeds: int) -> Coupled:
+def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Coupled:
     """The coupled system on as many GPUs as the plan and its instances take; simulated if seeds > 0."""
     model = scenario.model
     gpus = scenario.instances * model.instance_gpus + candidate.gpus
     instances, cache_slots = max(gpus // model.instance_gpus, 1), slots(scenario)
     step_us = model.step_us(scenario.global_batch / instances, None)
-    simulated = seeds > 0 and cache_slots > 0
+    verdict = None
+    if seeds > 0 and cache_slots > 0:
+        alone = system(scenario, instances, step_us)
+        verdict = judge(scenario, alone, step_us, seeds, say=lambda text: say(f"simulating coupled instances, {text}"))
     return Coupled(
         gpus=gpus,
         instances=instances,
@@ -99,7 +103,7 @@ def compare(scenario: Scenario, candidate: Candidate, seeds: int) -> Coupled:
         iar=model_iar(scenario, instances, cache_slots),
         step_us=step_us,
         holds_tpot=step_us <= scenario.slo.tpot_us,
-        verdict=judge(scenario, system(scenario, instances, step_us), step_us, seeds) if simulated else None,
+        verdict=verdict,
         gpus_needed=_needed(scenario, cache_slots),
         adapters_in_all=min(instances * cache_slots, scenario.workload.num_adapters),
         target=scenario.iar_target,
@@ -130,15 +134,14 @@ def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled, *, 
     """Plainly, whether a LoRA Server is worth it. Without a plan `candidate` is what came closest to one."""
     if not plan:
         return _without_plan(scenario, coupled)
-    server = f"{scenario.instances} instances and {candidate.gpus} LoRA Server GPUs"
+    server = f"{scenario.instances:,} instances and {candidate.gpus:,} LoRA Server GPUs"
+    cached = f"{coupled.instances:,} coupled instances on the same {coupled.gpus:,} GPUs"
+    held = f"cache {coupled.adapters_in_all:,} of the {scenario.workload.num_adapters:,} adapters"
     if coupled.holds:
         fewer = ""
         if coupled.gpus_needed is not None and coupled.gpus_needed < coupled.gpus:
-            fewer = f", and by the model {coupled.gpus_needed} GPUs would do"
-        return (
-            f"A LoRA Server is not worth it here: {coupled.instances} coupled instances on the same "
-            f"{coupled.gpus} GPUs meet both SLOs{fewer}."
-        )
+            fewer = f", and by the model {coupled.gpus_needed:,} GPUs would do"
+        return f"A LoRA Server is not worth it here: {cached} {held} and meet both SLOs{fewer}."
     if enough(coupled):
         return (
             f"A LoRA Server may not be worth it here: by the model, {coupled.gpus_needed} GPUs of coupled "
@@ -146,13 +149,13 @@ def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled, *, 
         )
     why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
     need = f"would need {coupled.gpus_needed} GPUs by the model" if coupled.gpus_needed else "need over 64 instances"
-    return f"A LoRA Server is worth it: coupled instances on the same {coupled.gpus} GPUs miss {why} and {need}."
+    return f"A LoRA Server is worth it: {cached} {held}, miss {why} and {need}."
 
 
 def _without_plan(scenario: Scenario, coupled: Coupled) -> str:
-    where = f"{coupled.instances} coupled instances on {coupled.gpus} GPUs"
+    where = f"{coupled.instances:,} coupled instances on {coupled.gpus:,} GPUs"
     if coupled.holds:
-        return f"No LoRA Server of up to {scenario.max_gpus} GPUs does, but by the model {where} meet both SLOs."
+        return f"No LoRA Server of up to {scenario.max_gpus:,} GPUs does, but by the model {where} meet both SLOs."
     why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
     more = f"; {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
     return f"Nor do {where}, as many as the closest layout takes: by the model they miss {why}{more}."

@@ -8,6 +8,7 @@ given or seen. The share of requests that are admitted at once has a t interval 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,10 @@ class Verdict:
         return self.immediate.low >= self.target and self.within_ttft.low >= self.target
 
 
+def silent(_: str) -> None:
+    """Says nothing; in its place a caller may give what shows a line of progress."""
+
+
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     """One seed's requests: LB in flight on average, long enough for 30,000 after the warm-up."""
     workload = scenario.workload
@@ -53,7 +58,15 @@ def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     return rotated(workload.trace, seed, num).scaled_to(rate)
 
 
-def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, give_up: bool = False) -> Verdict:
+def judge(
+    scenario: Scenario,
+    system: System,
+    step_us: float,
+    seeds: int,
+    *,
+    give_up: bool = False,
+    say: Callable[[str], None] = silent,
+) -> Verdict:
     """Runs the seeds; more of them, up to ten, while the interval straddles the target.
 
     `give_up`: two seeds are enough if both are three points below the target or more.
@@ -62,6 +75,7 @@ def judge(scenario: Scenario, system: System, step_us: float, seeds: int, *, giv
     ttft_s: list[Floats] = []
     slo_s, num = scenario.slo.ttft_us * 1e-6, 0
     while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(rows, scenario.iar_target)):
+        say(f"run {len(rows) + 1}")
         outcome = run(played(scenario, step_us, seed=len(rows)), system)
         kept = measured(outcome)
         times = outcome.ttft_s[kept]

@@ -87,22 +87,22 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
             changed = max(round(num * factor), 1)
             yield f"adapters {changed}", _with_popularity(scenario, zipf(skew, changed))
         for change in (-0.2, 0.2):
-            yield f"zipf s {max(skew + change, 0):g}", _with_popularity(scenario, zipf(max(skew + change, 0), num))
+            yield f"zipf s {max(skew + change, 0):.12g}", _with_popularity(scenario, zipf(max(skew + change, 0), num))
     for rank in sorted({max(model.lora_rank // 2, 1), model.lora_rank * 2}):
         yield f"rank {rank}", replace(scenario, model=replace(model, lora_rank=rank))
     for factor in (0.5, 2.0):
-        yield f"batch {scenario.batch * factor:g}", replace(scenario, global_batch=scenario.global_batch * factor)
+        yield f"batch {scenario.batch * factor:.12g}", replace(scenario, global_batch=scenario.global_batch * factor)
     for factor in (0.5, 2.0):
         gbps = model.cluster.link_gbps * factor
         cluster = replace(model.cluster, link_gbps=gbps)
-        yield f"link {gbps:g} Gb/s", replace(scenario, model=replace(model, cluster=cluster))
+        yield f"link {gbps:.12g} Gb/s", replace(scenario, model=replace(model, cluster=cluster))
 
 
 def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     slo, cluster = scenario.slo, scenario.model.cluster
     yield f"max GPUs {2 * scenario.max_gpus}", replace(scenario, max_gpus=2 * scenario.max_gpus)
-    yield f"TTFT SLO {slo.ttft_us / 500:g} ms", replace(scenario, slo=replace(slo, ttft_us=2 * slo.ttft_us))
-    yield f"TPOT SLO {slo.tpot_us / 500:g} ms", replace(scenario, slo=replace(slo, tpot_us=2 * slo.tpot_us))
+    yield f"TTFT SLO {slo.ttft_us / 500:.12g} ms", replace(scenario, slo=replace(slo, ttft_us=2 * slo.ttft_us))
+    yield f"TPOT SLO {slo.tpot_us / 500:.12g} ms", replace(scenario, slo=replace(slo, tpot_us=2 * slo.tpot_us))
     target = round(2 * scenario.iar_target - 1, 12)
     if 0 < target < 1:
         yield f"IAR target {target:g}", replace(scenario, iar_target=target)

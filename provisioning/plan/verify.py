@@ -8,10 +8,11 @@ is the smallest count whose simulated interval holds the target; there, the fast
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from provisioning.plan.candidates import Candidate, Choice, Scenario, all_but_cache, binding
-from provisioning.plan.judge import Verdict, judge
+from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.simulation.run import System, assign_greedily
 
 _FINEST = 1e-4  # a share of misses that runs of 30,000 requests can tell from none; closer to 1 the model has its say
@@ -55,7 +56,7 @@ class Verified:
         return self.choice.chosen is not None and "cache" in self.choice.chosen.failed
 
 
-def verify(scenario: Scenario, choice: Choice, seeds: int) -> Verified:
+def verify(scenario: Scenario, choice: Choice, seeds: int, say: Callable[[str], None] = silent) -> Verified:
     """The smallest plan that the simulation bears out, sought from the model's."""
     fine, model = scenario.iar_target > 1 - _FINEST, choice.chosen
     if model is None and (fine or choice.closest.failed != ("cache",)):
@@ -65,7 +66,7 @@ def verify(scenario: Scenario, choice: Choice, seeds: int) -> Verified:
         layouts = [found for found in layouts if found[0].gpus >= model.gpus]
     if not layouts:
         return Verified(choice=choice, verdict=None)
-    search = _Search(scenario, seeds, layouts)
+    search = _Search(scenario, seeds, layouts, say)
     counts = [layouts[0].gpus for layouts in search.layouts]
     place = search.first_held(counts.index(model.gpus) if model else len(counts) - 1)
     held, tried = search.held.get(place), search.refuted
@@ -98,6 +99,7 @@ class _Search:
     scenario: Scenario
     seeds: int
     layouts: list[list[Candidate]]
+    say: Callable[[str], None]
     held: dict[int, Trial] = field(default_factory=dict)
     refuted: list[Trial] = field(default_factory=list)
 
@@ -130,8 +132,15 @@ class _Search:
             return True
         if candidate.slots <= max((item.candidate.slots for item in self.refuted), default=-1):
             return False
-        system = disaggregated(self.scenario, candidate)
-        verdict = judge(self.scenario, system, candidate.step_us, self.seeds, give_up=True)
+        system, step_us = disaggregated(self.scenario, candidate), candidate.step_us
+        verdict = judge(
+            self.scenario,
+            system,
+            step_us,
+            self.seeds,
+            give_up=True,
+            say=lambda text: self.say(f"simulating {candidate.layout}, {text}"),
+        )
         trial = Trial(candidate=candidate, verdict=verdict)
         if verdict.holds:
             self.held[place] = trial

@@ -1,6 +1,7 @@
 """What is said about a plan.
 
-result       the one document behind all of these   provenance   where each number comes from
-render       the table, and plan.yaml               html         the page of --report
-charts       its plots
+result       the one plan behind all of these       document     as JSON
+render       in words, and as plan.yaml             words        numbers as people read them
+screen       on the terminal                        html         the page of --report
+charts       its plots                              provenance   where each number comes from
 """

@@ -22,6 +22,7 @@ def png(draw: Draw, result: Result) -> bytes:
     figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     axes = figure.add_subplot()
     draw(axes, result)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)  # beside the axes, over nothing
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=110)
     return stream.getvalue()
@@ -32,15 +33,16 @@ def iar_over_slots(axes: Any, result: Result) -> None:
     scenario, candidate = result.scenario, result.candidate
     axes.plot(scenario.curve, label="offered (model)")
     axes.axhline(scenario.iar_target, color="grey", linestyle=":", label=f"target {scenario.iar_target:g}")
-    axes.axvline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots}")
-    axes.axvline(candidate.slots, color="tab:green", linestyle="--", label=f"this layout: {candidate.slots}")
+    axes.axvline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots:,}")
+    axes.axvline(candidate.slots, color="tab:green", linestyle="--", label=f"this layout: {candidate.slots:,}")
     verdict = result.verified.verdict
     if verdict is not None:
         mean, low, high = verdict.immediate.mean, verdict.immediate.low, verdict.immediate.high
         x = min(candidate.slots, scenario.workload.num_adapters)
-        axes.errorbar([x], [mean], [[mean - low], [high - mean]], fmt="o", color="black", label="simulated, 95 %")
+        axes.errorbar(
+            [x], [mean], [[max(mean - low, 0)], [max(high - mean, 0)]], fmt="o", color="black", label="simulated, 95 %"
+        )
     axes.set(xlabel="cache slots M", ylabel="immediate admissibility", ylim=(0, 1.03))
-    axes.legend(fontsize=8)
 
 
 def region(axes: Any, result: Result) -> None:
@@ -52,11 +54,10 @@ def region(axes: Any, result: Result) -> None:
             met = not item.failed
             axes.scatter(gpus, item.slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
     axes.axhspan(scenario.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
-    axes.axhline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots}")
+    axes.axhline(scenario.min_cache_slots, color="tab:orange", label=f"M* = {scenario.min_cache_slots:,}")
     axes.scatter([], [], color="tab:green", label="meets both SLOs")
     axes.scatter([], [], color="tab:red", marker="x", label="does not")
     axes.set(xlabel="LoRA Server GPUs (all layouts)", ylabel="cache slots M")
-    axes.legend(fontsize=8)
 
 
 def latency_stack(axes: Any, result: Result) -> None:
@@ -69,10 +70,9 @@ def latency_stack(axes: Any, result: Result) -> None:
         heights = np.array([getattr(item.latency, part).value for item in found])
         axes.bar(names, heights, bottom=base, label=part)
         base += heights
-    axes.axhline(scenario.limit.ffn, color="grey", linestyle=":", label=f"SLO_FFN {scenario.limit.ffn:.0f} us")
+    axes.axhline(scenario.limit.ffn, color="grey", linestyle=":", label=f"SLO_FFN {scenario.limit.ffn:,.0f} us")
     axes.set_ylabel("us per layer")
     axes.tick_params(axis="x", rotation=30)
-    axes.legend(fontsize=8)
 
 
 def coupled_bars(axes: Any, result: Result) -> None:
@@ -89,7 +89,6 @@ def coupled_bars(axes: Any, result: Result) -> None:
     axes.set_xticks(places, names)
     axes.set_ylim(0, 1.05)
     axes.axhline(result.scenario.iar_target, color="grey", linestyle=":")
-    axes.legend(fontsize=8)
 
 
 def ttft_cdf(axes: Any, result: Result) -> None:
@@ -102,7 +101,6 @@ def ttft_cdf(axes: Any, result: Result) -> None:
     axes.axvline(slo_s, color="grey", linestyle=":", label=f"SLO {slo_s:g} s")
     axes.axhline(result.scenario.slo.share, color="grey", linewidth=0.5)
     axes.set(xlabel="TTFT in s (queueing + first decode step)", ylabel="share of requests", xscale="log")
-    axes.legend(fontsize=8)
 
 
 def _cdf(axes: Any, values: Floats, label: str) -> None:

@@ -1,0 +1,115 @@
+"""The JSON of a plan: `provision --json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from provisioning.plan.judge import verdict_json
+from provisioning.plan.verify import Trial
+from provisioning.report.provenance import provenance
+from provisioning.report.result import NOTES, Result
+
+
+def document(result: Result) -> dict[str, Any]:
+    """The documented keys; those of a plan are null where there is none."""
+    scenario, candidate, feasible = result.scenario, result.candidate, result.feasible
+    layout = {"ep": candidate.layout.ep, "pp": candidate.layout.pp}
+    return {
+        "feasible": feasible,
+        "gpus": candidate.gpus if feasible else None,
+        "layout": layout if feasible else None,
+        "nodes": result.nodes if feasible else None,
+        "min_cache_slots": scenario.min_cache_slots,
+        "cache_slots": candidate.slots,
+        "iar": scenario.iar(candidate.slots),
+        "iar_target": scenario.iar_target,
+        "binding_constraint": result.verified.choice.binding,
+        "closest": None if feasible else {"layout": layout, "gpus": candidate.gpus, "fails": list(candidate.failed)},
+        "model": scenario.model.spec.name,
+        "slo": asdict(scenario.slo),
+        "load": _load(result),
+        "latency_us": _latency(result),
+        "coupled": _coupled(result),
+        "sensitivity": [variant.as_json() for variant in result.variants],
+        "load_headroom": result.headroom,
+        "simulation": _simulation(result),
+        "cost": result.cost(),
+        "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
+        "warnings": result.warnings,
+        "notes": list(NOTES),
+    }
+
+
+def _load(result: Result) -> dict[str, float]:
+    scenario = result.scenario
+    return {
+        "instances": scenario.instances,
+        "instance_gpus": scenario.model.instance_gpus,
+        "batch": scenario.batch,
+        "global_batch": scenario.global_batch,
+        "adapters": scenario.workload.num_adapters,
+    }
+
+
+def _latency(result: Result) -> dict[str, float]:
+    latency, limit = result.candidate.latency, result.scenario.limit
+    return {
+        "recv": latency.receive.value,
+        "compute": latency.compute.value,
+        "send": latency.send.value,
+        "total": latency.total,
+        "budget": limit.ffn,
+        "slowest_times_instances": latency.longest * result.scenario.instances,
+        "budget_layer": limit.layer,
+        "decode_step": result.candidate.step_us,
+        "visible_load": result.candidate.load_us,
+    }
+
+
+def _coupled(result: Result) -> dict[str, Any]:
+    coupled = result.coupled
+    return {
+        "evaluated": True,
+        "gpus": coupled.gpus,
+        "instances": coupled.instances,
+        "cache_slots_per_instance": coupled.slots_per_instance,
+        "cache_slots": coupled.adapters_in_all,
+        "iar": coupled.iar,
+        "decode_step_us": coupled.step_us,
+        "meets_slo": coupled.holds,
+        "gpus_needed_by_model": coupled.gpus_needed,
+        "lora_server_worth_it": result.worth_it,
+        "verdict": result.worth,
+        "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),
+    }
+
+
+def _simulation(result: Result) -> dict[str, Any]:
+    verdict = result.verified.verdict
+    if verdict is None:
+        return {"simulated": False, "reason": "--no-simulate, or no feasible plan by the model"}
+    verified, model_gpus = result.verified, result.verified.model_gpus
+    change = result.candidate.gpus - model_gpus if result.feasible and model_gpus is not None else 0
+    return {
+        "simulated": True,
+        **verdict_json(verdict),
+        "refuted": [trial_json(item) for item in verified.refuted],
+        "refuted_below": [trial_json(item) for item in verified.refuted_below],
+        "model_gpus": model_gpus,
+        "below_model": verified.below_model,
+        "gpus_added": max(change, 0),
+        "gpus_saved": max(-change, 0),
+    }
+
+
+def trial_json(item: Trial) -> dict[str, Any]:
+    """A layout that was given up."""
+    return {
+        "gpus": item.candidate.gpus,
+        "layout": str(item.candidate.layout),
+        "cache_slots": item.candidate.slots,
+        "immediate_rate": item.verdict.immediate.mean,
+        "interval": [item.verdict.immediate.low, item.verdict.immediate.high],
+        "share_within_ttft_slo": item.verdict.within_ttft.mean,
+    }

@@ -1,0 +1,72 @@
+"""A plan on the terminal: no word broken at 80 columns, colours that show on light and on dark, none in a pipe."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from provisioning.report import render
+from provisioning.report.provenance import provenance
+from provisioning.report.result import NOTES, Result
+
+_UNBOUNDED = 10_000  # columns: in a pipe a line is as long as what it says
+
+
+def console() -> Console:
+    """Of stdout: as wide as the terminal; in a pipe as wide as the text."""
+    width = None if sys.stdout.isatty() else _UNBOUNDED
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def table(*headings: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Without lines; columns that are named in `numbers` are aligned to the right."""
+    made = Table(box=None, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    return made
+
+
+def print_plan(result: Result, on: Console) -> None:
+    """Question, answer, whether it is worth it, constraints, refutations, sensitivity, cost, notes."""
+    on.print(render.question(result))
+    on.print(render.headline(result), style="bold" if result.feasible else "bold red")
+    on.print(result.worth, style="green" if result.feasible and result.worth_it else "yellow")
+    for warning in result.warnings:
+        on.print(f"Warning: {warning}", style="bold yellow")
+    on.print()
+    limits = table("", "plan", "limit")
+    for row in render.rows(result):
+        limits.add_row(*row, style="red" if row[2].endswith("REFUTED") else None)
+    on.print(limits)
+    for line in render.sizing(result):
+        on.print(line)
+    on.print()
+    _print_changes(result, on)
+    if result.headroom is not None:
+        on.print(f"The load may grow by x{result.headroom:.2f} before this plan fails, by the model.")
+    _print_costs(result, on)
+    kinds = [entry.kind for entry in provenance(result.scenario, result.candidate).values()]
+    counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("measured", "extrapolated", "assumed"))
+    on.print()
+    on.print(f"Provenance: {counted}; each in --json.")
+    for note in NOTES:
+        on.print(note)
+
+
+def _print_changes(result: Result, on: Console) -> None:
+    plan = "this plan" if result.feasible else str(result.candidate.layout)
+    found = table("if", "GPUs", "layout", f"IAR of {plan}", "meets, by the model", numbers=("GPUs",))
+    for row in render.changes(result):
+        found.add_row(*row)
+    on.print(found)
+
+
+def _print_costs(result: Result, on: Console) -> None:
+    found = table("cost", "", numbers=("",))
+    for row in render.costs(result):
+        found.add_row(*row)
+    if found.row_count:
+        on.print()
+        on.print(found)
