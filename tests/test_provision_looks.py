@@ -138,6 +138,7 @@ IAR, model              1.0000                    >= 0.95
 IAR, simulated          not simulated
 recv + comp + send      101 + 138 + 130 = 369 us  <= 2,706 us (Eq. 5)
 slowest x 4             552 us                    <= 3,125 us (Eq. 6)
+requests per instance   64                        <= 479 by KV memory
 decode step             21.8 ms                   TPOT SLO 100 ms
 visible load            377 us                    TTFT SLO 250 ms, with a step
 adapter memory per GPU  73.23 GiB                 92% of h100

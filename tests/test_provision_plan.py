@@ -14,7 +14,8 @@ from lora_server.placement import Layout
 from provisioning.cli import app
 from provisioning.inputs import InputError
 from provisioning.plan import slo
-from provisioning.plan.candidates import evaluate, smallest
+from provisioning.plan.candidates import evaluate
+from provisioning.plan.choice import smallest
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.sensitivity import headroom
 from provisioning.plan.verify import verify
@@ -103,6 +104,23 @@ def test_infeasible_names_what_binds(changes, binding):
     choice = smallest(question(**changes))
     assert choice.chosen is None
     assert choice.binding == binding, choice
+
+
+TIGHT = {"gpu": "h100", "adapters": 200, "context_tokens": 8192.0}  # KV of 59 requests an instance
+
+
+def test_the_engines_hold_the_kv_of_what_they_serve():
+    refused = answer(question(**TIGHT, batch_size=120.0), seeds=0)
+    assert (
+        refused.candidate.failed == ("kv",)
+        and refused.candidate.gpus <= 8
+        and document(refused)["load"]["batch_limit_by_kv"] == 59
+    )
+    helps = {item.change: item.gpus for item in refused.variants}
+    assert helps["instances 8, the load spread over them"] is None and helps["memory per GPU x2"]
+    assert smallest(question(**TIGHT, batch_size=30.0)).feasible
+    full = answer(question(**TIGHT, batch_size=58.0), seeds=5)  # on average: now and then there are more than fit
+    assert not full.feasible and full.verified.choice.binding == "kv"
 
 
 def test_infeasible_is_exit_3_with_json():

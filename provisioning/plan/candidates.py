@@ -1,11 +1,12 @@
-"""The fewest GPUs and the layout that meet both SLOs by the model. `verify` then tries to refute it.
+"""The question to the planner, and the layouts that meet both SLOs by the model.
 
 A layout is accepted when
     cache    its fullest shard holds M >= min_cache_slots(popularity, LB, target), by `offered`
     network, compute    Eq. 5 and Eq. 6 hold, each named after its largest term
     ttft     the SLO exceeds one decode step plus what prefetch cannot hide of an adapter's load
     tpot     the base model's own step fits the SLO
-Among the accepted layouts of one GPU count, the fastest step wins, then the larger cache.
+    kv       the KV cache of B requests fits beside an instance's weights
+Among the accepted layouts of one GPU count, the fastest step comes first, then the larger cache.
 """
 
 from __future__ import annotations
@@ -82,6 +83,18 @@ class Scenario:
         attention_us, ffn_us = self.base_us
         return self.model.spec.layers * (attention_us + max(ffn_us, self.lora(layout).total))
 
+    @property
+    def gpu_counts(self) -> range:
+        """Of the LoRA Server: what may be considered."""
+        step = self.model.cluster.gpus_per_node if self.whole_nodes else 1
+        return range(step, self.max_gpus + 1, step)
+
+    @cached_property
+    def kv_requests(self) -> int:
+        """Requests whose KV cache an instance holds: without adapters, all that its weights leave is for it."""
+        model = self.model
+        return memory.kv_batch(model.spec, model.cluster, model.instance_gpus, model.context_tokens, share=1.0)
+
     def slots(self, layout: Layout) -> int:
         """M of a layout."""
         model = self.model
@@ -113,6 +126,8 @@ def evaluate(scenario: Scenario, layout: Layout) -> Candidate:
     failed = violations(latency, scenario.limit, scenario.instances)
     if model.spec.layers * sum(scenario.base_us) > slo.tpot_us:
         failed.insert(0, "tpot")
+    if scenario.batch > scenario.kv_requests:
+        failed.insert(0, "kv")
     if slo.ttft_us <= step_us + load_us:
         failed.append("ttft")
     if slots < scenario.min_cache_slots:
@@ -130,70 +145,7 @@ def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
 
 def all_but_cache(scenario: Scenario) -> list[list[Candidate]]:
     """Per GPU count the layouts that meet all but, perhaps, the model's cache test; counts without one are left out."""
-    step = _step(scenario)
     found = (
-        [item for item in candidates(scenario, gpus) if set(item.failed) <= {"cache"}]
-        for gpus in range(step, scenario.max_gpus + 1, step)
+        [item for item in candidates(scenario, gpus) if set(item.failed) <= {"cache"}] for gpus in scenario.gpu_counts
     )
     return [layouts for layouts in found if layouts]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The model's plan: `chosen` meets everything, or nothing up to `max_gpus` does."""
-
-    chosen: Candidate | None
-    closest: Candidate
-    binding: str
-
-    @property
-    def feasible(self) -> bool:
-        """Whether there is a plan."""
-        return self.chosen is not None
-
-
-def smallest(scenario: Scenario) -> Choice:
-    """The first GPU count with an accepted layout, and what kept the one before from it."""
-    step, closest = _step(scenario), None
-    for gpus in range(step, scenario.max_gpus + 1, step):
-        found = candidates(scenario, gpus)
-        if not found:
-            continue
-        if not found[0].failed:
-            return Choice(chosen=found[0], closest=found[0], binding=binding(scenario, found[0]))
-        if closest is None or len(found[0].failed) <= len(closest.failed):
-            closest = found[0]
-    if closest is None:
-        closest = candidates(scenario, max(step, 1))[0] if step == 1 else evaluate(scenario, Layout(1, 1))
-        return Choice(chosen=None, closest=closest, binding="node_granularity" if step > 1 else "cache")
-    return Choice(chosen=None, closest=closest, binding=_kind(closest.failed[0]))
-
-
-def _step(scenario: Scenario) -> int:
-    return scenario.model.cluster.gpus_per_node if scenario.whole_nodes else 1
-
-
-def binding(scenario: Scenario, chosen: Candidate) -> str:
-    """What asks for the chosen GPU count: why the count below it fails, or what is nearest to its limit."""
-    if scenario.whole_nodes:
-        alone = [item for item in candidates(scenario, chosen.gpus - 1) if not item.failed] if chosen.gpus > 1 else []
-        if alone:
-            return "node_granularity"
-    step = _step(scenario)
-    below = (candidates(scenario, gpus) for gpus in range(chosen.gpus - step, 0, -step))
-    previous = next((found[0] for found in below if found), None)
-    if previous is not None and previous.failed:
-        return _kind(previous.failed[0])
-    latency, limit = chosen.latency, scenario.limit
-    used = {
-        "cache": scenario.min_cache_slots / max(chosen.slots, 1),
-        "compute" if latency.compute.value == latency.longest else "network": max(
-            latency.total / limit.ffn, latency.longest * scenario.instances / limit.layer
-        ),
-        "ttft": (chosen.step_us + chosen.load_us) / scenario.slo.ttft_us,
-    }
-    return max(used, key=lambda name: used[name])
-
-
-def _kind(failure: str) -> str:
-    return failure.rpartition(":")[2]

@@ -32,6 +32,7 @@ class Coupled:
     iar: float
     step_us: float
     holds_tpot: bool
+    holds_kv: bool
     verdict: Verdict | None
     gpus_needed: int | None
     adapters_in_all: int
@@ -40,7 +41,7 @@ class Coupled:
     @property
     def holds(self) -> bool:
         """Whether it meets both SLOs: by simulation where there is one, else by the model."""
-        return self.holds_tpot and (self.verdict.holds if self.verdict else self.iar >= self.target)
+        return self.holds_tpot and self.holds_kv and (self.verdict.holds if self.verdict else self.iar >= self.target)
 
 
 def slots(scenario: Scenario) -> int:
@@ -103,6 +104,7 @@ def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[
         iar=model_iar(scenario, instances, cache_slots),
         step_us=step_us,
         holds_tpot=step_us <= scenario.slo.tpot_us,
+        holds_kv=scenario.global_batch / instances <= most_requests(scenario),
         verdict=verdict,
         gpus_needed=_needed(scenario, cache_slots),
         adapters_in_all=min(instances * cache_slots, scenario.workload.num_adapters),
@@ -147,15 +149,19 @@ def verdict_text(scenario: Scenario, candidate: Candidate, coupled: Coupled, *, 
             f"A LoRA Server may not be worth it here: by the model, {coupled.gpus_needed} GPUs of coupled "
             f"instances do as well as {server}; simulate it before deciding."
         )
-    why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
     need = f"would need {coupled.gpus_needed} GPUs by the model" if coupled.gpus_needed else "need over 64 instances"
-    return f"A LoRA Server is worth it: {cached} {held}, miss {why} and {need}."
+    return f"A LoRA Server is worth it: {cached} {held}, {_why(coupled)} and {need}."
+
+
+def _why(coupled: Coupled) -> str:
+    if not coupled.holds_kv:
+        return "lack memory for KV"
+    return "miss the TTFT SLO" if coupled.holds_tpot else "miss the TPOT SLO"
 
 
 def _without_plan(scenario: Scenario, coupled: Coupled) -> str:
     where = f"{coupled.instances:,} coupled instances on {coupled.gpus:,} GPUs"
     if coupled.holds:
         return f"No LoRA Server of up to {scenario.max_gpus:,} GPUs does, but by the model {where} meet both SLOs."
-    why = "the TPOT SLO" if not coupled.holds_tpot else "the TTFT SLO"
     more = f"; {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
-    return f"Nor do {where}, as many as the closest layout takes: by the model they miss {why}{more}."
+    return f"Nor do {where}, as many as the closest layout takes: by the model they {_why(coupled)}{more}."

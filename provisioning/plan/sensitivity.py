@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from provisioning.arrays import Floats
-from provisioning.plan.candidates import Candidate, Scenario, candidates, evaluate, smallest
+from provisioning.plan.candidates import Candidate, Scenario, candidates, evaluate
+from provisioning.plan.choice import smallest
 from provisioning.workload.workload import zipf
 
 
@@ -103,6 +104,8 @@ def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     yield f"max GPUs {2 * scenario.max_gpus}", replace(scenario, max_gpus=2 * scenario.max_gpus)
     yield f"TTFT SLO {slo.ttft_us / 500:.12g} ms", replace(scenario, slo=replace(slo, ttft_us=2 * slo.ttft_us))
     yield f"TPOT SLO {slo.tpot_us / 500:.12g} ms", replace(scenario, slo=replace(slo, tpot_us=2 * slo.tpot_us))
+    doubled = 2 * scenario.instances
+    yield f"instances {doubled}, the load spread over them", replace(scenario, instances=doubled)
     target = round(2 * scenario.iar_target - 1, 12)
     if 0 < target < 1:
         yield f"IAR target {target:g}", replace(scenario, iar_target=target)

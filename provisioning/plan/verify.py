@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from provisioning.plan.candidates import Candidate, Choice, Scenario, all_but_cache, binding
+from provisioning.plan.candidates import Candidate, Scenario, all_but_cache
+from provisioning.plan.choice import Choice, binding
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.simulation.run import System, assign_greedily
 
@@ -24,6 +25,7 @@ def disaggregated(scenario: Scenario, candidate: Candidate) -> System:
         instance_of=assign_greedily(scenario.workload.popularity, scenario.instances),
         step_s=[candidate.step_us * 1e-6],
         cache_slots=min(candidate.slots, scenario.workload.num_adapters),
+        max_batch=max(scenario.kv_requests, 1),
         load_s=candidate.load_us * 1e-6,
     )
 
@@ -83,7 +85,8 @@ def verify(scenario: Scenario, choice: Choice, seeds: int, say: Callable[[str], 
 
 def _choice(scenario: Scenario, model: Choice, held: Trial | None, tried: list[Trial], *, stuck: bool) -> Choice:
     if held is None:
-        return Choice(chosen=None, closest=tried[-1].candidate, binding="ttft" if stuck else "cache")
+        full = scenario.batch + 3 * scenario.batch**0.5 > scenario.kv_requests  # as many as are there now and then
+        return Choice(chosen=None, closest=tried[-1].candidate, binding="kv" if full else "ttft" if stuck else "cache")
     found = held.candidate
     if model.chosen is None or found.gpus < model.chosen.gpus:
         return Choice(chosen=found, closest=found, binding=binding(scenario, found))

@@ -47,6 +47,7 @@ def _load(result: Result) -> dict[str, float]:
         "instances": scenario.instances,
         "instance_gpus": scenario.model.instance_gpus,
         "batch": scenario.batch,
+        "batch_limit_by_kv": scenario.kv_requests,
         "global_batch": scenario.global_batch,
         "adapters": scenario.workload.num_adapters,
     }

@@ -47,6 +47,8 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     yield "recv + comp + send", f"{parts} = {latency.total:,.0f} us", f"<= {limit.ffn:,.0f} us (Eq. 5)"
     busiest = latency.longest * scenario.instances
     yield f"slowest x {scenario.instances:,}", f"{busiest:,.0f} us", f"<= {limit.layer:,.0f} us (Eq. 6)"
+    batch = words.number(scenario.batch)
+    yield "requests per instance", batch, f"<= {scenario.kv_requests:,} by KV memory"
     yield "decode step", words.time(candidate.step_us), f"TPOT SLO {words.time(scenario.slo.tpot_us)}"
     yield "visible load", words.time(candidate.load_us), f"TTFT SLO {words.time(scenario.slo.ttft_us)}, with a step"
     yield (

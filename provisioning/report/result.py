@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from provisioning.inputs import InputError
 from provisioning.plan import coupled as coupling
-from provisioning.plan.candidates import Candidate, Scenario, smallest
+from provisioning.plan.candidates import Candidate, Scenario
+from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import Coupled
 from provisioning.plan.judge import silent
 from provisioning.plan.sensitivity import Variant, headroom, sensitivity
