@@ -199,6 +199,7 @@ def test_demo_as_json():
     load = workload("mixtral")
     done = cli("demo", "--json", "--model", str(load.base), "--adapters", str(load.adapters), seconds=DEMO_SECONDS)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, "libraries do not write between the bars"
     document = json.loads(done.stdout)
     assert document["tokens_checked"] == document["tokens_equal"] > 0
     assert document["max_abs_logprob_diff"] <= 1e-4

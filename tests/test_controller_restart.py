@@ -177,7 +177,7 @@ def test_a_refused_adapter_makes_a_server_unready_only_where_all_are_required(tm
     agreement = Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64)
     controller = Controller(agreement, require_all_adapters=require_all)
     controller.arrivals.arrive(registration(0, agreement=agreement.digest()), [])
-    assert controller.not_ready() == "adapters are still being registered"
+    assert controller.not_ready() == "registering adapters"
     (tmp_path / "dora").mkdir()
     controller.adapters.register_directory({"law": tiny_adapters["all"], "dora": tmp_path / "dora"})
     assert ("adapter 'dora' was refused: " in controller.not_ready()) == require_all

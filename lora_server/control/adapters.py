@@ -31,6 +31,7 @@ from lora_server.placement import Placement
 from lora_server.wire import lora_server_pb2 as pb
 
 NOTE_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0  # between two lines about registering
 RESTARTED = "the controller has just started and waits for its shards to register; try again"
 log = structlog.get_logger()
 
@@ -41,6 +42,7 @@ class Listing(NamedTuple):
     record: Record
     state: str  # loading, ready, failed, draining
     resident_layers: int
+    layers: int  # of the model
     error: str
     holders: int
 
@@ -66,6 +68,7 @@ class Adapters:
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
         self._lock = threading.RLock()  # outcomes of commands may come while it is held
         self.registered = threading.Event()
+        self.progress = 0, 0  # of registering the start-up directory: done, all
 
     # -- registering
 
@@ -120,7 +123,12 @@ class Adapters:
         """
         if self.registered.is_set():
             return
-        for name, path in found.items():
+        said = time.monotonic()
+        for done, (name, path) in enumerate(found.items()):
+            self.progress = done, len(found)
+            if time.monotonic() - said > PROGRESS_SECONDS:
+                log.info("registering", done=done, total=len(found))
+                said = time.monotonic()
             try:
                 self.register(name, str(path))
             except (AdapterError, OSError) as error:
@@ -284,6 +292,17 @@ class Adapters:
             self._require_settled()
             return self._listing(self._registry.get(name))
 
+    def by_shard(self, name: str) -> list[tuple[int, int, int]]:
+        """How far each shard is with a listed adapter: see Residency."""
+        with self._lock:
+            return self._residency.by_shard(self._registry.get(name).handle)
+
+    def held(self, client: int) -> list[str]:
+        """Names of what a client holds."""
+        with self._lock:
+            records = (self._registry.by_handle(handle) for handle in self._holds.of(client))
+            return sorted(record.name for record in records if record is not None)
+
     def listed(self, names: Iterable[str]) -> list[str]:
         """Which of these are adapters."""
         with self._lock:
@@ -300,7 +319,7 @@ class Adapters:
         handle = record.handle
         state = self._residency.state(handle) if self._registry.is_listed(record) else "draining"
         layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
-        return Listing(record, state, layers, error, self._holds.count(handle))
+        return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle))
 
     # -- holds
 

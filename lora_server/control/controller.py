@@ -37,6 +37,7 @@ class Controller:
         if missing:
             return f"shards not up: {missing}"
         if not self.adapters.registered.is_set():
-            return "adapters are still being registered"
+            done, total = self.adapters.progress
+            return f"registering adapters: {done:,} of {total:,}" if total else "registering adapters"
         refused = self.adapters.refused() if self._require_all else ()
         return "; ".join(f"adapter {one.name!r} was refused: {one.reason}" for one in refused)

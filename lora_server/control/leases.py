@@ -104,6 +104,13 @@ class Leases:
                 del self._leases[lease.client]
             return expired
 
+    def silences(self) -> list[tuple[ClientLease, float]]:
+        """Every lease, by client, and for how many seconds its client has been silent."""
+        now = time.monotonic()
+        with self._lock:
+            leases = sorted(self._leases.values(), key=lambda lease: lease.client)
+            return [(lease, max(0.0, now + self.seconds - lease.expires)) for lease in leases]
+
     def __len__(self) -> int:
         return len(self._leases)
 

@@ -43,6 +43,12 @@ class Residency:
             resident.loaded.discard(shard)
             resident.errors.pop(shard, None)
 
+    def by_shard(self, handle: int) -> list[tuple[int, int, int]]:
+        """(shard, layers that it has ready, layers that it owns)."""
+        ready, placement = self.of(handle).layers, self._placement
+        shards = range(placement.layout.num_shards)
+        return [(shard, ready.get(shard, 0), len(placement.layers(shard))) for shard in shards]
+
     def num_layers(self, handle: int) -> int:
         """Layers that all their shards have."""
         layout, resident, total = self._placement.layout, self.of(handle), 0

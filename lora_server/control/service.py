@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -19,6 +18,7 @@ from lora_server.control.adapters import Adapters, Listing
 from lora_server.control.controller import Controller
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle
+from lora_server.control.status import refusals, status
 from lora_server.errors import LoraServerError
 from lora_server.spec import PROJECTIONS
 from lora_server.wire import lora_server_pb2 as pb
@@ -65,21 +65,20 @@ class AdaptersService(rpc.AdaptersServicer):
     @_guard
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:
         adapters = [_adapter(listing) for listing in self._adapters.listings()]
-        return pb.ListAdaptersReply(adapters=adapters, refused=_refusals(self._adapters))
+        return pb.ListAdaptersReply(adapters=adapters, refused=refusals(self._adapters))
 
     @override
     @_guard
     def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
-        return _adapter(self._adapters.get(request.name))
+        reply = _adapter(self._adapters.get(request.name))
+        for shard, ready, layers in self._adapters.by_shard(request.name):
+            reply.shards.add(shard=shard, ready=ready, layers=layers)
+        return reply
 
     @override
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:
         return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name))
-
-
-def _refusals(adapters: Adapters) -> list[pb.Refusal]:
-    return [pb.Refusal(**one._asdict()) for one in adapters.refused()]
 
 
 def _adapter(listing: Listing) -> pb.Adapter:
@@ -93,6 +92,7 @@ def _adapter(listing: Listing) -> pb.Adapter:
         bytes=record.nbytes,
         state=listing.state,
         resident_layers=listing.resident_layers,
+        layers=listing.layers,
         warnings=record.warnings,
         error=listing.error,
         holders=listing.holders,
@@ -187,29 +187,7 @@ class ServerService(rpc.ServerServicer):
     @override
     @_guard
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.StatusReply:
-        controller, layout = self._controller, self._controller.agreement.layout
-        live, missing = controller.shards.live(), set(controller.shards.missing())
-        reason = controller.not_ready()
-        reply = pb.StatusReply(
-            model=controller.agreement.spec.name,
-            layout=str(layout),
-            ready=not reason,
-            reason=reason,
-            refused=_refusals(controller.adapters),
-            warned=sum(bool(one.record.warnings) for one in controller.adapters.listings()),
-            clients=len(controller.clients.leases),
-            adapters=len(controller.adapters),
-            pid=os.getpid(),
-            run=controller.arrivals.run,
-        )
-        for shard, count in controller.shards.restarts.items():
-            row = reply.shards.add(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
-            row.state = "starting" if shard in missing else "up"
-            row.restarts = max(0, count)
-            if shard in live:
-                row.node, row.pid = live[shard].node, live[shard].pid
-                row.stats.CopyFrom(live[shard].stats)
-        return reply
+        return status(self._controller)
 
 
 class ShardsService(rpc.ShardsServicer):

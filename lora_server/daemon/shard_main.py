@@ -158,11 +158,14 @@ class ShardProcess:
     def _stats(self) -> None:
         while not self.stopping.wait(STATS_SECONDS):
             followers = self.coordinator.followers if isinstance(self.coordinator, Leader) else 0
+            connections = self.port.connections
             stats = pb.ShardStats(
                 **vars(self.shard.counters),
+                **self.store.memory()._asdict(),
                 weight_bytes=self.store.nbytes(),
-                clients=len(self.port.connections),
+                clients=len(connections),
                 followers=followers,
+                attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
             )
             self.stream.report(pb.ShardReport(stats=stats))
 

@@ -6,10 +6,11 @@ import json
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
+from lora_server import terminal
 from lora_server.demo.check import Verdict
 from lora_server.demo.engine import Result
+from lora_server.units import count
 
 
 @dataclass
@@ -44,22 +45,33 @@ def as_json(verdict: Verdict, layouts: list[LayoutTimes]) -> str:
     return json.dumps(document, indent=2)
 
 
+COLUMNS = {"layout": "<", "Recv": ">", "LoRA": ">", "Send": ">", "base MoE": ">", "tokens/s": ">"}
+REMARKS = (
+    "Send is what the engine waits for after the LoRA is done; hidden by its own GEMM it is near 0.",
+    "Engines and shards share this machine's cores: compare the columns, not the numbers elsewhere.",
+)
+NEXT = """
+What next:
+  lora-server serve --base-model MODEL --adapters ADAPTERS    # your own
+  lora-server adapters add NAME DIR                           # while it serves
+  LORA_SERVER_ADDRESS=127.0.0.1:7400 vllm serve MODEL         # an engine"""
+
+
 def show(verdict: Verdict, layouts: list[LayoutTimes], console: Console) -> None:
-    """The breakdown per layout (as in the paper's Table 4), and the check."""
-    table = Table(title="Mean microseconds per layer, experts' gate_up + down (slowest shard)", title_justify="left")
-    for column in ("layout", "Recv", "LoRA", "Send", "base MoE", "tokens/s"):
-        table.add_column(column, justify="left" if column == "layout" else "right")
-    for one in layouts:
-        row = one.row()
-        numbers = (row[key] for key in ("recv_us", "lora_us", "send_us", "moe_us", "tokens_per_s"))
-        table.add_row(one.layout, *(f"{number:,.0f}" for number in numbers))
-    console.print(table)
-    console.print(
-        "Send is what the engine waits for after the LoRA is done; hidden by its own GEMM it is near 0.\n"
-        "Engines and shards share this machine's cores: compare the columns, not the numbers elsewhere."
+    """The breakdown per layout (as in the paper's Table 4), the check, and what to do next."""
+    console.print("Mean microseconds per layer, experts' gate_up + down (slowest shard)\n")
+    terminal.table(console, COLUMNS, [_cells(one) for one in layouts], wrapped="layout")
+    console.print()
+    for remark in REMARKS:
+        terminal.say(console, remark)
+    against = (
+        f"against PEFT: {count(verdict.tokens_equal)} of {count(verdict.tokens_checked)} tokens, "
+        f"largest |delta logprob| {verdict.max_abs_logprob_diff:.6f}"
     )
-    word = "[bold green]equal[/]" if verdict.passed else "[bold red]DIFFERENT[/]"
-    console.print(
-        f"against PEFT: {verdict.tokens_equal} of {verdict.tokens_checked} tokens equal, "
-        f"largest |delta logprob| {verdict.max_abs_logprob_diff:.1e}: {word}"
-    )
+    terminal.say(console, against, "equal" if verdict.passed else "DIFFERENT")
+    console.print(NEXT)
+
+
+def _cells(one: LayoutTimes) -> list[str]:
+    times = one.result.times_us
+    return [one.layout, *map(count, (times.recv, times.lora, times.send, times.moe, one.result.tokens_per_s))]

@@ -7,10 +7,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from lora_server import spec
+from lora_server import spec, terminal
 from lora_server.adapters import find_adapters
 from lora_server.control.agreement import require_work
 from lora_server.demo import children, tiny
@@ -31,18 +30,10 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     with (
         children.ending_on_signals(),
         tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch,
-        Progress(*columns, console=console) as progress,
+        terminal.progress() as progress,
     ):
         work = Path(scratch)
         if model is None or adapters is None:
@@ -69,7 +60,7 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     if json_output:
         sys.stdout.write(as_json(verdict, layouts) + "\n")
     else:
-        show(verdict, layouts, Console())
+        show(verdict, layouts, terminal.open_console())
     return verdict.passed
 
 

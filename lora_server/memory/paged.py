@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
 from kernels_cuda.ops import NOTHING, Block
 from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.directory import Directory, Ints
 from lora_server.memory.loader import LoadingStore, Place
 from lora_server.memory.pages import PagePool
+from lora_server.memory.store import Memory
 from lora_server.placement import Placement
 from lora_server.spec import PROJECTIONS, Site
 
@@ -125,6 +126,13 @@ class PagedStore(LoadingStore["_Pages"]):
         if widths not in self._empty_rows:
             self._empty_rows[widths] = self.add_row(0, self.shape(site, NOTHING))
         return self._empty_rows[widths]
+
+    @override
+    def memory(self) -> Memory:
+        pool, device = self.pool, str(self.device)
+        if self.device.type == "cuda":
+            device = f"{device} {torch.cuda.get_device_name(self.device)}"
+        return Memory(device, pool.num_free * PAGE_BYTES, pool.num_pages * PAGE_BYTES)
 
     def _place(self, handle: int) -> _Pages:
         return _Pages(self, handle)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from kernels_cuda.ops import NOTHING, Block, Segment
 from lora_server.memory.loader import LoadingStore, Place
-from lora_server.memory.store import State
+from lora_server.memory.store import Memory, State
 from lora_server.spec import Site
 
 
@@ -54,6 +56,12 @@ class ResidentStore(LoadingStore[_HostPlace]):
             if expert in self._placement.experts(site, self._shard):
                 return NOTHING
         raise self._refusal(handle, state, site, expert, where)
+
+    @override
+    def memory(self) -> Memory:
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kib = {name: int(number) for name, number, *_ in lines}
+        return Memory("cpu", kib["MemAvailable:"] * 1024, kib["MemTotal:"] * 1024)
 
     @override
     def _place(self, handle: int) -> _HostPlace:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,14 @@ class Source:
     path: Path
     version: str
     stamp: str
+
+
+class Memory(NamedTuple):
+    """Where weights are kept, and how much room there is."""
+
+    device: str
+    free_bytes: int
+    total_bytes: int
 
 
 class WeightStore(ABC):
@@ -92,6 +100,10 @@ class WeightStore(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of weights held now."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """What weights may still take; on a CPU others of the machine may take it too."""
 
     @abstractmethod
     def close(self) -> None:

@@ -20,7 +20,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
 from lora_server.transport.park import LocalParker, Parker
@@ -122,6 +122,7 @@ class Link(End, ABC):
 class Connection(End, ABC):
     """A shard's end of one client's region."""
 
+    transport: ClassVar[str]  # as transport.connect names it
     client: int
     epoch: int
     served: int = 0  # the newest seq that was answered

@@ -138,6 +138,8 @@ class ShmLink(Link):
 class _ShmConnection(Connection):
     """The shard's end; see Connection."""
 
+    transport = "shm"
+
     def __init__(self, grant: Grant, region: Region, sock: socket.socket) -> None:
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self._socket = sock
@@ -157,6 +159,8 @@ class _ShmConnection(Connection):
 
 class _DeviceConnection(_ShmConnection):
     """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
+
+    transport = "cuda_ipc"
 
     def __init__(self, grant: Grant, region: Region, sock: socket.socket, twin: Twin | None) -> None:
         super().__init__(grant, region, sock)

@@ -124,6 +124,8 @@ class ZmqLink(Link):
 
 
 class _ZmqConnection(Connection):
+    transport = "zmq"
+
     def __init__(self, grant: Grant, region: Region, identity: bytes, listener: ZmqListener) -> None:
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self.identity, self._listener = identity, listener

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation")
+    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,8 @@ class Adapter(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     INVOCATION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     handle: int
@@ -32,7 +34,19 @@ class Adapter(_message.Message):
     error: str
     holders: int
     invocation: Invocation
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
+    layers: int
+    shards: _containers.RepeatedCompositeFieldContainer[ShardLayers]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ...) -> None: ...
+
+class ShardLayers(_message.Message):
+    __slots__ = ("shard", "ready", "layers")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    ready: int
+    layers: int
+    def __init__(self, shard: _Optional[int] = ..., ready: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class Invocation(_message.Message):
     __slots__ = ("tokens", "text")
@@ -263,7 +277,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +289,7 @@ class StatusReply(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     WARNED_FIELD_NUMBER: _ClassVar[int]
+    JOINED_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -286,10 +301,25 @@ class StatusReply(_message.Message):
     reason: str
     refused: _containers.RepeatedCompositeFieldContainer[Refusal]
     warned: int
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ...) -> None: ...
+    joined: _containers.RepeatedCompositeFieldContainer[ClientStatus]
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ...) -> None: ...
+
+class ClientStatus(_message.Message):
+    __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    instance: str
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    silent_seconds: float
+    def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers")
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +330,10 @@ class ShardStats(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     FOLLOWERS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     steps: int
     failed: int
     entries: int
@@ -310,7 +344,19 @@ class ShardStats(_message.Message):
     weight_bytes: int
     clients: int
     followers: int
-    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ...) -> None: ...
+    attached: _containers.RepeatedCompositeFieldContainer[Attached]
+    device: str
+    free_bytes: int
+    total_bytes: int
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("client", "transport")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    transport: str
+    def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused")

@@ -1,0 +1,10 @@
+"""The `lora-server` command. Heavy imports happen inside commands, so that --help is quick.
+
+command    what it is made of; serve, demo         adapters   of a running server: list, show, add, remove
+call       one call to a running server            loading    the bar of an adapter that is added
+status     what a running server does              complete   adapters' names for a shell
+"""
+
+from lora_server.cli.command import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,56 @@
+"""One call to a running server: options, deadline, errors as one line, replies as plain values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from lora_server.errors import ConfigError, LoraServerError
+
+DEFAULT_SERVER = "127.0.0.1:7400"
+SERVER_VARIABLE = "LORA_SERVER_ADDRESS"
+EXIT_ERROR, EXIT_USAGE = 1, 2
+
+ServerOption = Annotated[str, typer.Option("--server", envvar=SERVER_VARIABLE, help="The server's HOST:PORT.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+
+
+def run(command: Callable[[], None]) -> None:
+    """The body of a command: an error of ours is one line and an exit code."""
+    try:
+        command()
+    except LoraServerError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR)
+
+
+def ask(server: str, service: str, method: str, request: Any, seconds: float = 10.0) -> Any:
+    """The reply; raises the server's error, or ServerUnavailableError."""
+    from lora_server.wire import lora_server_pb2_grpc as rpc
+    from lora_server.wire.rpc import call, open_channel
+
+    with open_channel(server) as channel:
+        stub = getattr(rpc, f"{service}Stub")(channel)
+        return call(getattr(stub, method), request, server=server, seconds=seconds)
+
+
+def print_json(document: Any) -> None:
+    """On stdout."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def fields(message: Any) -> dict[str, Any]:
+    """A message as plain values; numbers stay numbers, unlike in protobuf's own JSON."""
+
+    def plain(value: Any) -> Any:
+        return fields(value) if hasattr(value, "DESCRIPTOR") else value
+
+    found = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        found[field.name] = [plain(one) for one in value] if field.is_repeated else plain(value)
+    return found

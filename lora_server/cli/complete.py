@@ -1,0 +1,24 @@
+"""Adapters' names for a shell that completes; where the server does not answer soon there are none."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from lora_server.cli.call import DEFAULT_SERVER, SERVER_VARIABLE, ask
+from lora_server.errors import LoraServerError
+
+SECONDS = 0.7
+
+
+def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Of the server that the line so far names; what it refused, too, can be shown and removed."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    server = context.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
+    try:
+        reply = ask(server, "Adapters", "List", pb.ListAdaptersRequest(), SECONDS)
+    except LoraServerError:
+        return []
+    return [one.name for one in (*reply.adapters, *reply.refused) if one.name.startswith(incomplete)]

@@ -1,0 +1,91 @@
+"""What a running server does, and with what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, fields, print_json, run
+from lora_server.units import count, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_server.wire import lora_server_pb2 as pb
+
+WORK = ("shard", "stage", "ep", "state", "node", "pid", "restarts", "steps", "failed")
+MEMORY = ("shard", "device", "weights", "free", "clients")
+CLIENTS = ("client", "instance", "by", "heard", "holds")
+LEFT = ("state", "device", "clients", "instance", "by")
+MOST_NAMES = 8  # of what a client holds; --json has all
+
+
+def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Shards, memory, clients and adapters of a running server."""
+
+    def command() -> None:
+        from lora_server import terminal
+        from lora_server.wire import lora_server_pb2 as pb
+
+        reply = ask(server, "Server", "Status", pb.StatusRequest())
+        if as_json:
+            print_json(fields(reply))
+        else:
+            show(reply, terminal.open_console())
+
+    run(command)
+
+
+def show(reply: pb.StatusReply, console: Console) -> None:
+    """For people."""
+    from lora_server import terminal
+
+    what = f"{reply.model} {reply.layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
+    terminal.say(console, what, "ready" if reply.ready else "not ready")
+    if reply.reason:
+        terminal.say(console, reply.reason, "reason")
+    for one in reply.refused:
+        terminal.say(console, f"{one.name}: {one.reason}", "refused")
+    if reply.warned:
+        text = f"{count(reply.warned)} adapters are served with one: see lora-server adapters list"
+        terminal.say(console, text, "warning")
+    _table(console, WORK, [_work(shard) for shard in reply.shards], "state")
+    _table(console, MEMORY, [_memory(shard) for shard in reply.shards], "device")
+    if reply.joined:
+        _table(console, CLIENTS, [_client(client) for client in reply.joined], "instance")
+        for client in reply.joined:
+            terminal.say(console, _held(client), f"client {client.client}")
+
+
+def _table(console: Console, columns: Iterable[str], rows: list[list[str]], wrapped: str) -> None:
+    from lora_server import terminal
+
+    console.print()
+    terminal.table(console, {name: "<" if name in LEFT else ">" for name in columns}, rows, wrapped)
+
+
+def _work(row: pb.ShardStatus) -> list[str]:
+    numbers = row.restarts, row.stats.steps, row.stats.failed
+    place = [str(number) for number in (row.shard, row.stage, row.ep_rank)]
+    return [*place, row.state, str(row.node), str(row.pid or "-"), *map(count, numbers)]
+
+
+def _memory(row: pb.ShardStatus) -> list[str]:
+    stats = row.stats
+    if not stats.device:  # it has not reported yet
+        return [str(row.shard), "-", "-", "-", "-"]
+    transports = Counter(one.transport for one in stats.attached)
+    attached = ", ".join(f"{count(number)} {name}" for name, number in sorted(transports.items()))
+    free = f"{size(stats.free_bytes)} of {size(stats.total_bytes)}"
+    return [str(row.shard), stats.device, size(stats.weight_bytes), free, attached or "-"]
+
+
+def _client(client: pb.ClientStatus) -> list[str]:
+    by, heard = ", ".join(client.transports), f"{client.silent_seconds:.0f} s ago"
+    return [str(client.client), client.instance, by or "-", heard, count(len(client.adapters))]
+
+
+def _held(client: pb.ClientStatus) -> str:
+    names, more = client.adapters[:MOST_NAMES], len(client.adapters) - MOST_NAMES
+    return ", ".join([*names, f"and {count(more)} more"] if more > 0 else names) or "holds no adapter"

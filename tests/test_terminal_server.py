@@ -1,0 +1,128 @@
+"""What the command shows of a running server: status, names for a shell, bars in a terminal."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from structlog.testing import capture_logs
+
+from client_connector.transformers import attach
+from lora_server.cli.loading import follow
+from lora_server.control import adapters as adapters_module
+from lora_server.demo.launch import running_server
+from lora_server.terminal import progress
+from tests.controllers import make_controller, registration
+from tests.serving import HANG_SECONDS, cli, status, until
+from tests.workload import workload
+
+COMMAND = "import sys; sys.argv[0] = 'lora-server'; from lora_server.__main__ import main; main()"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    load = workload("mixtral")
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+        yield running
+
+
+def test_status_tells_clients_transports_and_memory(server):
+    load = workload("mixtral")
+    first, second = load.names[:2]
+    with attach(load.model, server=server.address, transport="zmq") as lora, lora.adapters([first, second]):
+        until(lambda: all(len(one.stats.attached) == 1 for one in status(server.address).shards), "it is reported")
+        document = json.loads(cli("status", "--server", server.address, "--json").stdout)
+        (client,) = document["joined"]
+        assert (client["adapters"], client["transports"]) == (sorted([first, second]), ["zmq"])
+        assert client["instance"].endswith(f":{os.getpid()}") and 0 <= client["silent_seconds"] < 10
+        shown = cli("status", "--server", server.address).stdout
+        assert re.search(r"\n +0  cpu +[\d.]+ [KM]iB +[\d.]+ .iB of [\d.]+ .iB  1 zmq\n", shown), shown
+        assert f"\nclient {client['client']}: {', '.join(client['adapters'])}\n" in shown
+    for shard in document["shards"]:
+        stats = shard["stats"]
+        assert stats["device"] == "cpu" and stats["attached"] == [{"client": client["client"], "transport": "zmq"}]
+        assert 0 < stats["weight_bytes"] < stats["free_bytes"] < stats["total_bytes"]
+    until(lambda: not status(server.address).joined, "it left")
+
+
+def test_names_are_completed_from_the_server(server):
+    line = {"COMP_WORDS": "lora-server adapters remove per", "COMP_CWORD": "3", "LORA_SERVER_ADDRESS": server.address}
+    environment = {**os.environ, **line, "_LORA_SERVER_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+    assert (done.stdout.split(), done.stderr) == (["per-expert"], "")
+
+
+def in_a_terminal(*arguments):
+    """The exit code of the command, and what a terminal got."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, [sys.executable, "-m", "lora_server", *arguments], os.environ | {"TERM": "xterm"})
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 1 << 16)
+        except OSError:  # it ended
+            os.close(terminal)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_adding_shows_bars_in_a_terminal_and_nowhere_else(server):
+    path = str(workload("mixtral").paths["fused"])
+    code, shown = in_a_terminal("adapters", "add", "law", path, "--server", server.address)
+    assert (code, "validating" in shown, "Traceback" in shown) == (0, True, False), shown
+    assert shown.rstrip().split("\x1b[2K")[-1].startswith("law: rank 8, "), "the bars are gone at the end"
+    piped = cli("adapters", "add", "law", path, "--server", server.address)
+    assert (piped.returncode, piped.stderr, piped.stdout.count("\n")) == (0, "", 1)
+
+
+def test_each_shard_has_a_bar(server):
+    cli("adapters", "add", "bars", str(workload("mixtral").paths["qv"]), "--server", server.address)
+    bars, ended = progress(), threading.Event()
+    thread = threading.Thread(target=follow, args=(server.address, "bars", bars, ended), daemon=True)
+    thread.start()
+
+    def shown():
+        return [(one.description, one.completed, one.total) for one in bars.tasks if one.visible]
+
+    full = [("loading on shard 0", 4, 4), ("loading on shard 1", 4, 4)]
+    until(lambda: shown() == full, "both shards have all four layers")
+    ended.set()
+    thread.join(HANG_SECONDS)
+
+
+class Slow(dict):
+    """Start-up adapters of which two are handed out for now."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.halfway, self.go_on = threading.Event(), threading.Event()
+
+    def items(self):
+        for done, item in enumerate(super().items()):
+            if done == 2:
+                self.halfway.set()
+                assert self.go_on.wait(HANG_SECONDS)
+            yield item
+
+
+def test_registering_many_tells_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapters_module, "PROGRESS_SECONDS", 0.0)
+    controller, found = make_controller(), Slow({f"a{index}": tmp_path for index in range(3)})
+    controller.arrivals.arrive(registration(0, agreement=controller.agreement.digest()), [])
+    with capture_logs() as lines:
+        thread = threading.Thread(target=controller.adapters.register_directory, args=(found,), daemon=True)
+        thread.start()
+        assert found.halfway.wait(HANG_SECONDS)
+        assert controller.not_ready() == "registering adapters: 1 of 3"
+        found.go_on.set()
+        thread.join(HANG_SECONDS)
+    assert controller.not_ready() == ""
+    said = [(line["done"], line["total"]) for line in lines if line["event"] == "registering"]
+    assert said == [(0, 3), (1, 3), (2, 3)]
