@@ -6,7 +6,6 @@ Colours are those that read on a light and on a dark background; none with NO_CO
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -28,12 +27,11 @@ COLOURS = {
 def open_console(stderr: bool = False) -> Console:
     """Of stdout, or stderr."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    piped = not console.file.isatty() and "COLUMNS" not in os.environ
     return Console(
         stderr=stderr,
         highlight=False,
         soft_wrap=True,
-        width=WIDE if piped else None,
+        width=None if console.file.isatty() else WIDE,  # whatever COLUMNS is: readline sets it for child processes
         color_system=None if console.no_color else "auto",  # rich's own NO_COLOR leaves bold and dim
     )
 

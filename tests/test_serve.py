@@ -201,7 +201,7 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
             done = cli(*command, *at)
             assert done.returncode == 0, done.stderr
             assert "DoRA rescales" in " ".join(done.stdout.split()), command
-        assert "alike: warning: base_model_name_or_path is 'Other-7B'" in cli("adapters", "list", *at).stdout
+        assert "warning: alike: base_model_name_or_path is 'Other-7B'" in cli("adapters", "list", *at).stdout
         reply = status(server.address)
         assert (reply.ready, reply.reason, reply.warned >= 1) == (True, "", True)
         assert [one.name for one in reply.refused] == ["dora", "other-base"]

@@ -194,7 +194,7 @@ def test_no_escapes_with_no_color_or_in_a_pipe(monkeypatch, capsys):
     status.show(reply(), terminal.open_console())
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.delenv("FORCE_COLOR")
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
     status.show(reply(), terminal.open_console())
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and shown.count(REASON) == 2
