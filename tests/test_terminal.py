@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import typer
@@ -14,9 +15,11 @@ from rich.console import Console
 
 from lora_server import terminal, units
 from lora_server.cli import adapters, app, status
+from lora_server.demo import tiny
 from lora_server.demo.check import Verdict
 from lora_server.demo.engine import Result, Times
 from lora_server.demo.report import LayoutTimes, show
+from lora_server.demo.run import without_known_warnings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.serving import HANG_SECONDS
 
@@ -223,6 +226,16 @@ SIZES = {
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_sizes(nbytes):
     assert units.size(nbytes) == SIZES[nbytes]
+
+
+def test_making_adapters_says_nothing_between_the_demos_bars(tmp_path):
+    model = tiny.make_model("mixtral")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with without_known_warnings():
+            for style in ("fused", "per_expert"):
+                tiny.make_adapter(model, tmp_path / style, lora_rank=4, seed=1, targets="experts", style=style)
+    assert not [str(one.message) for one in seen if one.category is FutureWarning]
 
 
 def commands(command, path=()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +49,7 @@ def against_peft(
     base = load_model(model_path)
     verdict = Verdict()
     for name, pairs in by_adapter.items():
-        with warnings.catch_warnings():  # PEFT asks what this transformers deprecates: nothing that a user could change
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-            model = base if name is None else tiny.peft_model(base, adapters / name)
+        model = base if name is None else tiny.peft_model(base, adapters / name)
         theirs = generate(model, [sequence for sequence, _ in pairs], new_tokens)
         for (_, ours), peft in zip(pairs, theirs, strict=True):
             verdict.compare(ours, peft)

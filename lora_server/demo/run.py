@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,7 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
         children.ending_on_signals(),
         tempfile.TemporaryDirectory(prefix="lora-demo-") as scratch,
         terminal.progress() as progress,
+        without_known_warnings(),
     ):
         work = Path(scratch)
         if model is None or adapters is None:
@@ -62,6 +66,14 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
     else:
         show(verdict, layouts, terminal.open_console())
     return verdict.passed
+
+
+@contextlib.contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """PEFT asks a model what transformers has deprecated: a line per adapter, and nothing that a user could change."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 def _make(model_path: Path, adapters: Path, progress: Progress) -> None:
