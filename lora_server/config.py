@@ -45,7 +45,8 @@ class ServeConfig(BaseSettings):
 
     base_model: str = Field(description="Model directory (its config.json), or a preset name.")
     adapters: Path | None = Field(None, description="Directory whose sub-directories are PEFT adapters.")
-    require_all_adapters: bool = Field(False, description="Not ready while one of --adapters is refused.")
+    require_all_adapters: bool = Field(False, description="Not ready while one of --adapters is refused at the start.")
+    watch: bool = Field(False, description="Follow --adapters while serving: what comes, changes and goes.")
     layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
@@ -100,6 +101,8 @@ class ServeConfig(BaseSettings):
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
         if self.device == "cpu" and self.pool_gib:
             raise ValueError("pool-gib: only --device cuda has a pool; leave it away")
+        if self.watch and self.adapters is None:
+            raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")
         return self
 
     @model_validator(mode="after")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 from lora_server import spec
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
 from lora_server.control.registry import Record
+from lora_server.daemon.kept import Kept
 from lora_server.placement import Layout
 from lora_server.spec import Invocation, Site
 from lora_server.wire import lora_server_pb2 as pb
@@ -41,3 +44,31 @@ def kept(name, handle, version="v1", listed=True):
 def registration(shard, pid=1, **fields):
     fields = {"instance": str(pid), "agreement": make_controller("ep2-pp1").agreement.digest()} | fields
     return pb.Registration(shard=shard, pid=pid, **fields)
+
+
+class ToldShard:
+    """What a shard process keeps for its controller, and answers it, without weights; `failure` answers loads."""
+
+    def __init__(self, controller, memory=None):
+        self.memory, self.failure, self.controller = memory or Kept(), "", controller
+        own = self.memory.sign(registration(0, agreement=controller.agreement.digest()))
+        reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
+        self.handle = controller.arrivals.arrive(own, reports)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        for command in self.handle.commands():
+            self.memory.note(command)
+            fails = command.HasField("load") and self.failure
+            self.handle.finish(pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure))
+
+    def lives(self):
+        """As a report of its counters says."""
+        self.controller.shards.update(self.handle, pb.ShardStats())
+
+    def close(self):
+        """Its stream ends, once it has everything."""
+        self.handle.close()
+        self._thread.join(10)
+        assert not self._thread.is_alive()

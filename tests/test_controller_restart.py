@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
+from lora_server.control.refusals import Refusal, Refusals
 from lora_server.control.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError
@@ -146,15 +148,20 @@ def test_what_was_dropped_while_a_shard_was_away_is_dropped_there_too():
     assert [c.revoke for c in commands if c.HasField("revoke")] == [3]
 
 
-def refusals(*names):
-    return pb.Refusals(refusals=[pb.Refusal(name=name, code="adapter_format", reason="DoRA") for name in names])
+def refusals(*names, serial):
+    told = [Refusal(name, "/x", "adapter_format", "DoRA") for name in names]
+    return pb.Refusals(refusals=msgspec.json.encode(told), serial=serial)
 
 
 def test_a_refusal_that_one_shard_saw_taken_back_stays_taken_back():
     """The other was away when the adapter was removed; a third was never told of any."""
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         controller = make_controller("ep3-pp1", settled=False)
-        tell = {0: {"refused": refusals("dora", "pickle")}, 1: {"refused": refusals("pickle")}, 2: {}}
+        tell = {
+            0: {"refused": refusals("dora", "pickle", serial=1)},
+            1: {"refused": refusals("pickle", serial=2)},
+            2: {},
+        }
         for shard in order:
             told = {"registered": shard != 2, "agreement": controller.agreement.digest()} | tell[shard]
             controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **told), [])
@@ -166,10 +173,13 @@ def test_a_refusal_that_one_shard_saw_taken_back_stays_taken_back():
 def test_what_shards_keep_of_refusals_reaches_the_next_controller():
     memory = Kept()
     assert not memory.sign(pb.Registration()).HasField("refused")
-    memory.note(pb.ShardCommand(refused=refusals("dora")))
-    memory.note(pb.ShardCommand(refused=refusals()))
-    signed = memory.sign(pb.Registration())
-    assert signed.HasField("refused") and not signed.refused.refusals
+    kept = Refusals()
+    kept.put(Refusal("dora", "/x", "adapter_format", "DoRA", "stamp", True))
+    memory.note(pb.ShardCommand(refused=refusals("pickle", serial=1)))
+    memory.note(pb.ShardCommand(refused=kept.tell()))
+    successor = Refusals()
+    successor.adopt(memory.sign(pb.Registration()).refused)
+    assert successor.all() == kept.all()
 
 
 @pytest.mark.parametrize("require_all", [False, True])

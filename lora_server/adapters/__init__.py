@@ -5,10 +5,22 @@ config    adapter_config.json              settings   what it says about the del
 patterns  rank_pattern, alpha_pattern      selection  which modules it selects
 keys      tensor names -> site, expert     parts      pairs of tensors, checked shapes
 adapter   what users hold                  refusal    the one form of error
+scan      a directory of them, by stat
 """
 
 from lora_server.adapters.adapter import Adapter, open_adapter, validate_adapter
 from lora_server.adapters.files import find_adapters, is_adapter
 from lora_server.adapters.parts import Part
+from lora_server.adapters.scan import Scan, scan, stamp_of
 
-__all__ = ["Adapter", "Part", "find_adapters", "is_adapter", "open_adapter", "validate_adapter"]
+__all__ = [
+    "Adapter",
+    "Part",
+    "Scan",
+    "find_adapters",
+    "is_adapter",
+    "open_adapter",
+    "scan",
+    "stamp_of",
+    "validate_adapter",
+]

@@ -15,6 +15,7 @@ from typing import Any
 from lora_server.adapters.config import CONFIG
 from lora_server.adapters.header import TensorEntry, read_header
 from lora_server.adapters.refusal import refusal, shown
+from lora_server.adapters.scan import is_ignored
 from lora_server.errors import ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -25,13 +26,14 @@ _CHUNK_BYTES = 16 << 20
 
 
 def find_adapters(directory: str | Path) -> dict[str, Path]:
-    """Each sub-directory that holds an adapter's files, valid or not, by its name in sorted order.
+    """Each sub-directory that holds an adapter's files, valid or not, by its name in sorted order; no hidden or
+    temporary ones.
 
     Raises ConfigError where the directory does not exist, cannot be listed, or is itself an adapter.
     """
     directory = Path(directory)
     try:
-        children = sorted(directory.iterdir())
+        children = sorted(child for child in directory.iterdir() if not is_ignored(child.name))
         found = {child.name: child for child in children if child.is_dir() and is_adapter(child)}
         itself = not found and is_adapter(directory)
     except OSError as error:

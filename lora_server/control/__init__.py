@@ -3,6 +3,8 @@
 controller   puts together:                       service     its gRPC services
   adapters     registered, loaded, dropped        http        health and metrics (http_limits)
     registry     what there is (durable)          prefetch    signals before a request's first step
+    refusals     what is not served, and why      watch       a directory that is followed
+    followed     what is taken from it
     holds        who uses it                      agreement   what all nodes must share
     residency    which shard has how much          status      all of it, for who asks
   clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept

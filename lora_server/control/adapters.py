@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -11,11 +12,12 @@ from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from lora_server.adapters import validate_adapter
+from lora_server.adapters import Adapter, validate_adapter
 from lora_server.control.agreement import Agreement
 from lora_server.control.holds import Holds
 from lora_server.control.leases import Leases
-from lora_server.control.registry import Record, Refusal, Registry, check_name
+from lora_server.control.refusals import REMOVED, Refusal
+from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.residency import Residency
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
@@ -45,16 +47,22 @@ class Listing(NamedTuple):
     layers: int  # of the model
     error: str
     holders: int
+    warnings: tuple[str, ...]
 
 
 def local_path(uri: str) -> Path:
-    """The directory that a URI names; raises AdapterFormatError for a scheme that is not supported."""
+    """The directory, or the link to one, that a URI names; raises AdapterFormatError for an unknown scheme."""
     parts = urlsplit(uri)
     if parts.scheme == "file":
         return Path(unquote(parts.path))
     if parts.scheme and "://" in uri:
         raise AdapterFormatError(f"adapter source {uri!r}: got scheme {parts.scheme!r}, expected file:// or a path")
-    return Path(uri).expanduser().resolve()
+    return Path(uri).expanduser().absolute()
+
+
+def uri_of(where: Path) -> str:
+    """One text for one place, whose last part may be a link."""
+    return os.path.normpath(where)
 
 
 class Adapters:
@@ -64,7 +72,9 @@ class Adapters:
         """`settled`: all shards have said what they keep, so that an unknown name is none."""
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry, self._holds = Registry(), Holds()
+        self._refusals = self._registry.refusals
         self._gone: set[int] = set()  # handles that an earlier controller dropped
+        self._coming: set[int] = set()  # handles that are loaded to replace another under its name
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
         self._lock = threading.RLock()  # outcomes of commands may come while it is held
         self.registered = threading.Event()
@@ -77,34 +87,40 @@ class Adapters:
 
         May read the whole file. Shards that register later are told then.
         """
-        path = local_path(uri)
+        where = local_path(uri)
         check_name(name)
+        path = Path(os.path.realpath(where))
         adapter, version = validate_adapter(path, self._spec)
         with adapter, self._lock:
             self._require_settled()
             existing = self._registry.existing(name, version)
             if existing is None:
                 self._check_not_a_base_models(name)
-            record = existing or Record(
-                handle=self._registry.next_handle(),
-                name=name,
-                version=version,
-                path=str(path),
-                stamp=adapter.stamp,
-                lora_rank=adapter.lora_rank,
-                nbytes=adapter.nbytes,
-                sites=adapter.sites(),
-                warnings=adapter.warnings,
-                invocation=adapter.invocation,
-            )
+            record = existing or self._record(name, where, adapter, version)
             if existing is None:
                 self._registry.add(record)
             self._take_back_refusal(name)
             # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
-            loads = [self._load_on(handle, record) for handle in self._shards.live().values()]
+            loads = self._load_everywhere(record)
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
         return record, loads, existing is None
+
+    def _record(self, name: str, where: Path, adapter: Adapter, version: str, found: str = "") -> Record:
+        return Record(
+            handle=self._registry.next_handle(),
+            name=name,
+            version=version,
+            path=str(adapter.path),
+            stamp=adapter.stamp,
+            lora_rank=adapter.lora_rank,
+            nbytes=adapter.nbytes,
+            sites=adapter.sites(),
+            warnings=adapter.warnings,
+            invocation=adapter.invocation,
+            uri=uri_of(where),
+            found=found,
+        )
 
     def _check_not_a_base_models(self, name: str) -> None:
         """Under the lock: a client either joined before and is seen here, or is told what it hides."""
@@ -132,12 +148,8 @@ class Adapters:
             try:
                 self.register(name, str(path))
             except (AdapterError, OSError) as error:
-                log.error("adapter refused", name=name, error=str(error))
-                code = error.code if isinstance(error, AdapterError) else "unreadable"
-                with self._lock:
-                    self._registry.refused[name] = Refusal(name, str(path), code, str(error))
-        with self._lock:
-            self._tell_refused()
+                self._refuse(name, local_path(str(path)), error)
+        self.tell_refused()
         self.registered.set()
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
@@ -156,20 +168,22 @@ class Adapters:
             log.warning("adapter not added", name=name, uri=uri, error=str(error))
             raise
         spent = round(time.monotonic() - began, 3)
-        log.info("adapter added" if new else "adapter added again", **_described(record), seconds=spent)
+        log.info("adapter added" if new else "adapter added again", **described(record), seconds=spent)
         return record
 
     def remove(self, name: str) -> int:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""
         with self._lock:
             self._require_settled()
+            served, refusal = self._registry.find(name), self._refusals.get(name)
+            if served is None and (refusal is None or refusal.code == REMOVED):
+                self._registry.get(name)  # raises, and says why there is none
             # every shard notes it, so that no later controller lists the name, or its refusal, again
-            notes, holders = self._take_back_refusal(name), 0
-            if self._registry.is_known(name) or notes is None:
-                record = self._registry.unlist(name)
-                holders = self._holds.count(record.handle)
-                log.info("adapter removed", **_described(record), holders=holders)
-                notes = [*(notes or ()), *self._shards.broadcast(pb.ShardCommand(note=self._load(record)))]
+            self._dismiss(name, refusal)
+            notes, holders = self.tell_refused(), 0
+            if served is not None:
+                holders = self._holds.count(served.handle)
+                notes += self._unlist(served)
         try:
             wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
         except LoraServerError as error:  # it is going away: it is told when it registers
@@ -178,24 +192,50 @@ class Adapters:
             self._collect()
         return holders
 
+    def _dismiss(self, name: str, refusal: Refusal | None) -> None:
+        """Content of a followed directory that is not wanted stays away, though it is there, until it changes."""
+        newest = max((one for one in self._registry.records() if one.name == name), default=None, key=_by_handle)
+        uri, stamp = (refusal.uri, refusal.stamp) if refusal else (newest.uri, newest.found) if newest else ("", "")
+        self._refusals.pop(name)
+        if stamp:
+            do = f"{uri} is taken again when it changes, or by lora-server adapters add {name} {uri}"
+            log.info("its directory is left alone", name=name, until=do)
+            self._refusals.put(Refusal(name, uri, REMOVED, do, stamp))
+
+    def _unlist(self, record: Record, **why: str) -> list[PendingCommand]:
+        self._registry.unlist(record.name)
+        log.info("adapter removed", **described(record), holders=self._holds.count(record.handle), **why)
+        return self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
+
+    # -- refusals
+
     def refused(self) -> list[Refusal]:
-        """Start-up adapters that were refused, by name."""
+        """Adapters of --adapters that were refused, by name; some serve on with earlier content."""
         with self._lock:
-            return sorted(self._registry.refused.values())
+            return self._refusals.listed()
 
-    def _take_back_refusal(self, name: str) -> list[PendingCommand] | None:
-        """It is served now, or not wanted; None where there was no refusal."""
-        if self._registry.refused.pop(name, None) is None:
-            return None
-        log.info("adapter not refused any more", name=name)
-        return self._tell_refused()
+    def _refuse(self, name: str, where: Path, error: AdapterError | OSError, stamp: str = "") -> None:
+        reason, code = str(error), error.code if isinstance(error, AdapterError) else "unreadable"
+        with self._lock:
+            served, earlier = self._registry.find(name), self._refusals.get(name)
+            if served is not None:
+                reason = f"{where} is refused, and version {served.version[:12]} serves on: {reason}"
+            start_up = earlier.start_up if earlier is not None else not self.registered.is_set()
+            self._refusals.put(Refusal(name, uri_of(where), code, reason, stamp, start_up))
+        log.error("adapter refused", name=name, error=reason)
 
-    def _tell_refused(self) -> list[PendingCommand]:
-        return self._shards.broadcast(self._refusals())
+    def _take_back_refusal(self, name: str) -> None:
+        """It is served now."""
+        refusal = self._refusals.pop(name)
+        if refusal is not None:
+            if refusal.code != REMOVED:
+                log.info("adapter not refused any more", name=name)
+            self.tell_refused()
 
-    def _refusals(self) -> pb.ShardCommand:
-        refusals = [pb.Refusal(**one._asdict()) for one in self.refused()]
-        return pb.ShardCommand(refused=pb.Refusals(refusals=refusals))
+    def tell_refused(self) -> list[PendingCommand]:
+        """Every shard keeps them, for the next controller."""
+        with self._lock:
+            return self._shards.broadcast(pb.ShardCommand(refused=self._refusals.tell()))
 
     # -- shards
 
@@ -212,6 +252,9 @@ class Adapters:
 
         return handle.send(pb.ShardCommand(load=self._load(record)), loaded)
 
+    def _load_everywhere(self, record: Record) -> list[PendingCommand]:
+        return [self._load_on(handle, record) for handle in self._shards.live().values()]
+
     def _load(self, record: Record) -> pb.Load:
         return pb.Load(
             handle=record.handle,
@@ -219,13 +262,13 @@ class Adapters:
             version=record.version,
             stamp=record.stamp,
             record=record.encode(),
-            listed=self._registry.is_listed(record),
+            listed=self._is_wanted(record),
         )
 
     def adopt_refused(self, told: pb.Refusals) -> None:
         """What an earlier controller of this node told a shard, once it had registered the start-up directory."""
         with self._lock:
-            self._registry.adopt_refused(Refusal(one.name, one.uri, one.code, one.reason) for one in told.refusals)
+            self._refusals.adopt(told)
 
     def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
         """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
@@ -258,7 +301,7 @@ class Adapters:
             if self._settled.is_set():
                 self._load_all_on(handle)
             if self.registered.is_set():
-                handle.send(self._refusals())
+                handle.send(pb.ShardCommand(refused=self._refusals.tell()))
 
     def settle(self) -> None:
         """Every shard has said what it keeps: now each gets what only others knew of."""
@@ -266,7 +309,7 @@ class Adapters:
             for handle in self._shards.live().values():
                 self._load_all_on(handle)
             if self.registered.is_set():
-                self._tell_refused()
+                self.tell_refused()
             self._collect()
 
     def _load_all_on(self, handle: ShardHandle) -> None:
@@ -306,7 +349,7 @@ class Adapters:
     def listed(self, names: Iterable[str]) -> list[str]:
         """Which of these are adapters."""
         with self._lock:
-            return [name for name in names if self._registry.is_known(name)]
+            return [name for name in names if self._registry.find(name) is not None]
 
     def _require_settled(self) -> None:
         if not self._settled.is_set():
@@ -317,9 +360,15 @@ class Adapters:
 
     def _listing(self, record: Record) -> Listing:
         handle = record.handle
-        state = self._residency.state(handle) if self._registry.is_listed(record) else "draining"
+        state = self._residency.state(handle) if self._is_wanted(record) else "draining"
         layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
-        return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle))
+        refusal = self._refusals.get(record.name) if self._registry.is_listed(record) else None
+        warnings = (*record.warnings, refusal.reason) if refusal is not None else record.warnings
+        return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle), warnings)
+
+    def _is_wanted(self, record: Record) -> bool:
+        """Listed, or about to be."""
+        return self._registry.is_listed(record) or record.handle in self._coming
 
     # -- holds
 
@@ -364,13 +413,17 @@ class Adapters:
 
     def _collect(self) -> None:
         for record in self._registry.records():
-            if not self._registry.is_listed(record) and not self._holds.is_held(record.handle):
+            if not self._is_wanted(record) and not self._holds.is_held(record.handle):
                 self._registry.remove(record.handle)
                 self._residency.forget(record.handle)
                 self._shards.broadcast(pb.ShardCommand(drop=record.handle))
 
 
-def _described(record: Record) -> dict[str, object]:
+def _by_handle(record: Record) -> int:
+    return record.handle
+
+
+def described(record: Record) -> dict[str, object]:
     """For a line of the log."""
     return {
         "name": record.name,

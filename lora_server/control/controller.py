@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-from lora_server.control.adapters import Adapters
 from lora_server.control.agreement import Agreement
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import Clients
+from lora_server.control.followed import FollowedAdapters
 from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
 
@@ -27,7 +27,7 @@ class Controller:
         self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
-        self.adapters = Adapters(agreement, self.shards, settled, leases)
+        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases)
         self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 
@@ -39,5 +39,5 @@ class Controller:
         if not self.adapters.registered.is_set():
             done, total = self.adapters.progress
             return f"registering adapters: {done:,} of {total:,}" if total else "registering adapters"
-        refused = self.adapters.refused() if self._require_all else ()
+        refused = [one for one in self.adapters.refused() if one.start_up] if self._require_all else ()
         return "; ".join(f"adapter {one.name!r} was refused: {one.reason}" for one in refused)

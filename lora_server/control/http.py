@@ -70,7 +70,7 @@ class ControllerCollector(Collector):
             yield family
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
-        help_text = "Start-up adapters that are not served, by the error's code"
+        help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
         codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
         codes.update(one.code for one in controller.adapters.refused())

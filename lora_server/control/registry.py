@@ -6,12 +6,11 @@ Not thread-safe: `adapters` calls it under its lock.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
+from lora_server.control.refusals import REMOVED, Refusals
 from lora_server.errors import AdapterExistsError, AdapterFormatError, UnknownAdapterError
 from lora_server.spec import Invocation, Site
 
@@ -20,7 +19,11 @@ _NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One registered version of an adapter; `stamp` tells whether its files were touched since."""
+    """One registered version of an adapter; `stamp` tells whether its files were touched since.
+
+    `path` is what shards read; `uri` is where it was found, which may be a link to it. `found` is the stamp of
+    what lay there (adapters/scan.py), empty where nobody follows it.
+    """
 
     handle: int
     name: str
@@ -32,6 +35,8 @@ class Record:
     sites: tuple[Site, ...]
     warnings: tuple[str, ...]
     invocation: Invocation | None = None
+    uri: str = ""
+    found: str = ""
 
     def encode(self) -> bytes:
         """For a shard to keep."""
@@ -41,15 +46,6 @@ class Record:
     def decode(cls, data: bytes) -> Record:
         """What `encode` made."""
         return msgspec.json.decode(data, type=cls)
-
-
-class Refusal(NamedTuple):
-    """An adapter of the start-up directory that is not served; `code` is the error's."""
-
-    name: str
-    uri: str
-    code: str
-    reason: str
 
 
 def check_name(name: str) -> str:
@@ -69,8 +65,7 @@ class Registry:
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
         self._next_handle = 1
-        self.refused: dict[str, Refusal] = {}
-        self._told = False
+        self.refusals = Refusals()
 
     def next_handle(self) -> int:
         """One that nobody had."""
@@ -99,29 +94,32 @@ class Registry:
         if listed and (other is None or other.handle < record.handle):
             self._by_name[record.name] = record
 
+    def update(self, record: Record) -> None:
+        """The same version lies elsewhere now, or its files were touched."""
+        if self.is_listed(record):
+            self._by_name[record.name] = record
+        self._by_handle[record.handle] = record
+
     def get(self, name: str) -> Record:
         """A listed adapter; raises UnknownAdapterError."""
-        record = self._by_name.get(name)
-        if record is None and name in self.refused:
-            raise UnknownAdapterError(f"adapter {name!r}: refused when the server started: {self.refused[name].reason}")
+        record, refusal = self._by_name.get(name), self.refusals.get(name)
+        if record is None and refusal is not None:
+            if refusal.code == REMOVED:
+                raise UnknownAdapterError(f"adapter {name!r}: was removed; {refusal.reason}")
+            raise UnknownAdapterError(f"adapter {name!r}: refused: {refusal.reason}")
         if record is None:
             known = ", ".join(sorted(self._by_name)[:8]) or "none"
             raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
         return record
 
-    def adopt_refused(self, told: Iterable[Refusal]) -> None:
-        """What one shard kept of them. Of several, what all of them kept: they only ever become fewer."""
-        kept = {one.name: one for one in told}
-        self.refused = {name: one for name, one in kept.items() if not self._told or name in self.refused}
-        self._told = True
-
     def is_listed(self, record: Record) -> bool:
         """Whether its name is offered; otherwise it drains."""
-        return self._by_name.get(record.name) is record
+        listed = self._by_name.get(record.name)
+        return listed is not None and listed.handle == record.handle
 
-    def is_known(self, name: str) -> bool:
-        """Whether the name is offered."""
-        return name in self._by_name
+    def find(self, name: str) -> Record | None:
+        """The listed record of that name."""
+        return self._by_name.get(name)
 
     def by_handle(self, handle: int) -> Record | None:
         """Any record that still exists, listed or draining."""
@@ -130,6 +128,10 @@ class Registry:
     def records(self) -> list[Record]:
         """All that exist, by handle."""
         return list(self._by_handle.values())
+
+    def listed(self) -> list[Record]:
+        """All whose names are offered."""
+        return list(self._by_name.values())
 
     def unlist(self, name: str) -> Record:
         """Stop offering a name; raises UnknownAdapterError."""

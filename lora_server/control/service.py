@@ -65,7 +65,9 @@ class AdaptersService(rpc.AdaptersServicer):
     @_guard
     def List(self, request: pb.ListAdaptersRequest, context: grpc.ServicerContext) -> pb.ListAdaptersReply:
         adapters = [_adapter(listing) for listing in self._adapters.listings()]
-        return pb.ListAdaptersReply(adapters=adapters, refused=refusals(self._adapters))
+        served = {one.name for one in adapters}  # whose refusals are among their warnings
+        refused = [one for one in refusals(self._adapters) if one.name not in served]
+        return pb.ListAdaptersReply(adapters=adapters, refused=refused)
 
     @override
     @_guard
@@ -93,7 +95,7 @@ def _adapter(listing: Listing) -> pb.Adapter:
         state=listing.state,
         resident_layers=listing.resident_layers,
         layers=listing.layers,
-        warnings=record.warnings,
+        warnings=listing.warnings,
         error=listing.error,
         holders=listing.holders,
         invocation=_invocation(record),

@@ -18,7 +18,7 @@ def status(controller: Controller) -> pb.StatusReply:
         ready=not reason,
         reason=reason,
         refused=refusals(controller.adapters),
-        warned=sum(bool(one.record.warnings) for one in controller.adapters.listings()),
+        warned=sum(bool(one.warnings) for one in controller.adapters.listings()),
         clients=len(controller.clients.leases),
         adapters=len(controller.adapters),
         pid=os.getpid(),
@@ -30,7 +30,7 @@ def status(controller: Controller) -> pb.StatusReply:
 
 def refusals(adapters: Adapters) -> list[pb.Refusal]:
     """The start-up adapters that are not served."""
-    return [pb.Refusal(**one._asdict()) for one in adapters.refused()]
+    return [pb.Refusal(name=one.name, uri=one.uri, code=one.code, reason=one.reason) for one in adapters.refused()]
 
 
 def _shards(controller: Controller) -> list[pb.ShardStatus]:

@@ -20,6 +20,7 @@ from lora_server.control.http import ControllerCollector
 from lora_server.control.leases import Leases
 from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.service import ControlServer
+from lora_server.control.watch import Watcher
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
@@ -76,7 +77,8 @@ class ControllerProcess:
         """Until stopped."""
         listen, http = self.config.listen, self.config.http
         say(Up(listen=str(listen._replace(port=self.control.port)), http=str(http._replace(port=self.http.port))))
-        threading.Thread(target=self._register, daemon=True, name="register").start()
+        registering = threading.Thread(target=self._register, daemon=True, name="register")
+        registering.start()
         while not self._stopping.wait(SWEEP_SECONDS):
             try:
                 self.controller.clients.expire()
@@ -84,6 +86,7 @@ class ControllerProcess:
             except Exception:
                 log.exception("sweep failed; it goes on")
         self._stack.close()
+        registering.join(GRACE_SECONDS)
         return 0
 
     def stop(self) -> None:
@@ -92,11 +95,19 @@ class ControllerProcess:
         self._stopping.set()
 
     def _register(self) -> None:
-        """The start-up directory, once every shard has said what it keeps."""
+        """The start-up directory, once every shard has said what it keeps; with --watch also what comes later."""
         self._name_ignored()
-        self.controller.arrivals.settled.wait()
+        while not self.controller.arrivals.settled.wait(SWEEP_SECONDS):
+            if self._stopping.is_set():
+                return
+        if self.config.watch and self.config.adapters is not None:
+            Watcher(self.controller.adapters, self.config.adapters, self._stopping, self._registered).run()
+            return
+        self.controller.adapters.register_directory(self._found)
+        self._registered()
+
+    def _registered(self) -> None:
         adapters = self.controller.adapters
-        adapters.register_directory(self._found)
         self.controller.arrivals.announce()
         log.info("adapters registered", count=len(adapters), refused=[one.name for one in adapters.refused()])
 
@@ -107,7 +118,7 @@ class ControllerProcess:
             return
         children = [child.name for child in directory.iterdir() if child.is_dir()]
         if ignored := sorted(set(children) - set(self._found)):
-            log.warning("no adapter files in these directories; ignored", directories=ignored)
+            log.warning("no adapters, or hidden or temporary; ignored", directories=ignored)
         if is_adapter(directory):
             log.warning("adapter files beside the adapters' directories; ignored", directory=str(directory))
         if not self._found:

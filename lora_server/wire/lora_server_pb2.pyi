@@ -97,10 +97,12 @@ class Refusal(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., code: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Refusals(_message.Message):
-    __slots__ = ("refusals",)
+    __slots__ = ("refusals", "serial")
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
-    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    refusals: bytes
+    serial: int
+    def __init__(self, refusals: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
 class RemoveAdapterRequest(_message.Message):
     __slots__ = ("name",)

@@ -1,0 +1,120 @@
+"""Adapters that come from a followed directory: taken, replaced and forgotten as their files are; see `watch`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from lora_server.adapters import Adapter, stamp_of, validate_adapter
+from lora_server.control.adapters import Adapters, described, uri_of
+from lora_server.control.registry import Record, check_name
+from lora_server.control.shards import PendingCommand, wait_all
+from lora_server.errors import AdapterError, AdapterExistsError
+from lora_server.wire import lora_server_pb2 as pb
+
+REPLACE_SECONDS = 600.0  # for every shard to load what replaces another version
+log = structlog.get_logger()
+
+
+class FollowedAdapters(Adapters):
+    """A name is the directory's where its record's `uri` lies there; what was added by hand is never touched."""
+
+    def judged(self, directory: Path) -> dict[str, str]:
+        """By name, the stamp of what was last served, refused or removed of a directory; empty for one unseen."""
+        here = uri_of(directory)
+        with self._lock:
+            of = {one.name: one.found for one in self._registry.listed() if one.uri == f"{here}/{one.name}"}
+            return of | {one.name: one.stamp for one in self._refusals.all() if one.uri == f"{here}/{one.name}"}
+
+    def follow(self, name: str, where: Path, stamp: str) -> None:
+        """Serve what lies in a followed directory: earlier content until every shard has the new, which is validated
+        before. What is refused is listed with the reason. No-op where the files are being changed.
+
+        Raises ServerUnavailableError, ShardUnavailableError: try again.
+        """
+        self._shards.require_up()
+        try:
+            check_name(name)
+            self._check_found_here(name, where)
+            adapter, version = validate_adapter(Path(os.path.realpath(where)), self._spec)
+            with adapter:
+                if _is_unchanged(where, stamp):
+                    self._take(name, where, stamp, adapter, version)
+        except (AdapterError, OSError) as error:
+            if _is_unchanged(where, stamp):
+                self._refuse(name, where, error, stamp)
+
+    def _check_found_here(self, name: str, where: Path) -> Record | None:
+        served = self._registry.find(name)
+        if served is not None and served.uri != uri_of(where):
+            raise AdapterExistsError(
+                f"adapter {name!r}: the name was given to {served.uri} by hand; for the directory's remove it, "
+                f"then lora-server adapters add {name} {where}"
+            )
+        return served
+
+    def _take(self, name: str, where: Path, stamp: str, adapter: Adapter, version: str) -> None:
+        with self._lock:
+            self._require_settled()
+            served = self._check_found_here(name, where)
+            if served is not None and served.version == version:
+                self._touched(served, adapter, stamp)
+                return
+            if served is None:
+                self._check_not_a_base_models(name)
+            record = self._record(name, where, adapter, version, stamp)
+            if served is not None:
+                self._coming.add(record.handle)
+            self._registry.add(record, listed=served is None)
+            loads = self._load_everywhere(record)
+            if served is None:
+                self._take_back_refusal(name)
+                log.info("adapter registered", **described(record))
+        for warning in record.warnings:
+            log.warning("adapter", name=name, warning=warning)
+        if served is not None:
+            self._replace(served, record, loads)
+
+    def _touched(self, served: Record, adapter: Adapter, stamp: str) -> None:
+        """The same content, in other files or elsewhere."""
+        path, warnings = str(adapter.path), adapter.warnings
+        record = replace(served, path=path, stamp=adapter.stamp, warnings=warnings, found=stamp)
+        self._registry.update(record)
+        self._take_back_refusal(record.name)
+        self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
+
+    def _replace(self, served: Record, record: Record, loads: list[PendingCommand]) -> None:
+        try:
+            wait_all(loads, REPLACE_SECONDS, f"loading {record.name!r}")
+            with self._lock:
+                if self._registry.is_listed(served):  # it may have been removed meanwhile
+                    self._registry.add(record)
+                    self._take_back_refusal(record.name)
+                    self._shards.broadcast(pb.ShardCommand(note=self._load(served)))
+                    was = {"replaced": served.version[:12], "holders": self._holds.count(served.handle)}
+                    log.info("adapter replaced", **described(record), **was)
+        finally:
+            with self._lock:
+                self._coming.discard(record.handle)
+                self._collect()
+
+    def forget(self, directory: Path, names: Iterable[str]) -> None:
+        """They are gone from a followed directory: so are their refusals, and what was served from there."""
+        with self._lock:
+            for name in names:
+                self._refusals.pop(name)
+                served = self._registry.find(name)
+                if served is not None and served.uri == uri_of(directory / name):
+                    self._unlist(served, why=f"{served.uri} is gone")
+            self._collect()
+
+
+def _is_unchanged(where: Path, stamp: str) -> bool:
+    try:
+        return stamp_of(where) == stamp
+    except OSError:  # the next scan says it
+        return False
