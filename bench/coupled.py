@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import tempfile
 import time
 import warnings
@@ -25,7 +26,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from client_connector.transformers import attach
-from lora_server import spec
+from lora_server import logs, spec
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.launch import running_server
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    logs.configure(logging.WARNING)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     rows = measure(arguments.layout, arguments.transport)

@@ -10,7 +10,7 @@ One exchange at a time, from one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from client_connector.lanes import Lane
 from client_connector.packing import Activations, HostPacker, M, Packer
 from client_connector.retry import while_away
 from client_connector.routing import in_step, probe_messages
+from lora_server import __version__
 from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.transport.session import Held, Server, Session, Terms
 
@@ -84,6 +85,17 @@ class Client:
             raise error
         return True
 
+    def described(self) -> dict[str, str | int]:
+        """For the log of an engine that has joined: who speaks with whom, about what, and how."""
+        return {
+            "connector": __version__,
+            "server": self._server.address,
+            "model": self.terms.spec.name,
+            "layout": str(self.terms.layout),
+            "transport": by_value({link.shard: link.transport for link in self.session.links}, "shard"),
+            "adapters": self.terms.num_adapters,
+        }
+
     def acquire(self, names: Sequence[str]) -> list[Held]:
         """Hold adapters and tell the server that they are needed soon; waits for a controller that restarts."""
         held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names)
@@ -123,3 +135,13 @@ class Client:
         one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window)
         messages = probe_messages(self.placement, like.site, handle)
         self.start(HostPacker(self.terms, like.site, one), messages).finish(lambda message, delta: None)
+
+
+def by_value(values: Mapping[int, object], what: str) -> str:
+    """What all have, or who has which: `shm`, or `shard 0, 1: shm; shard 2, 3: zmq`."""
+    holders: dict[str, list[int]] = {}
+    for index, value in values.items():
+        holders.setdefault(str(value), []).append(index)
+    if len(holders) == 1:
+        return next(iter(holders))
+    return "; ".join(f"{what} {', '.join(map(str, indices))}: {value}" for value, indices in holders.items())

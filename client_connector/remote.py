@@ -90,7 +90,9 @@ class RemoteSession(Session):
         layout = Layout.parse(lease.layout)
         coordination, rows = lease.coordination, lease.max_step_rows
         hidden = tuple(lease.hidden_adapters)
-        self.terms = Terms(lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden)
+        self.terms = Terms(
+            lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters
+        )
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":

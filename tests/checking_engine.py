@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from client_connector.transformers import attach
+from lora_server import logs
 from lora_server.demo.engine import Answer, Sequence, generate, load_model
 from lora_server.errors import LoraServerError
 
@@ -46,6 +47,7 @@ def is_right(answers: list[Answer], expected: list[Answer]) -> bool:
 
 
 def main() -> None:
+    logs.configure()  # stdout is for the outcomes
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CheckingJob)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

@@ -8,10 +8,12 @@ import sys
 import torch
 
 from client_connector.transformers import attach
+from lora_server import logs
 from lora_server.demo.engine import load_model
 
 
 def main() -> None:
+    logs.configure()  # stdout is for the steps
     model_path, server, *names = sys.argv[1:]
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)

@@ -5,11 +5,13 @@ import time
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import GenerationConfig
 
 from client_connector.routing import Batch
 from client_connector.transformers import attach
 from client_connector.transformers.experts import OnDevice, OnHost
+from lora_server import __version__
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
@@ -88,7 +90,10 @@ def test_shared_outer_adapters(tmp_path):
 def test_a_row_alone_equals_the_row_in_a_batch(mixtral_server):
     load = workload("mixtral")
     ids, mask = pad(load.batch, 0)
-    with attach(load.model, mixtral_server) as lora:
+    with capture_logs() as lines, attach(load.model, mixtral_server) as lora:
+        assert [line["event"] for line in lines] == ["attached to the LoRA server"]
+        said = {"server": "this process", "layout": "ep2-pp2", "transport": "inproc", "adapters": len(load.paths)}
+        assert lines[0].items() >= (said | {"connector": __version__, "model": load.spec.name}).items()
         with lora.adapters(load.names):
             together = load.model(ids, attention_mask=mask).logits[:, -1]
         for row, name in enumerate(load.names):

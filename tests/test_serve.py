@@ -30,6 +30,8 @@ def flags(load: Workload, *more: str) -> list[str]:
 
 def check(load: Workload, address: str, transport: str) -> None:
     with attach(load.model, server=address, transport=transport) as lora, lora.adapters(load.names):
+        said = {"server": address, "transport": transport.replace("auto", "shm"), "adapters": len(load.paths)}
+        assert lora.client.described().items() >= said.items()
         load.check(generate(load.model, load.batch, NEW_TOKENS))
 
 

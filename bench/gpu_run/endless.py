@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from client_connector.transformers import attach
+from lora_server import logs
 from lora_server.demo.engine import load_model
 
 PROMPT = 48  # tokens of each sequence: rows enough that most of a step's time is rows on their way
@@ -53,6 +54,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Until it is killed, or its context is dead."""
     given = parse()
+    logs.configure()  # stdout is for the JSON
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     device = torch.device(given.device)

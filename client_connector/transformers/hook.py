@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -32,6 +33,7 @@ from lora_server.spec import Site
 from lora_server.transport.session import Held, Session
 
 IMPLEMENTATION = "remote_lora"
+log = structlog.get_logger()
 _DENSE_MODULES = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -103,6 +105,7 @@ class Attachment:
         except BaseException:
             self._undo.close()
             raise
+        log.info("attached to the LoRA server", **self.client.described())
 
     def __enter__(self) -> Attachment:
         return self

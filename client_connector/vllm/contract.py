@@ -117,7 +117,7 @@ CONTRACT = (
     Touched("vllm.model_executor.layers.linear", "QKVParallelLinear", (), ("num_kv_head_replicas",)),
     Touched("vllm.model_executor.layers.linear", "UnquantizedLinearMethod.apply", ("layer", "x", "bias")),
     Touched("vllm.distributed", "get_tp_group"),
-    Touched("vllm.distributed.parallel_state", "GroupCoordinator", (), ("cpu_group", "world_size")),
+    Touched("vllm.distributed.parallel_state", "GroupCoordinator", (), ("cpu_group", "world_size", "rank_in_group")),
     # experts
     Touched(_MOE, "MoERunner", (), ("routed_experts", "moe_config")),
     Touched(f"{_MOE}.routed_experts", "RoutedExperts", (), ("quant_method", "apply_router_weight_on_input")),

@@ -130,6 +130,7 @@ class ClientsService(rpc.ClientsServicer):
             prefetch_address=self._prefetch_address,
             server=self._controller.arrivals.run,
             hidden_adapters=hidden,
+            adapters=len(self._controller.adapters),
         )
 
     @override

@@ -31,6 +31,8 @@ LOAD_SECONDS = 600.0
 class InprocServer(Server):
     """Joinable like a remote server. `adapters` maps names to PEFT directories; all are loaded at once."""
 
+    address = "this process"
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -92,8 +94,9 @@ class InprocServer(Server):
 class _InprocSession(Session):
     def __init__(self, server: InprocServer, client: int) -> None:
         self._server = server
-        placement = server.placement
-        self.terms = Terms(client, 1, placement.spec, placement.layout, "independent", server.max_step_rows)
+        placement, rows = server.placement, server.max_step_rows
+        spec, layout = placement.spec, placement.layout
+        self.terms = Terms(client, 1, spec, layout, "independent", rows, num_adapters=len(server.held))
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
         self.links = server.connect(Hello(client, 1, b""))

@@ -60,6 +60,7 @@ class Link(End, ABC):
 
     epoch: int
     shard: int
+    transport: str  # what it turned out to be, where `auto` was asked for
     device: torch.device | None = None  # activations there need not visit the host
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:

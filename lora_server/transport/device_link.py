@@ -34,6 +34,8 @@ class DeviceLink(ShmLink):
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_rows = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
         super().__init__(address, Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin), shard)
+        if self.twin is not None:
+            self.transport = "cuda_ipc"
 
     @abstractmethod
     def _launch(self, step: Put, choice: Choice | None) -> None:

@@ -37,6 +37,8 @@ class _InprocConnection(Connection):
 class InprocLink(Link):
     """Both ends; `pump` serves at most one step of the shard and says whether there was one."""
 
+    transport = "inproc"
+
     def __init__(self, port: Port, hello: Hello, shard: int, pump: Callable[[], bool]) -> None:
         grant = port.admit(hello)
         self.shard, self.epoch = shard, hello.epoch

@@ -28,6 +28,7 @@ class Terms:
     max_step_rows: int
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
     hidden_adapters: tuple[str, ...] = ()  # have a name under which the client answers from its base model
+    num_adapters: int = 0  # of the server when this was agreed
 
     @property
     def placement(self) -> Placement:
@@ -74,7 +75,9 @@ class Session(ABC):
 
 
 class Server(Protocol):
-    """Something to join."""
+    """Something to join; `address` is for people."""
+
+    address: str
 
     def join(self, seconds: float) -> Session:
         """A new session; raises ServerUnavailableError, or why a shard could not be reached, at the deadline."""

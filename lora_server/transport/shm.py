@@ -59,6 +59,8 @@ def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
 class ShmLink(Link):
     """The client's end; see Link."""
 
+    transport = "shm"
+
     def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
         park.require_total_store_order()
         self.shard, self.epoch = shard, hello.epoch

@@ -41,6 +41,8 @@ def _tune(sock: zmq.Socket[bytes]) -> None:
 class ZmqLink(Link):
     """The client's end; its region is private memory that mirrors the shard's."""
 
+    transport = "zmq"
+
     def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
         self.shard, self.epoch = shard, hello.epoch
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)

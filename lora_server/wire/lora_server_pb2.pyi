@@ -125,7 +125,7 @@ class JoinRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters", "adapters")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class Lease(_message.Message):
     PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -152,7 +153,8 @@ class Lease(_message.Message):
     prefetch_address: str
     server: str
     hidden_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    adapters: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("shard", "host", "shm", "zmq", "device")

@@ -24,6 +24,7 @@ def test_tensor_parallel(load, kind, server, scratch):
     try:
         until(lambda: status(server.address).clients == 3, "two ranks and the scheduler")
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+        assert engine.log.read_text().count("attached to the LoRA server") == 1, "not once per rank"
         adapted = engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": "fused", "new_tokens": LONG})
         base = engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": None, "new_tokens": LONG})
         engine.call("step", count=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import pytest
 from engines import ApiServer
 
 from client_connector.directory import Directory
+from lora_server import __version__
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import launch
@@ -57,6 +59,16 @@ def test_an_unknown_name_is_404_with_the_reason(load, api):
     code, answer = api.complete("nobody", load.batch[0].prompt, NEW_TOKENS)
     assert code == 404
     assert "'nobody'" in answer["error"]["message"] and "not registered" in answer["error"]["message"]
+
+
+def test_vllms_log_says_whom_it_is_attached_to(load, api, server):
+    """In its own format, by the worker, once."""
+    told = re.findall(r"^\(.*\) INFO .* \[worker.py:\d+\] (attached to the LoRA server .*)$", api.log.read_text(), re.M)
+    model, adapters = status(server.address).model, len(load.paths)
+    assert told == [
+        f"attached to the LoRA server connector={__version__} server={server.address} model={model} layout=ep2-pp2 "
+        f"transport=shm adapters={adapters}"
+    ]
 
 
 def test_models_are_those_of_the_server(load, api):

@@ -34,6 +34,7 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
             assert engine.call("evaluate", expression=ours) == []
         finally:
             engine.close()
+        assert "LoRA server" not in engine.log.read_text()
     assert replies[0] == replies[1], "bit for bit"
     assert classes[0] == classes[1] != "RemoteCPUExperts"
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from client_connector.vllm import contract
+from client_connector.vllm.logs import join_vllms
 from client_connector.vllm.settings import ACTIVE, configured
 from client_connector.vllm.version import check_version
 
@@ -55,6 +56,7 @@ def install() -> None:
     if _installed():
         return
     contract.check(vllm.__version__)
+    join_vllms()
     from client_connector.vllm.hooks import engine, frontend, moe, worker
 
     for part in (frontend, engine, worker, moe):

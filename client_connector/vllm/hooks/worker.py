@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import structlog
 import torch
 from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe import MoERunner
@@ -15,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import lora_model_runner_mixin as mixin
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from client_connector.client import Client
+from client_connector.client import Client, by_value
 from client_connector.directory import Directory
 from client_connector.geometry import check_geometry
 from client_connector.packing import Window
@@ -32,6 +33,7 @@ from lora_server.spec import ModelSpec, Site
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
+log = structlog.get_logger()
 Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
 
@@ -51,6 +53,7 @@ class RemoteLoRAManager:
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
         """Hook the sites of the model, which stays what it is."""
         attach(model, self.forward)
+        tell(self.forward.client)
         return model
 
     def set_active_adapters(self, requests: object, mapping: object) -> None:
@@ -123,6 +126,16 @@ def attach(model: Any, forward: PlannedPass) -> None:
         raise ConfigError(
             f"vLLM's {type(model).__name__}: no layer found for {sorted(missing)[:4]}; this model is not supported"
         )
+
+
+def tell(client: Client) -> None:
+    """One line per engine, by its first tensor-parallel rank; all take part."""
+    group, said = get_tp_group(), client.described()
+    transports = [said["transport"]] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(transports, said["transport"], group=group.cpu_group)
+    if group.rank_in_group == 0:
+        log.info("attached to the LoRA server", **said | {"transport": by_value(dict(enumerate(transports)), "rank")})
 
 
 def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
