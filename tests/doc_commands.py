@@ -75,11 +75,12 @@ def script(commands):
     lines.append("trap 'set +e; tail -n 60 servers.log >&2; [ -z \"$servers\" ] || kill $servers; wait' EXIT")
     waiting = []
     for index, command in enumerate(commands):
-        if "lora-server serve" in command or "vllm serve" in command:
+        vllm = "vllm serve" in command or "make serve-vllm" in command
+        if vllm or "lora-server serve" in command:
             # the HTTP port of a second node, which would be on a host of its own
             other = f"LORA_SERVER_HTTP=127.0.0.1:{7500 + index} " if "--controller" in command else ""
             lines += [f"{other}{command} >> servers.log 2>&1 &", 'servers="$servers $!"']
-            waiting.append(VLLM if "vllm serve" in command else LORA)
+            waiting.append(VLLM if vllm else LORA)
             continue
         lines += [*waits(waiting), f"echo {shlex.quote('$ ' + command)}", command]
         waiting = []

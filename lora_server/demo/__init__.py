@@ -4,6 +4,6 @@ run      starts everything, shows progress, judges        report   the table and
 launch   servers and engines as child processes           engine   one engine process
 check    PEFT's tokens beside ours                        tiny     small local models and adapters
 files    adapters in every layout on disk                 oracle   what they must do to a model
-serve_vllm   vLLM beside a server, to try by hand
+serve_vllm   vLLM beside a server, to try by hand   vllm_process   vLLM as a child
 children what ends with its parent
 """

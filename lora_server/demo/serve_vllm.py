@@ -1,20 +1,29 @@
 """A LoRA server and vLLM's OpenAI endpoint beside it, to try by hand: `make serve-vllm MODEL=... ADAPTERS=...`.
 
-Without a model: a tiny random Mixtral and three adapters (law, code, and check, an activated LoRA).
+Without a model: a tiny random Mixtral and three adapters (law, code, and check, an activated LoRA). Once vLLM
+answers, the commands to try are printed. Flags that are not ours are vLLM's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import subprocess
+import shlex
+import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+from client_connector.directory import Directory
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
+from lora_server.demo.vllm_process import VllmProcess
 from lora_server.errors import LoraServerError
 
 INVOCATION = [17, 18, 19]
@@ -23,17 +32,32 @@ KV_CACHE_GIB = "4"
 MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")  # VLLM_CPU_KVCACHE_SPACE would win over them
 
 
-def make_tiny(root: Path) -> tuple[Path, Path]:
-    """A model directory and a directory of adapters."""
+@dataclass(frozen=True)
+class Served:
+    """What to serve, and what to try with it; `more` is an adapter directory that is not served yet."""
+
+    model: Path
+    adapters: Path | None
+    name: str = "base"
+    prompt: str = "Hello, my name is"
+    more: tuple[str, str] = ("NAME", "DIR")
+
+
+def make_tiny(root: Path, name: str) -> Served:
+    """A model directory and directories of adapters."""
+    from transformers.utils import logging
+
     from lora_server.demo import tiny
 
+    logging.disable_progress_bar()
     model = tiny.make_model("mixtral", **tiny.FOR_VLLM)
     tiny.save_model(model, root / "base")
     tiny.save_tokenizer(root / "base")
     tiny.make_adapter(model, root / "adapters/law", lora_rank=8, seed=1, targets="all")
     tiny.make_adapter(model, root / "adapters/code", lora_rank=4, seed=2, targets="experts")
     tiny.make_adapter(model, root / "adapters/check", lora_rank=8, seed=3, targets="attention", invocation=INVOCATION)
-    return root / "base", root / "adapters"
+    tiny.make_adapter(model, root / "chat", lora_rank=4, seed=4, targets="all")
+    return Served(root / "base", root / "adapters", name, "w5 w6 w7", ("chat", str(root / "chat")))
 
 
 def engine_environment(flags: Sequence[str], environment: Mapping[str, str], server: str) -> dict[str, str]:
@@ -43,25 +67,59 @@ def engine_environment(flags: Sequence[str], environment: Mapping[str, str], ser
     return {**ours, **environment, "LORA_SERVER_ADDRESS": server}
 
 
-def serve(model: Path, adapters: Path | None, port: int, flags: list[str], log: Path) -> int:
+def serve(served: Served, address: str, flags: list[str], logs: Path, verbose: bool) -> int:
     """Until vLLM ends; returns its exit code."""
-    own = ["--base-model", str(model), *(["--adapters", str(adapters)] if adapters else [])]
-    with running_server(log, own) as server:
-        names = sorted(path.name for path in adapters.iterdir() if path.is_dir()) if adapters else []
-        print(f"LoRA server at {server.address}; adapters: {', '.join(names) or 'none yet'}; log: {log}")
-        print(f"  lora-server adapters add NAME DIR --server {server.address}")
-        print(f'  curl http://127.0.0.1:{port}/v1/completions -H "Content-Type: application/json" -d \'')
-        print(
-            f'    {{"model": "{names[-1] if names else "base"}", "prompt": "w5 w6 w7", "max_tokens": 8}}\'', flush=True
-        )
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), *flags]
-        environment = engine_environment(flags, os.environ, server.address)
-        engine = subprocess.Popen(children.own(command), env=environment, stdin=subprocess.DEVNULL)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    own = ["--base-model", str(served.model), *(["--adapters", str(served.adapters)] if served.adapters else [])]
+    host, _, port = address.rpartition(":")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.model)]
+    command += ["--served-model-name", served.name, "--host", host, "--port", port, *flags]
+    with console.status("the LoRA server starts"), running_server(logs / "server.log", own) as server:
+        names = adapters_of(server.address)
+        console.print(f"LoRA server at {server.address}; log: {server.log}")
+        console.print("vLLM starts" + ("" if verbose else f"; log: {logs / 'vllm.log'} (--verbose: here)"))
+        began, environment = time.monotonic(), engine_environment(flags, os.environ, server.address)
+        vllm = VllmProcess(command, environment, address, None if verbose else logs / "vllm.log")
         try:
-            return engine.wait()
+            vllm.wait_ready(console)
+            console.print(f"\nvLLM is ready after {time.monotonic() - began:.0f} s. In another terminal:", style="bold")
+            for reason, line in to_try(served, names, address, server.address):
+                console.print(f"\n  # {reason}\n  {line}")
+            console.print("\nCtrl-C ends vLLM and the LoRA server.", style="bold")
+            if code := vllm.process.wait():
+                raise LoraServerError(vllm.last_words("while it served"))
+            return code
+        except SystemExit:
+            console.print("stopping vLLM and the LoRA server")
+            raise
         finally:
-            children.stop(engine, VLLM_STOP_SECONDS)
+            children.stop(vllm.process, VLLM_STOP_SECONDS)
+
+
+def adapters_of(server: str) -> list[str]:
+    """Names that a prompt needs no invocation for."""
+    directory = Directory(server)
+    try:
+        return [one.name for one in directory.list() if not one.HasField("invocation")]
+    finally:
+        directory.close()
+
+
+def to_try(served: Served, names: Sequence[str], address: str, server: str) -> list[tuple[str, str]]:
+    """(what for, a command line for a shell), in the order to try them in."""
+
+    def complete(model: str) -> str:
+        body = json.dumps({"model": model, "prompt": served.prompt, "max_tokens": 8})
+        header = "Content-Type: application/json"
+        return shlex.join(["curl", f"http://{address}/v1/completions", "-H", header, "-d", body])
+
+    add = [str(Path(sys.executable).with_name("lora-server")), "adapters", "add", *served.more, "--server", server]
+    return [
+        ("the base model", complete(served.name)),
+        *((f"an adapter; there are {', '.join(names)}", complete(name)) for name in names[-1:]),
+        ("one more adapter, from any PEFT directory; its name is a model name from then on", shlex.join(add)),
+        ("all of them", shlex.join(["curl", f"http://{address}/v1/models"])),
+    ]
 
 
 def main() -> int:
@@ -70,17 +128,23 @@ def main() -> int:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--adapters", type=Path)
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--served-model-name", default="base")
+    parser.add_argument("--verbose", action="store_true", help="vLLM's log here instead of in a file")
     options, flags = parser.parse_known_args()
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-serve-") as scratch:
-        model, adapters = options.model, options.adapters
-        if model is None:
-            model, adapters = make_tiny(Path(scratch))
+        logs = Path(scratch)
+        served = Served(options.model, options.adapters, options.served_model_name)
+        if options.model is None:
+            served = make_tiny(logs, options.served_model_name)
             flags = ["--dtype", "float32", "--enforce-eager", *flags]
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         try:
-            return serve(model, adapters, options.port, flags, Path(scratch) / "server.log")
+            return serve(served, f"127.0.0.1:{options.port}", flags, logs, options.verbose)
         except LoraServerError as error:
             print(f"error: {error}", file=sys.stderr)
+            if (logs / "vllm.log").exists():
+                kept = Path(tempfile.gettempdir(), f"serve-vllm-{os.getpid()}.log")
+                print(f"all of it: {shutil.copy(logs / 'vllm.log', kept)}", file=sys.stderr)
             return 1
 
 

@@ -1,16 +1,19 @@
-"""The commands of docs/vllm.md, as written: `vllm serve` with every default, and curl, beside a server."""
+"""The commands of docs/vllm.md and README.md, as written: `vllm serve` and `make serve-vllm`, and curl."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from engines import ENVIRONMENT, START_SECONDS
 
 from lora_server.demo import tiny
 from tests.doc_commands import blocks, furnish, no_network, type_in
+from tests.sources import ROOT
 
 MISSING = no_network() or ("" if shutil.which("curl") else "curl is not installed")
 # what the page supposes: a server that runs, with an adapter of that name
@@ -20,12 +23,35 @@ BEFORE = [
 ]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.timeout(2 * START_SECONDS + 600)
-def test_the_page_does_what_it_says(tmp_path):
-    (block,) = [one for one in blocks("docs/vllm.md") if one.mark == "run in"]
-    furnish(tmp_path, **tiny.FOR_VLLM)
+pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING), pytest.mark.timeout(2 * START_SECONDS + 600)]
+
+
+def answered(document, before, folder):
+    """(model, number of tokens) of the answer that the document's curl gets."""
+    (block,) = [one for one in blocks(document) if one.why == "tests/vllm/test_doc_commands.py"]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    printed = type_in([*BEFORE, *block.commands], tmp_path, environment, 2 * START_SECONDS + 500)
+    printed = type_in([*before, *block.commands], folder, environment, 2 * START_SECONDS + 500)
     answer, _ = json.JSONDecoder().raw_decode(printed[printed.index('{"id"') :])
-    assert (answer["model"], answer["usage"]["completion_tokens"]) == ("law", 64)
+    return answer["model"], answer["usage"]["completion_tokens"]
+
+
+def test_the_page_does_what_it_says(tmp_path):
+    furnish(tmp_path, **tiny.FOR_VLLM)
+    assert answered("docs/vllm.md", BEFORE, tmp_path) == ("law", 64)
+
+
+def checkout(folder):
+    """This one, with this environment, which is up to date."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv-vllm").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        if path.name != "ready":
+            (folder / ".venv-vllm" / path.name).symlink_to(path)
+    (folder / ".venv-vllm/ready").touch()
+
+
+def test_the_readme_leads_to_an_answer(tmp_path):
+    checkout(tmp_path)
+    assert answered("README.md", [], tmp_path) == ("law", 8)

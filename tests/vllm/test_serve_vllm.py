@@ -1,13 +1,15 @@
-"""`python -m lora_server.demo.serve_vllm` leaves nothing behind, asked to end or killed."""
+"""`python -m lora_server.demo.serve_vllm`: what it prints works as printed, and it leaves nothing behind."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -17,41 +19,86 @@ from lora_server.demo import children
 from lora_server.demo.launch import free_address
 from tests.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, until
 
+ENVIRON = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+
+def command(port, *flags):
+    return children.own([sys.executable, "-m", "lora_server.demo.serve_vllm", "--port", port, *flags])
 
 
 @pytest.fixture
 def running(tmp_path):
-    """(the process, where its directories are) once its API answers; vLLM and a tiny model."""
-    address, log = free_address(), tmp_path / "log"
-    command = [sys.executable, "-m", "lora_server.demo.serve_vllm", "--port", address.rpartition(":")[2]]
+    """(the process, where its directories are, what it printed) once it says what to do; vLLM and a tiny model."""
+    port, log = free_address().rpartition(":")[2], tmp_path / "log"
     with tempfile.TemporaryDirectory() as scratch, log.open("wb") as stream:  # pytest's own is too long for a socket
-        environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TMPDIR": scratch}
-        process = subprocess.Popen(children.own(command), stdout=stream, stderr=stream, env=environment)
+        environment = ENVIRON | {"TMPDIR": scratch}
+        process = subprocess.Popen(command(port), stdout=stream, stderr=stream, env=environment)
         try:
-            until(lambda: process.poll() is not None or answers(address), "vLLM's API answers", START_SECONDS)
+            said = "Ctrl-C ends"
+            until(lambda: process.poll() is not None or said in log.read_text(), "vLLM is ready", START_SECONDS)
             assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-            yield process, Path(scratch)
+            yield process, Path(scratch), log.read_text()
         finally:
             process.kill()
             process.wait(HANG_SECONDS)
 
 
+def typed(line):
+    """As bash does it; the JSON that comes back, or the text."""
+    done = subprocess.run(
+        children.own(["bash", "-c", line]), capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout) if line.startswith("curl") else done.stdout
+
+
+def check_commands(printed):
+    lines = re.findall(r"^  (?!#)(.+)$", printed, re.MULTILINE)
+    base, adapted, add, models = lines
+    assert [typed(line)["model"] for line in (base, adapted)] == ["base", "law"]
+    assert "chat" in typed(add)
+    assert {card["id"] for card in typed(models)["data"]} == {"base", "law", "code", "check", "chat"}
+    assert typed(adapted.replace('"law"', '"chat"'))["usage"]["completion_tokens"] == 8
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left(running, number):
-    process, scratch = running
+def test_what_it_prints_works_and_nothing_is_left(running, number):
+    process, scratch, printed = running
+    assert len(printed.splitlines()) < 25, "vLLM's log, and warnings of libraries, are in a file"
+    assert "api_server" in Path(re.search(r"vLLM starts; log: (\S+)", printed)[1]).read_text()
     family = [*descendants(process.pid), *keepers(process.pid)]
     commands = [" ".join(command_of(one)) for one in family]
     for part in ("api_server", "EngineCore", "lora_server serve", "shard_main"):
-        assert any(part in command for command in commands), (part, commands)
+        assert any(part in one for one in commands), (part, commands)
     assert list(scratch.glob("lora-serve-*"))
+    if number == signal.SIGTERM:
+        check_commands(printed)
     process.send_signal(number)
     assert process.wait(HANG_SECONDS) == (-9 if number == signal.SIGKILL else 128 + number)
     all_gone(family)
     assert number == signal.SIGKILL or not list(scratch.glob("lora-*"))
+
+
+def ended(tmp_path, port, *flags):
+    environment = ENVIRON | {"TMPDIR": str(tmp_path)}
+    process = command(port, *flags)
+    return subprocess.run(process, capture_output=True, text=True, timeout=START_SECONDS, env=environment, check=False)
+
+
+def test_vllm_that_dies_at_start_has_its_last_words():
+    with tempfile.TemporaryDirectory() as scratch:
+        done = ended(scratch, free_address().rpartition(":")[2], "--max-model-len", "none-at-all")
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert "error: vLLM ended with exit code 2 before it was ready; the end of its log:" in done.stderr
+        assert "--max-model-len: " in done.stderr
+        kept = Path(re.search(r"all of it: (\S+)", done.stderr)[1])
+        assert "--max-model-len: " in kept.read_text()
+        assert [path for path in Path(scratch).iterdir() if path.name.startswith("lora-")] == []
+
+
+def test_a_port_that_is_taken_is_said_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as taken, tempfile.TemporaryDirectory() as scratch:
+        port = str(taken.getsockname()[1])
+        done = ended(scratch, port)
+        assert done.returncode == 1
+        assert f"error: port {port}: Address already in use" in done.stderr

@@ -1,0 +1,93 @@
+"""vLLM's OpenAI server as a child: its log in a file, what it is doing until it is ready, its last words."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from lora_server.demo import children
+from lora_server.errors import ConfigError, ServerUnavailableError
+
+READY_SECONDS = 1800.0  # a large model loads for long
+LAST_LINES = 30
+_TAIL_BYTES = 65536
+_SAID = re.compile(r"INFO [\d-]+ [\d:]+ \[[^\]]+\] +(\S.*)")
+
+
+class VllmProcess:
+    """Started at once. `log` None: vLLM writes where this process does."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], address: str, log: Path | None) -> None:
+        """Raises ConfigError if somebody else listens at `address`, who would seem to be vLLM."""
+        _require_free(address)
+        self.address, self.log = address, log
+        stream = None if log is None else log.open("wb")
+        self.process = subprocess.Popen(
+            children.own(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+        )
+        if stream is not None:
+            stream.close()
+
+    def wait_ready(self, console: Console, seconds: float = READY_SECONDS) -> None:
+        """Until /health says yes, with a line of progress in a terminal.
+
+        Raises ServerUnavailableError with vLLM's last lines where it ends before, or at the deadline.
+        """
+        began = time.monotonic()
+        with console.status("vLLM starts") as status:
+            if self.log is None:
+                status.stop()  # vLLM's own lines are there
+            while not _answers(self.address):
+                passed = time.monotonic() - began
+                if self.process.poll() is not None:
+                    raise ServerUnavailableError(self.last_words("before it was ready"))
+                if passed > seconds:
+                    raise ServerUnavailableError(f"vLLM: not ready within {seconds:g} s{self._tail()}")
+                line = f"vLLM starts, {passed:.0f} s: {self._doing()}"
+                status.update(Text(line, no_wrap=True, overflow="ellipsis"))
+                time.sleep(0.2)
+
+    def last_words(self, when: str) -> str:
+        """Exit code and the end of the log, of a process that has ended by itself."""
+        return f"vLLM ended with exit code {self.process.returncode} {when}{self._tail()}"
+
+    def _end_of_log(self) -> list[str]:
+        if self.log is None:
+            return []
+        with self.log.open("rb") as stream:
+            stream.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            return re.split(r"[\r\n]+", stream.read().decode(errors="replace").strip())
+
+    def _doing(self) -> str:
+        said = [found[1] for line in self._end_of_log() if (found := _SAID.search(line))]
+        return said[-1] if said else "imports"
+
+    def _tail(self) -> str:
+        lines = self._end_of_log()[-LAST_LINES:]
+        return f"; the end of its log:\n{chr(10).join(lines)}" if lines else ""
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _require_free(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ConfigError(f"port {port}: {error.strerror}; stop what listens there, or give --port") from None
