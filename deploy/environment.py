@@ -1,7 +1,8 @@
-"""Make a virtual environment and install into it: `python environment.py DIR "WHAT TO EXPECT" [PIP'S ARGUMENTS] ...`.
+"""Make a virtual environment and install into it: `python environment.py DIR GIB [PIP'S ARGUMENTS] ...`.
 
-What make runs first; several calls of pip are parted by `--`. In a terminal one line says what pip is doing;
-elsewhere only its errors are seen. Written for any Python 3, so that an old one is told what is wrong.
+What make runs first. GIB: on disk, as seen with PyTorch's CPU build; several calls of pip are parted by `--`. In
+a terminal one line says what pip is doing; elsewhere only its errors are seen. Written for any Python 3, so that an
+old one is told what is wrong.
 """
 
 import os
@@ -51,18 +52,21 @@ def show(pip: int) -> None:
             lines = [line.strip() for line in text.decode(errors="replace").splitlines()]
             new = [line for line in lines if line and not line.startswith("Requirement already satisfied")]
             doing = (new or [doing])[-1]
+            if doing.startswith("Installing collected packages"):
+                doing = f"Installing {doing.count(',') + 1} packages"
         line = f"  {time.monotonic() - began:4.0f} s  {doing}"
         print("\r\033[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
     print("\r\033[K", end="", flush=True)
 
 
-def main(folder: str, expect: str, *arguments: str) -> int:
+def main(folder: str, gib: str, *arguments: str) -> int:
     """Exit code: that of the first step that failed."""
     said = problem(sys.version_info[:2], [name for name in ("venv", "ensurepip") if find_spec(name)])
     if said:
         print(f"error: {said}", file=sys.stderr)
         return 2
-    print(f"setting up {folder}: {expect}", flush=True)
+    size = f"{gib} GiB on disk, more where PyTorch comes with CUDA"
+    print(f"setting up {folder}: downloads, {size}; takes minutes, once", flush=True)
     code = subprocess.call([sys.executable, "-m", "venv", folder])
     for call in "\n".join(arguments).split("\n--\n"):
         code = code or install(folder, call.split("\n"))
