@@ -23,7 +23,7 @@ from rich.console import Console
 from client_connector.directory import Directory
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
-from lora_server.demo.vllm_process import VllmProcess
+from lora_server.demo.vllm_process import VllmProcess, require_free
 from lora_server.errors import LoraServerError
 
 INVOCATION = [17, 18, 19]
@@ -74,8 +74,10 @@ def serve(served: Served, address: str, flags: list[str], logs: Path, verbose: b
     host, _, port = address.rpartition(":")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.model)]
     command += ["--served-model-name", served.name, "--host", host, "--port", port, *flags]
-    with console.status("the LoRA server starts"), running_server(logs / "server.log", own) as server:
+    starting = console.status("the LoRA server starts")
+    with starting, running_server(logs / "server.log", own) as server:
         names = adapters_of(server.address)
+        starting.stop()
         console.print(f"LoRA server at {server.address}; log: {server.log}")
         console.print("vLLM starts" + ("" if verbose else f"; log: {logs / 'vllm.log'} (--verbose: here)"))
         began, environment = time.monotonic(), engine_environment(flags, os.environ, server.address)
@@ -132,14 +134,15 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="vLLM's log here instead of in a file")
     options, flags = parser.parse_known_args()
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-serve-") as scratch:
-        logs = Path(scratch)
+        logs, address = Path(scratch), f"127.0.0.1:{options.port}"
         served = Served(options.model, options.adapters, options.served_model_name)
-        if options.model is None:
-            served = make_tiny(logs, options.served_model_name)
-            flags = ["--dtype", "float32", "--enforce-eager", *flags]
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         try:
-            return serve(served, f"127.0.0.1:{options.port}", flags, logs, options.verbose)
+            require_free(address)
+            if options.model is None:
+                served = make_tiny(logs, options.served_model_name)
+                flags = ["--dtype", "float32", "--enforce-eager", *flags]
+                os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            return serve(served, address, flags, logs, options.verbose)
         except LoraServerError as error:
             print(f"error: {error}", file=sys.stderr)
             if (logs / "vllm.log").exists():

@@ -26,8 +26,6 @@ class VllmProcess:
     """Started at once. `log` None: vLLM writes where this process does."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], address: str, log: Path | None) -> None:
-        """Raises ConfigError if somebody else listens at `address`, who would seem to be vLLM."""
-        _require_free(address)
         self.address, self.log = address, log
         stream = None if log is None else log.open("wb")
         self.process = subprocess.Popen(
@@ -83,11 +81,13 @@ def _answers(address: str) -> bool:
         return False
 
 
-def _require_free(address: str) -> None:
+def require_free(address: str) -> None:
+    """Raises ConfigError if somebody listens there, who would seem to be vLLM."""
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port)))
         except OSError as error:
-            raise ConfigError(f"port {port}: {error.strerror}; stop what listens there, or give --port") from None
+            cure = "stop what listens there, or give another (make: PORT=, else --port)"
+            raise ConfigError(f"port {port}: {error.strerror}; {cure}") from None
