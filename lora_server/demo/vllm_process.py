@@ -20,6 +20,7 @@ READY_SECONDS = 1800.0  # a large model loads for long
 LAST_LINES = 30
 _TAIL_BYTES = 65536
 _SAID = re.compile(r"INFO [\d-]+ [\d:]+ \[[^\]]+\] +(\S.*)")
+_FAILED = re.compile(r"ERROR [\d-]+ [\d:]+ \[[^\]]+\] ([\w.]+(?:Error|Exception)\b.*)")
 
 
 class VllmProcess:
@@ -69,8 +70,11 @@ class VllmProcess:
         return said[-1] if said else "imports"
 
     def _tail(self) -> str:
-        lines = self._end_of_log()[-LAST_LINES:]
-        return f"; the end of its log:\n{chr(10).join(lines)}" if lines else ""
+        """Last the errors that its processes logged: the reason may be far above the end."""
+        lines = self._end_of_log()
+        errors = dict.fromkeys(found[1] for line in lines if (found := _FAILED.search(line)))
+        shown = "\n".join([*lines[-LAST_LINES:], *errors])
+        return f"; the end of its log:\n{shown}" if shown else ""
 
 
 def _answers(address: str) -> bool:
