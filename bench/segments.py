@@ -34,10 +34,10 @@ from client_connector.packing import Activations, HostPacker
 from client_connector.routing import Batch, route_experts
 from kernels_cuda.tables import PackedSegments
 from lora_server.errors import UnknownAdapterError
-from lora_server.memory.loader import Entry
-from lora_server.memory.paged import PagedStore
+from lora_server.memory.entry import Entry, Source, State
+from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
-from lora_server.memory.store import Source, State
+from lora_server.memory.store import WeightStore
 from lora_server.placement import Layout, Placement
 from lora_server.shard import request as requests
 from lora_server.shard.compute import DeviceCompute
@@ -69,31 +69,30 @@ class Segment(NamedTuple):
     num_entries: int
 
 
-class Listed(PagedStore):
+class Listed(WeightStore):
     """Adapters of one shape at one site, in the directory and nowhere else; `blocks` says the same in Python."""
 
     def __init__(self, model: Model, spec: ModelSpec) -> None:
-        self.model, self.blocks = model, dict[tuple[int, int], Packed]()
-        super().__init__(Placement(spec, LAYOUT), 0, DTYPE, PagePool(1, "cpu"))
+        placement = Placement(spec, LAYOUT)
+        self.table = PagedTier(placement, 0, DTYPE, PagePool(1, "cpu"))
+        self.blocks = dict[tuple[int, int], Packed]()
+        super().__init__(placement, 0, self.table)
+        for handle in range(1, NUM_ADAPTERS + 1):
+            self._list(handle, model)
 
-    def _load_layer(self, entry: Entry[Any], layer: int) -> None:
-        shape, blocks_E2 = self.model.sites[0].shape, self.no_blocks(SITE)
-        row = self.add_row(0, shape)
+    def _list(self, handle: int, model: Model) -> None:
+        entry = self._entries[handle] = Entry(handle, Source(Path(), "", ""), self._layers, handle, size=0)
+        entry.ready.update(self._layers)
+        shape, blocks_E2 = model.sites[0].shape, self.table.directory.absent(SITE)
+        row = self.table.add_row(0, shape)
         blocks_E2[:, 0], blocks_E2[:, 1] = row, np.arange(len(blocks_E2)) * shape.num_tiles
-        self.directory.put(entry.place.index, {SITE: blocks_E2})
+        self.table.directory.put(self.table.directory.allocate(handle), {SITE: blocks_E2})
         for expert in range(len(blocks_E2)):
-            self.blocks[entry.handle, expert] = Packed(row, expert * shape.num_tiles, shape.groups * 16)
-        entry.layers.remove(layer)
-        entry.ready.add(layer)
+            self.blocks[handle, expert] = Packed(row, expert * shape.num_tiles, shape.groups * 16)
 
-    def state_of(self, handle: int, layer: int) -> State:
+    def is_ready(self, handle: int, layer: int) -> bool:
         """One by one, a segment's state is looked up like this."""
-        entry = self._entries.get(handle)
-        if entry is None:
-            return State.UNKNOWN
-        if layer in entry.ready or (entry.finished and entry.failure is None):
-            return State.READY
-        return State.LOADING if entry.failure is None else State.FAILED
+        return self.state(handle, layer) is State.READY
 
 
 class Case:
@@ -104,11 +103,7 @@ class Case:
         self.spec = dataclasses.replace(PRESETS[name], layers=1, moe_layers=(0,))
         self.max_step_rows, self.client, self.epoch = most, 1, 1
         self.store = Listed(self.model, self.spec)
-        for handle in range(1, NUM_ADAPTERS + 1):
-            self.store.load(handle, Source(Path(), "", ""), lambda error: None)
-        while self.store.loading(range(1, NUM_ADAPTERS + 1), 0) is not None:
-            time.sleep(0.01)
-        self.compute = DeviceCompute(lambda *_: None, self.store.table, self.spec, DTYPE, most)
+        self.compute = DeviceCompute(lambda *_: None, self.store.table.table, self.spec, DTYPE, most)
         port = Port(RegionLayout.for_model(self.spec, most, NUM_DRAWS))
         port.grant(Grant(self.client, self.epoch, b""))
         self.link = InprocLink(port, Hello(self.client, self.epoch, b""), 0, lambda: False)
@@ -132,15 +127,15 @@ def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.
     """What the loop does. Returns the time after each phase, and the kernels' table."""
     times = [time.perf_counter_ns()]
     header = requests.read_header(memory, case.client, case.epoch, seq)
-    if case.store.loading(requests.handles(memory, header), header.layer) is not None:
-        raise AssertionError("all are READY")
+    pins = case.store.pin(requests.handles(memory, header), header.layer, case.client, times[0])
+    assert pins is not None, "all are READY"
     times.append(time.perf_counter_ns())
     request = requests.read_request(memory, header, case.spec, case.max_step_rows)
     times.append(time.perf_counter_ns())
-    with case.store.reading():
-        packed = case.store.gather(request.site, request.segments_S4, header.where)
-        times.append(time.perf_counter_ns())
-        step = case.compute._step(request, packed, case.link.rows.request(header))
+    packed = case.store.gather(request.site, request.segments_S4, header.where)
+    times.append(time.perf_counter_ns())
+    step = case.compute._step(request, packed, case.link.rows.request(header))
+    case.store.unpin(pins)
     times.append(time.perf_counter_ns())
     return times, step.segments
 
@@ -150,20 +145,18 @@ def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], tor
     times = [time.perf_counter_ns()]
     header = requests.read_header(memory, case.client, case.epoch, seq)
     for handle in frozenset(requests._segments(memory, slot.HEADER_BYTES, header.num_segments)[:, 0].tolist()):
-        if case.store.state_of(handle, header.layer) is State.LOADING:
-            raise AssertionError("all are READY")
+        assert case.store.is_ready(handle, header.layer)
     times.append(time.perf_counter_ns())
     few, requests.FEW_SEGMENTS = requests.FEW_SEGMENTS, header.num_segments  # so that its loop checks all of them
     request = requests.read_request(memory, header, case.spec, case.max_step_rows)
     requests.FEW_SEGMENTS = few
     times.append(time.perf_counter_ns())
-    with case.store.reading():
-        segments = [_segment(case.store, request, *segment) for segment in request.segments_S4.tolist()]
-        max_rank = max(segment.block.max_rank for segment in segments)
-        rows = [(block.row, block.first_tile, first, entries) for block, first, entries in segments]
-        packed = PackedSegments(torch.tensor(rows, dtype=torch.int32).numpy(), max_rank)
-        times.append(time.perf_counter_ns())
-        step = case.compute._step(request, packed, case.link.rows.request(header))
+    segments = [_segment(case.store, request, *segment) for segment in request.segments_S4.tolist()]
+    max_rank = max(segment.block.max_rank for segment in segments)
+    rows = [(block.row, block.first_tile, first, entries) for block, first, entries in segments]
+    packed = PackedSegments(torch.tensor(rows, dtype=torch.int32).numpy(), max_rank)
+    times.append(time.perf_counter_ns())
+    step = case.compute._step(request, packed, case.link.rows.request(header))
     times.append(time.perf_counter_ns())
     return times, step.segments
 
@@ -171,7 +164,7 @@ def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], tor
 def _segment(
     store: Listed, request: requests.Request, handle: int, expert: int, first: int, num_entries: int
 ) -> Segment:
-    if store.state_of(handle, request.site.layer) is not State.READY:
+    if not store.is_ready(handle, request.site.layer):
         raise UnknownAdapterError(f"{request.header.where}: handle {handle}")
     return Segment(store.blocks[handle, expert], first, num_entries)
 

@@ -17,6 +17,7 @@ B bytes of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,28 +105,37 @@ class BlockShape:
 
 
 def shape_of(block: Block, in_width: int, out_width: int) -> BlockShape:
+    """`block_shape` of a block's pairs; raises ValueError also where an A has another width."""
+    for pair in block.pairs:
+        if pair.a_RK.shape[1] != in_width:
+            raise ValueError(f"A is {list(pair.a_RK.shape)}, expected [1..{MAX_RANK}, {in_width}]")
+    pairs = [PairShape(pair.a_RK.shape[0], pair.out_begin, pair.b_OR.shape[0], pair.scale) for pair in block.pairs]
+    return block_shape(pairs, in_width, out_width)
+
+
+def block_shape(pairs: Sequence[PairShape], in_width: int, out_width: int) -> BlockShape:
     """The shape of a block of a site of [in_width] -> [out_width], gaps between its pairs filled.
 
     Raises ValueError for what the kernels cannot serve: a rank above 256, pairs that overlap or lie
     outside the site, or more than 7 of them, gaps included.
     """
-    pairs: list[PairShape] = []
+    filled: list[PairShape] = []
     reached = 0
-    for pair in sorted(block.pairs, key=lambda pair: pair.out_begin):
-        (rank, width), rows = pair.a_RK.shape, pair.b_OR.shape[0]
-        if width != in_width or not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"A is [{rank}, {width}], expected [1..{MAX_RANK}, {in_width}]")
-        if pair.out_begin < reached or pair.out_begin + rows > out_width:
-            raise ValueError(f"B fills rows [{pair.out_begin}, {pair.out_begin + rows}) of [{reached}, {out_width})")
+    for pair in sorted(pairs, key=lambda pair: pair.out_begin):
+        if not 1 <= pair.lora_rank <= MAX_RANK:
+            raise ValueError(f"A is [{pair.lora_rank}, {in_width}], expected [1..{MAX_RANK}, {in_width}]")
+        end = pair.out_begin + pair.out_rows
+        if pair.out_begin < reached or end > out_width:
+            raise ValueError(f"B fills rows [{pair.out_begin}, {end}) of [{reached}, {out_width})")
         if pair.out_begin > reached:
-            pairs.append(PairShape(0, reached, pair.out_begin - reached, 0.0))
-        pairs.append(PairShape(rank, pair.out_begin, rows, pair.scale))
-        reached = pair.out_begin + rows
+            filled.append(PairShape(0, reached, pair.out_begin - reached, 0.0))
+        filled.append(pair)
+        reached = end
     if reached < out_width:
-        pairs.append(PairShape(0, reached, out_width - reached, 0.0))
-    if len(pairs) > MAX_PAIRS:
-        raise ValueError(f"got {len(pairs)} pairs and gaps, expected at most {MAX_PAIRS}")
-    return BlockShape(in_width, tuple(pairs))
+        filled.append(PairShape(0, reached, out_width - reached, 0.0))
+    if len(filled) > MAX_PAIRS:
+        raise ValueError(f"got {len(filled)} pairs and gaps, expected at most {MAX_PAIRS}")
+    return BlockShape(in_width, tuple(filled))
 
 
 def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:

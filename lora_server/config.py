@@ -21,6 +21,7 @@ from lora_server.address import Address, parse_host
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
+from lora_server.units import Size
 
 
 def _read_by(parse: Callable[[str], Any], text: str) -> Any:
@@ -38,6 +39,13 @@ def _address(value: Any) -> Any:
 Listens = Annotated[Address, NoDecode, BeforeValidator(_address), PlainSerializer(str)]
 
 
+def _size(value: Any) -> Any:
+    return value if isinstance(value, Size) else _read_by(Size.parse, str(value))
+
+
+PoolSize = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
+
+
 class ServeConfig(BaseSettings):
     """One node of a server; rank 0 also runs the controller. Flags, their help and defaults come from here."""
 
@@ -52,8 +60,18 @@ class ServeConfig(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights in memory; bfloat16 by default with --device cuda."
     )
-    pool_gib: float = Field(
-        0.0, ge=0, description="GiB of GPU memory for adapters, per shard; 0: 80 % of what is free."
+    device_pool: PoolSize = Field(
+        Size(share=0.8),
+        description="Memory per shard that steps read adapters from: 40GiB, or a share of what is free at the start.",
+    )
+    host_pool: PoolSize = Field(
+        Size(), description="Host memory per shard for packed weights of adapters that had to make room; likewise."
+    )
+    eviction: Literal["lru", "value"] = Field(
+        "lru", description="Who makes room: the least recently used, or who saves the least load time per byte."
+    )
+    host_link_gbps: float = Field(
+        0.0, ge=0, description="Gbit/s to which copies into the device pool are slowed down, to try things; 0: not."
     )
     listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
     http: Listens = Field(Address("127.0.0.1", 7401), description="Where /livez, /readyz and /metrics are.")
@@ -99,8 +117,6 @@ class ServeConfig(BaseSettings):
     def _numbers(self) -> ServeConfig:
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
-        if self.device == "cpu" and self.pool_gib:
-            raise ValueError("pool-gib: only --device cuda has a pool; leave it away")
         if self.watch and self.adapters is None:
             raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")
         return self

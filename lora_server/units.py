@@ -1,6 +1,11 @@
-"""Numbers as people read them. JSON, logs and metrics keep them raw."""
+"""Numbers as people read and write them. JSON, logs and metrics keep them raw."""
 
 from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from lora_server.errors import ConfigError
 
 
 def size(nbytes: float) -> str:
@@ -16,3 +21,36 @@ def size(nbytes: float) -> str:
 def count(number: float) -> str:
     """28,470."""
     return f"{number:,.0f}"
+
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{kind}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for kind, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
+
+
+class Size(NamedTuple):
+    """So many bytes, or a share in [0, 1]; the other is 0."""
+
+    nbytes: int = 0
+    share: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        """Raises ConfigError."""
+        match = _SIZE.fullmatch(text.strip())
+        unit = match[2].lower() if match else ""
+        if match and unit == "%" and float(match[1]) <= 100:
+            return cls(share=float(match[1]) / 100)
+        if match and unit in _UNITS:
+            return cls(nbytes=int(float(match[1]) * _UNITS[unit]))
+        raise ConfigError(f"got {text!r}, expected bytes such as 40GiB, or at most 100%")
+
+    def of(self, available: int) -> int:
+        """In bytes."""
+        return int(available * self.share) if self.share else self.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.share * 100:g}%" if self.share else str(self.nbytes)

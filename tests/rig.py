@@ -13,7 +13,6 @@ import torch
 
 from kernels_cuda import cpu
 from lora_server.errors import rebuild
-from lora_server.memory.resident import ResidentStore
 from lora_server.placement import Layout, Placement
 from lora_server.shard.compute import HostCompute
 from lora_server.shard.coordination import Independent
@@ -25,7 +24,7 @@ from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import RequestHeader, ResponseHeader
-from tests.stores import SECONDS, Done, Gate, load
+from tests.stores import SECONDS, Done, Gate, cpu_store, load
 from tests.workload import spec_of
 
 MAX_ROWS, DEPTH = 16, 3
@@ -121,7 +120,7 @@ class Rig:
 
 def make_rig(layout: str = "ep1-pp1", index: int = 0) -> Rig:
     spec, gate = spec_of("mixtral"), Gate()
-    store = ResidentStore(Placement(spec, Layout.parse(layout)), index, torch.float32, gate)
+    store = cpu_store(Placement(spec, Layout.parse(layout)), index, torch.float32, on_layer=gate)
     port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH))
     return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step)), gate)
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lora_server.adapters import open_adapter
 from lora_server.errors import LoraServerError
-from lora_server.memory.store import Source, WeightStore
+from lora_server.memory.entry import Source
+from lora_server.memory.mapped import MappedPool
+from lora_server.memory.on_cpu import CpuTier
+from lora_server.memory.paged import PagedTier
+from lora_server.memory.pages import PagePool
+from lora_server.memory.store import WeightStore
+from lora_server.placement import Placement
 from lora_server.spec import Site
 from tests.workload import spec_of
 
@@ -66,14 +75,37 @@ def source_of(path: Path) -> Source:
         return Source(path, "", "")
 
 
-def load(store: WeightStore, handle: int, path: Path) -> Done:
+def cpu_store(
+    placement: Placement, shard: int, dtype: torch.dtype, capacity: int = 1 << 30, **options: Any
+) -> WeightStore:
+    """In so many bytes of host memory."""
+    return WeightStore(placement, shard, CpuTier(placement, shard, dtype, MappedPool(capacity)), **options)
+
+
+def paged_store(placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, **options: Any) -> WeightStore:
+    """In the pages of a pool."""
+    return WeightStore(placement, shard, PagedTier(placement, shard, dtype, pool), **options)
+
+
+def load(store: WeightStore, handle: int, path: Path, eager: bool = True) -> Done:
     done = Done()
-    store.load(handle, source_of(path), done)
+    store.load(handle, source_of(path), done, eager)
     return done
 
 
 def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:
     """What a step gets for these (handle, expert), of one entry each."""
     segments = [(handle, expert, i, 1) for i, (handle, expert) in enumerate(named)]
-    with store.reading():
+    with pinned(store, {handle for handle, _ in named}, site.layer):
         return store.gather(site, np.array(segments, np.int32), "a test")
+
+
+@contextlib.contextmanager
+def pinned(store: WeightStore, handles: Collection[int], layer: int) -> Iterator[bool]:
+    """As a step holds them; whether they were there."""
+    pins = store.pin(handles, layer, "a test", time.monotonic())
+    try:
+        yield pins is not None
+    finally:
+        if pins is not None:
+            store.unpin(pins)

@@ -30,7 +30,7 @@ class Peer(Connection):
 
 def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
     header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class, budget_us=60_000_000)
-    return PendingStep(Peer(client, epoch), seq, header, received, 0, blocked=blocked)
+    return PendingStep(Peer(client, epoch), seq, header, received, 0, pin=None if blocked else 1)
 
 
 ARRIVALS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=60)
@@ -136,7 +136,7 @@ def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, mak
     blocked, late = step(1, blocked=True), step(2)
     assert follower.next(pending(blocked, step(3))).connection.client == 3
     assert follower.next(pending(blocked)) is None
-    blocked.blocked = False
+    blocked.pin = 1
     assert follower.next(pending(blocked, late)) is blocked
     assert follower.next(pending(late)) is late
 

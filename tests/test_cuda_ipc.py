@@ -41,7 +41,7 @@ def test_every_transport_gives_the_same_bits(tmp_path, layout):
     """Several shards share one GPU; a row's bits do not depend on how it came, nor on its neighbours."""
     load = workload("mixtral")
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
-    more = ("--layout", layout, "--device", "cuda", "--pool-gib", "0.25", "--max-step-rows", "32")
+    more = ("--layout", layout, "--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32")
     with running_server(tmp_path / "log", flags(load, *more)) as server:
         answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "zmq", "auto")]
     for answer in answers[1:]:
@@ -56,7 +56,7 @@ def test_no_site_waits_for_the_gpu(tmp_path, transport):
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
     ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
     layers = model.base_model.layers
-    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--pool-gib", "0.25")) as server:
+    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--device-pool", "256MiB")) as server:
         with attach(model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
             before = model(ids, attention_mask=mask).logits
             began = layers[0].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
@@ -110,7 +110,7 @@ def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(tmp_path):
     load = workload("mixtral")
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
     ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
-    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--pool-gib", "0.25")) as server:
+    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--device-pool", "256MiB")) as server:
         with attach(model, server=server.address, transport="cuda_ipc", timeout_seconds=60) as lora:
             with lora.adapters(load.names):
                 before = model(ids, attention_mask=mask).logits

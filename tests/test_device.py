@@ -16,43 +16,46 @@ from hypothesis import strategies as st
 from client_connector.transformers import attach
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import max_rank_of
-from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, unpack
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, shape_of, unpack
 from kernels_cuda.ops import NOTHING
 from lora_server.daemon import backends
+from lora_server.daemon.backends import Memory
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import pad
 from lora_server.errors import AdapterLoadError, ConfigError, ProtocolError
-from lora_server.memory.paged import PagedStore
+from lora_server.memory.entry import State
+from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
-from lora_server.memory.resident import ResidentStore
-from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
 from lora_server.shard.compute import DeviceLostError
+from lora_server.units import Size
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests import emulated
 from tests.rig import Client
-from tests.stores import gather, load
+from tests.stores import cpu_store, gather, load, paged_store
 from tests.workload import spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
+MEMORY = Memory(device_pool=Size.parse("256MiB"))
 
 
 def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
     placement = Placement(spec_of("mixtral"), Layout.parse(layout))
-    paged = PagedStore(placement, shard, DTYPE, PagePool(num_pages, device))
-    return paged, ResidentStore(placement, shard, DTYPE)
+    paged = paged_store(placement, shard, DTYPE, PagePool(num_pages, device))
+    return paged, cpu_store(placement, shard, DTYPE)
 
 
-def stored(store, place, first_tile, shape):
+def stored(store, handle, first_tile, shape):
     """The block that lies in the pages, read back through the page table."""
-    tiles = []
+    tiles, tier, extent = [], store.tier, store._entries[handle].device
     for at in range(first_tile, first_tile + shape.num_tiles):
         page, tile = divmod(at, PAGE_TILES)
-        assert int(place._table[page]) == store.pool.address(place.pages[page])
-        tiles.append(store.pool.memory[place.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])
+        address = tier.pool.memory.data_ptr() + extent.pages[page] * PAGE_BYTES
+        assert int(tier._published[handle].page_table[page]) == address
+        tiles.append(tier.pool.memory[extent.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])
     return unpack(torch.stack(tiles), shape, DTYPE)
 
 
@@ -63,68 +66,68 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
         assert load(store, 3, tiny_adapters[name]).result() is None
     spec = spec_of("mixtral")
     for site in spec.sites():
-        for expert in paged._placement.experts(site, 1):
+        for expert in paged.tier._placement.experts(site, 1):
             (segment,), packed = gather(resident, site, (3, expert)), gather(paged, site, (3, expert))
             expected, (row, first_tile, first, num_entries) = segment.block, packed.table_S4[0].tolist()
             assert (first, num_entries) == (0, 1)
             if expected is NOTHING:
-                assert (row, first_tile, packed.max_rank) == (paged._empty_row(site), 0, 0)
+                assert (row, first_tile, packed.max_rank) == (paged.tier.empty_row(site), 0, 0)
                 continue
             assert packed.max_rank == max_rank_of([pair.a_RK.shape[0] for pair in expected.pairs])
-            got = stored(paged, paged._entries[3].place, first_tile, paged.shape(site, expected))
+            shape = shape_of(expected, spec.in_width(site), spec.out_width(site))
+            got = stored(paged, 3, first_tile, shape)
             for a, b in zip(got.pairs, expected.pairs, strict=True):
                 assert torch.equal(a.a_RK, b.a_RK) and torch.equal(a.b_OR, b.b_OR) and a[2:] == b[2:]
     paged.check_integrity()
     paged.drop(3)
-    assert paged.pool.num_free == 40 and paged.nbytes() == 0
+    assert paged.use().weight_bytes == 0
+    paged.check_integrity()
     paged.close(), resident.close()
 
 
 @settings(max_examples=15, deadline=None)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=14))
 def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
+    """Where an adapter finds no page, another makes room."""
     paths = [tiny_adapters[name] for name in ("all", "down", "bf16")]
     paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=2)  # an adapter takes one
     resident.close()
-    present = set()
+    known = set()
     for add, handle in steps:
-        if add and handle not in present:
-            failure = load(paged, handle, paths[handle % 3]).result()
-            assert (failure is None) == (len(present) < 2)
-            if failure is None:
-                present.add(handle)
-            else:
-                assert isinstance(failure, AdapterLoadError) and "--pool-gib" in str(failure)
-                paged.drop(handle)
-        elif not add:
+        if add:
+            assert load(paged, handle, paths[handle % 3]).result() is None
+            known.add(handle)
+        else:
             paged.drop(handle)
-            present.discard(handle)
+            known.discard(handle)
         paged.check_integrity()
-        assert paged.pool.num_free == 2 - len(present)
+        held = [one for one in known if paged.layers_ready(one)]
+        assert paged.use().weight_bytes == len(held) * PAGE_BYTES and len(held) <= 2
     paged.close()
-    assert paged.pool.num_free == 2
+    assert paged.use().weight_bytes == 0
 
 
-def test_a_full_pool_fails_one_adapter_and_harms_no_other(tiny_adapters):
+def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters):
     paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
     resident.close()
     assert load(paged, 1, tiny_adapters["all"]).result() is None
-    assert isinstance(load(paged, 2, tiny_adapters["bf16"]).result(), AdapterLoadError)
+    too_large = PagePool(0, "cpu")
+    paged.tier.pool, whole = too_large, paged.tier.pool
+    error = load(paged, 2, tiny_adapters["bf16"]).result()
+    assert isinstance(error, AdapterLoadError) and "--device-pool" in str(error)
+    paged.tier.pool = whole
     assert paged.state(1, 0) is State.READY and paged.state(2, 0) is State.FAILED
-    paged.drop(2)
-    paged.drop(1)
-    assert load(paged, 3, tiny_adapters["bf16"]).result() is None, "what was freed can be used"
     paged.close()
 
 
 def test_what_a_gpu_cannot_serve_is_refused_at_the_start():
     placement = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1"))
     with pytest.raises(ConfigError, match="float32, expected bfloat16 or float16"):
-        PagedStore(placement, 0, torch.float32, PagePool(1, "cpu"))
+        PagedTier(placement, 0, torch.float32, PagePool(1, "cpu"))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="torch sees no NVIDIA GPU"):
             backends.cuda(
-                placement, 0, DTYPE, 64, local_shards=1, local_index=0, pool_gib=0.0, on_layer=lambda *_: None
+                placement, 0, DTYPE, 64, local_shards=1, local_index=0, memory=Memory(), on_layer=lambda *_: None
             )
 
 
@@ -135,7 +138,7 @@ def emulated_backend(placement, shard, dtype):
 
 def cuda_backend(placement, shard, dtype):
     return backends.cuda(
-        placement, shard, dtype, 24, local_shards=4, local_index=shard, pool_gib=0.25, on_layer=lambda *_: None
+        placement, shard, dtype, 24, local_shards=4, local_index=shard, memory=MEMORY, on_layer=lambda *_: None
     )
 
 
@@ -215,11 +218,13 @@ def bfloat16(client):
 
 def test_a_pool_counts_its_pages():
     pool = PagePool(3, "cpu")
-    taken = [pool.allocate() for _ in range(3)]
-    assert sorted(taken) == [0, 1, 2] and pool.allocate() is None
-    assert all(pool.address(page) % 512 == 0 for page in taken)
-    assert pool.memory.nbytes == 3 * PAGE_BYTES
-    pool.deallocate(taken[:1])
-    pool.check_integrity(taken[1:])
-    with pytest.raises(AssertionError, match="1 free and 1 held"):
-        pool.check_integrity(taken[1:2])
+    extents = [pool.allocate(PAGE_BYTES + 1), pool.allocate(1)]
+    assert sorted(page for extent in extents for page in extent.pages) == [0, 1, 2] and not pool.can_allocate(1)
+    assert all(address % 512 == 0 for extent in extents for address in extent.addresses())
+    assert pool.memory.nbytes == pool.capacity == pool.used == 3 * PAGE_BYTES
+    with pytest.raises(MemoryError, match="1 pages of 2 MiB asked for, 0 of 3 free"):
+        pool.allocate(1)
+    pool.deallocate(extents[1])
+    pool.check_integrity(extents[:1])
+    with pytest.raises(AssertionError, match="1 free and 0 held"):
+        pool.check_integrity([])

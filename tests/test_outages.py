@@ -169,7 +169,7 @@ def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(tmp_path):
             after = status(first.address)
             assert after.run == before.run
             assert [shard.pid for shard in after.shards[2:]] == [shard.pid for shard in before.shards[2:]]
-            assert _holders(first.address, "late") == ("ready", 0), "what was added lives on"
+            until(lambda: _holders(first.address, "late") == ("ready", 0), "what was added lives on")
             with lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
     finally:

@@ -13,21 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, pack
+from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, pack, shape_of
 from kernels_cuda.tables import BlockTable
 from lora_server.errors import AdapterError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory import paged
 from lora_server.memory.directory import ABSENT, NOBODY, Directory
-from lora_server.memory.loader import Entry
-from lora_server.memory.paged import PagedStore
+from lora_server.memory.entry import State
 from lora_server.memory.pages import PagePool
-from lora_server.memory.resident import ResidentStore
-from lora_server.memory.store import State
 from lora_server.placement import Layout, Placement
 from lora_server.shard import request
 from lora_server.spec import Site
 from lora_server.wire.slot import RequestHeader
-from tests.stores import SECONDS, Gate, gather, load
+from tests.stores import SECONDS, Gate, cpu_store, gather, load, paged_store, pinned
 from tests.workload import spec_of
 
 DTYPE, EXPERTS = torch.bfloat16, 8
@@ -98,30 +94,16 @@ def test_handles_are_all_that_are_named(handles):
 # -- what a shard has of it
 
 
-@pytest.fixture(scope="module")
-def log():
-    """(place, site, expert) -> what a segment's block must be: row, first tile, padded ranks."""
-    put, seen = paged._Pages.put, {}
-
-    def recorded(self, site, expert, block):
-        first, shape = self._used, self._store.shape(site, block)
-        put(self, site, expert, block)
-        seen[self, site, expert] = self._rows[shape], first, shape.groups * 16
-
-    with mock.patch.object(paged._Pages, "put", recorded):
-        yield seen
-
-
 LAYOUTS = {"ep1-pp1": 0, "ep2-pp1": 1, "ep3-pp2": 4}
 READY, HALF, BAD, DROPPED, UNKNOWN = (1, 2, 3), 4, 5, 6, 7
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def store(request, log, tiny_adapters, tmp_path_factory):
+def store(request, tiny_adapters, tmp_path_factory):
     """Three adapters are READY, of one only the first layer of this shard, one FAILED and one was dropped."""
     gate, (layout, shard) = Gate(), (request.param, LAYOUTS[request.param])
     placement = Placement(spec_of("mixtral"), Layout.parse(layout))
-    store = PagedStore(placement, shard, DTYPE, PagePool(40, "cpu"), gate)
+    store = paged_store(placement, shard, DTYPE, PagePool(40, "cpu"), on_layer=gate)
     bad = tmp_path_factory.mktemp("bad")
     (bad / "adapter_config.json").write_bytes((tiny_adapters["all"] / "adapter_config.json").read_bytes())
     dones = [load(store, DROPPED, tiny_adapters["bf16"])]
@@ -136,10 +118,10 @@ def store(request, log, tiny_adapters, tmp_path_factory):
     yield store
     gate.open()
     store.close()
-    assert store.pool.num_free == 40
+    assert store.use().weight_bytes == 0
 
 
-def one_by_one(store, log, site, segments):
+def one_by_one(store, site, segments):
     """The obvious loop: (table, most ranks), or what the first segment that cannot be served raises."""
     rows, most = [], 0
     for handle, expert, first, num_entries in segments:
@@ -150,12 +132,14 @@ def one_by_one(store, log, site, segments):
             raise UnknownAdapterError(
                 f"shard {store._shard} step 5: handle {handle} is {state.value} here; was it removed?"
             )
-        if expert not in store._placement.experts(site, store._shard):
+        if expert not in store.tier._placement.experts(site, store._shard):
             raise ProtocolError(f"{site} expert {expert}: not on shard {store._shard}; placements differ, join again")
-        place = store._entries[handle].place
-        row, tile, rank = log.get((place, site, expert), (store._empty_row(site), 0, 0))
+        placed = store._entries[handle].manifest.blocks.get(site, {}).get(expert)
+        row, tile = store.tier.empty_row(site), 0
+        if placed is not None:
+            row, tile = store.tier._published[handle].rows[placed.shape], placed.begin // TILE_BYTES
+            most = max(most, placed.shape.groups * 16)
         rows.append([row, tile, first, num_entries])
-        most = max(most, rank)
     return rows, most
 
 
@@ -183,7 +167,7 @@ def steps(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(step=steps())
-def test_the_gathered_table_is_that_of_the_obvious_loop(step, store, log):
+def test_the_gathered_table_is_that_of_the_obvious_loop(step, store):
     site, segments = step
 
     def at_once():
@@ -191,7 +175,7 @@ def test_the_gathered_table_is_that_of_the_obvious_loop(step, store, log):
         assert table_S4.dtype == np.int32 and table_S4.flags.c_contiguous
         return table_S4.tolist(), max_rank
 
-    assert outcome(at_once) == outcome(lambda: one_by_one(store, log, site, segments))
+    assert outcome(at_once) == outcome(lambda: one_by_one(store, site, segments))
 
 
 @settings(max_examples=100, deadline=None)
@@ -232,7 +216,7 @@ def test_the_most_ranks_of_no_rows_are_none():
 
 def tiles_at(store, row, first_tile, count):
     """What a kernel would read, by addresses alone."""
-    pages = ctypes.cast(int(store.table._rows[row]["pages"]), ctypes.POINTER(ctypes.c_int64))
+    pages = ctypes.cast(int(store.tier.table._rows[row]["pages"]), ctypes.POINTER(ctypes.c_int64))
     found = b""
     for at in range(first_tile, first_tile + count):
         page, tile = divmod(at, PAGE_TILES)
@@ -240,25 +224,25 @@ def tiles_at(store, row, first_tile, count):
     return found
 
 
-def packed_pages(store, site, resident):
+def packed_pages(site, resident):
     """Bytes of each expert's block as they must lie in the pages."""
-    blocks = [segment.block for segment in resident]
-    return [pack(block, store.shape(site, block), DTYPE).numpy().tobytes() for block in blocks]
+    spec, blocks = spec_of("mixtral"), [segment.block for segment in resident]
+    shapes = [shape_of(block, spec.in_width(site), spec.out_width(site)) for block in blocks]
+    return [pack(block, shape, DTYPE).numpy().tobytes() for block, shape in zip(blocks, shapes, strict=True)]
 
 
 def test_an_adapter_dropped_under_a_steps_hands_is_whole(tiny_adapters):
-    """On a CPU: from the moment on that its layer was found READY, no expert of it is missing."""
-    store = ResidentStore(Placement(spec_of("mixtral"), Layout.parse("ep1-pp1")), 0, DTYPE)
+    """What a step has pinned stays where it is until it lets go."""
+    store = cpu_store(Placement(spec_of("mixtral"), Layout.parse("ep1-pp1")), 0, DTYPE)
     assert load(store, 1, tiny_adapters["all"]).result() is None
-    state = Entry.state
-
-    def dropping(self, layer):
-        store.drop(1)
-        return state(self, layer)
-
-    with mock.patch.object(Entry, "state", dropping):
-        (segment,) = gather(store, GATE_UP, (1, 0))
-    assert len(segment.block.pairs) == 1 and store.state(1, 0) is State.UNKNOWN
+    pins = store.pin([1], 0, "a step", time.monotonic())
+    (segment,) = store.gather(GATE_UP, np.array([(1, 0, 0, 1)], np.int32), "a test")
+    before = packed_pages(GATE_UP, [segment])
+    store.drop(1)
+    assert store.state(1, 0) is State.UNKNOWN and store.use().weight_bytes > 0
+    assert packed_pages(GATE_UP, [segment]) == before
+    store.unpin(pins)
+    assert store.use().weight_bytes == 0
     store.close()
 
 
@@ -273,14 +257,13 @@ def coming_and_going(store, paths, stop):
 def test_a_step_has_all_of_an_adapter_or_none_of_it_while_it_is_dropped_and_loaded(kind, tiny_adapters):
     """Two adapters take turns under one handle: never a mixture, never pages of the past, never a silent zero."""
     placement, names = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1")), ("all", "bf16")
-    resident = ResidentStore(placement, 0, DTYPE)
-    store = PagedStore(placement, 0, DTYPE, PagePool(2, "cpu")) if kind == "paged" else resident
+    resident = cpu_store(placement, 0, DTYPE)
+    store = paged_store(placement, 0, DTYPE, PagePool(2, "cpu")) if kind == "paged" else resident
     experts, expected = range(EXPERTS), []
     segments = np.array([(1, expert, i, 1) for i, expert in enumerate(experts)], np.int32)
-    shaper = PagedStore(placement, 0, DTYPE, PagePool(1, "cpu"))
     for handle, name in enumerate(names, start=10):
         assert load(resident, handle, tiny_adapters[name]).result() is None
-        expected.append(packed_pages(shaper, GATE_UP, gather(resident, GATE_UP, *((handle, e) for e in experts))))
+        expected.append(packed_pages(GATE_UP, gather(resident, GATE_UP, *((handle, e) for e in experts))))
     counts = [len(block) // TILE_BYTES for block in expected[0]]
     assert expected[0] != expected[1] and all(counts)
     stop, served, refused, rounds = threading.Event(), set(), 0, 0
@@ -289,19 +272,22 @@ def test_a_step_has_all_of_an_adapter_or_none_of_it_while_it_is_dropped_and_load
     until = time.monotonic() + SECONDS
     while (len(served) < 2 or not refused or rounds < 200) and time.monotonic() < until:
         rounds += 1
-        with store.reading():
+        with pinned(store, [1], GATE_UP.layer) as there:
             try:
-                found = store.gather(GATE_UP, segments, "a test")
+                found = store.gather(GATE_UP, segments, "a test") if there else None
             except UnknownAdapterError:
+                refused += 1
+                continue
+            if found is None:
                 refused += 1
                 continue
             if kind == "paged":
                 got = [tiles_at(store, *at, n) for at, n in zip(found.table_S4[:, :2].tolist(), counts, strict=True)]
             else:
-                got = packed_pages(shaper, GATE_UP, found)
+                got = packed_pages(GATE_UP, found)
         served.add(expected.index(got))
     stop.set()
     other.join(SECONDS)
-    for each in {store, resident, shaper}:
+    for each in {store, resident}:
         each.close()
     assert served == {0, 1} and refused

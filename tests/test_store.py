@@ -1,8 +1,9 @@
-"""ResidentStore on real adapter files: order of loading, READY per layer, failures, bytes."""
+"""The weight store on real adapter files: order of loading, READY per layer, failures, bytes."""
 
 from __future__ import annotations
 
 import threading
+import time
 
 import psutil
 import pytest
@@ -10,12 +11,11 @@ import torch
 
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.resident import ResidentStore
-from lora_server.memory.store import State
+from lora_server.memory.entry import State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.serving import until
-from tests.stores import SECONDS, Gate, gather, load
+from tests.stores import SECONDS, Gate, cpu_store, gather, load
 from tests.workload import spec_of
 
 
@@ -25,7 +25,7 @@ def make_store():
 
     def make(layout="ep1-pp1", shard=0, dtype=torch.float32, kind="mixtral"):
         gate = Gate()
-        store = ResidentStore(Placement(spec_of(kind), Layout.parse(layout)), shard, dtype, gate)
+        store = cpu_store(Placement(spec_of(kind), Layout.parse(layout)), shard, dtype, on_layer=gate)
         stores.append((store, gate))
         return store, gate
 
@@ -52,12 +52,13 @@ def test_layers_become_ready_one_by_one(make_store, tiny_adapters):
     assert gate.arrived.wait(SECONDS)
     assert states(store, 1) == ["ready", "loading", "loading", "loading"] and not done.calls
     assert len(pairs(store, 1, Site(0, "gate_up"), 3)) == 1
-    before = store.nbytes()
-    assert before > 0
+    before = store.use().weight_bytes
+    assert before > 0, "memory is taken for all of it at once"
     gate.open()
     assert done.result() is None and states(store, 1) == ["ready"] * 4
     assert gate.loaded == [(1, layers) for layers in (1, 2, 3, 4)]
-    assert store.nbytes() == 4 * before, "layers of this model are equal"
+    assert store.use().weight_bytes == before and store.use().loads == 1
+    store.check_integrity()
 
 
 def blocked(store, gate, tiny_adapters):
@@ -72,13 +73,14 @@ def test_prefetched_adapters_overtake(make_store, tiny_adapters):
     store, gate = make_store()
     dones = [blocked(store, gate, tiny_adapters)]
     dones += [load(store, handle, tiny_adapters["down"]) for handle in (2, 3, 4)]
-    store.prefetch([4, 99, 3])
-    store.prefetch([4])
+    now = time.monotonic()
+    store.prefetch([4, 99, 3], "a client", now + 2 * SECONDS)
+    store.prefetch([4], "another", now + SECONDS)
     gate.open()
     assert [done.result() for done in dones] == [None] * 4
     order = [handle for handle, _ in gate.loaded]
     urgent, rest = order[1:9], order[9:]
-    assert sorted(urgent) == [3] * 4 + [4] * 4 and urgent[0] == 4, order
+    assert urgent == [4] * 4 + [3] * 4, order
     assert set(rest) <= {1, 2} and {1, 2} <= set(rest)
     assert all([layers for h, layers in gate.loaded if h == handle][:4] == [1, 2, 3, 4] for handle in (1, 2, 3, 4))
 
@@ -90,9 +92,9 @@ def test_loading_twice_reads_once_and_tells_both(make_store, tiny_adapters):
     assert not second.calls
     gate.open()
     assert first.result() is None and second.result() is None
-    nbytes, loaded = store.nbytes(), len(gate.loaded)
+    nbytes, loaded = store.use().weight_bytes, len(gate.loaded)
     assert load(store, 1, tiny_adapters["all"]).result() is None
-    assert (store.nbytes(), len(gate.loaded)) == (nbytes, loaded)
+    assert (store.use().weight_bytes, len(gate.loaded)) == (nbytes, loaded)
 
 
 @pytest.mark.parametrize("when", ["while it waits", "while it is read", "between two layers"])
@@ -107,7 +109,7 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
         done, handle = other, 1
     else:
         done, handle = load(store, 2, tiny_adapters["down"]), 2
-        store.prefetch([2])
+        store.prefetch([2], "a client", time.monotonic() + SECONDS)
         gate.then = lambda handle, layers: store.drop(2) if (handle, layers) == (2, 1) else None
     if when != "between two layers":
         store.drop(handle)
@@ -121,7 +123,7 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
         assert other.result() is None
     until(lambda: psutil.Process().num_fds() < descriptors, "the adapter's files to be closed")
     store.drop(1), store.drop(2), store.drop(3), store.drop(4)
-    assert store.nbytes() == 0
+    assert store.use().weight_bytes == 0
     with pytest.raises(UnknownAdapterError, match=f"handle {handle}"):
         gather(store, Site(0, "down"), (handle, 0))
 
@@ -174,6 +176,12 @@ def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(make_sto
     assert states(store, 1)[0] == "ready" and states(store, 1)[3] == "failed"
 
 
+def every_matrix(adapter):
+    for site in adapter.sites():
+        for expert in adapter.experts(site):
+            yield from 2 * adapter.parts(site, expert)
+
+
 def owned(stores, site, expert):
     """The weights at every shard that does not refuse to know them."""
     for store in stores:
@@ -190,7 +198,10 @@ def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make
     stores = [make_store(layout, shard, dtype)[0] for shard in range(Layout.parse(layout).num_shards)]
     assert all(done.result() is None for done in [load(store, 1, tiny_adapters[name]) for store in stores])
     with open_adapter(tiny_adapters[name], spec) as adapter:
-        assert sum(store.nbytes() for store in stores) == adapter.nbytes
+        weights = [store._entries[1].nbytes for store in stores]
+        assert adapter.nbytes <= sum(weights) <= adapter.nbytes + 64 * sum(1 for _ in every_matrix(adapter))
+        for store, nbytes in zip(stores, weights, strict=True):
+            assert store.use().weight_bytes == store.tier.pool.size_of(nbytes)
         for site in spec.sites():
             for expert in range(spec.experts_at(site)):
                 (held,) = owned(stores, site, expert)
@@ -209,7 +220,7 @@ def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
     closer.start()
     gate.open()
     closer.join(SECONDS)
-    assert not closer.is_alive() and store.nbytes() == 0
+    assert not closer.is_alive() and store.use().weight_bytes == 0
     assert isinstance(done.result(), AdapterLoadError) and isinstance(waiting.result(), AdapterLoadError)
     assert states(store, 1) == states(store, 2) == ["unknown"] * 4
     assert not any(thread.name == "weight-loader" and thread.is_alive() for thread in [store._thread])

@@ -60,7 +60,7 @@ def test_a_directory_is_followed(tmp_path):
             put("fused", use_dora=True)
             until(lambda: status(server.address).refused, "newer content is refused", HANG_SECONDS)
             shown = cli("adapters", "list", *at).stdout
-            assert "law: warning:" in shown and "DoRA" in shown and "serves on" in " ".join(shown.split())
+            assert "warning: law:" in shown and "DoRA" in shown and "serves on" in " ".join(shown.split())
             (before,) = listing(server.address).adapters
 
             controller = psutil.Process(status(server.address).pid)

@@ -138,7 +138,7 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="lora-engine-") as scratch:
         case = Case(Path(scratch), torch.device(arguments.device), arguments.new_tokens)
         flags = ["--base-model", str(case.base), "--adapters", str(case.adapters), "--device", arguments.device]
-        flags += ["--pool-gib", "1", "--max-step-rows", "1024"] if arguments.device == "cuda" else []
+        flags += ["--device-pool", "1GiB", "--max-step-rows", "1024"] if arguments.device == "cuda" else []
         peft = by_peft(case, case.dtype)
         exact = peft if case.dtype == torch.float32 else by_peft(case, torch.float32)
         with running_server(Path(scratch) / "log", flags) as server:

@@ -93,7 +93,7 @@ def open_lab(work: Path, device: str, transport: str) -> Iterator[Lab]:
     torch.set_grad_enabled(False)
     base, adapters = make_files(work)
     flags = ["--base-model", str(base), "--adapters", str(adapters), "--lease-seconds", str(LEASE_SECONDS)]
-    flags += ["--device", device, *(["--pool-gib", "0.25"] if device == "cuda" else [])]
+    flags += ["--device", device, *(["--device-pool", "256MiB"] if device == "cuda" else [])]
     with running_server(work / "server.log", flags) as server:
         lab = Lab(server, base, device, transport)
         try:

@@ -42,7 +42,7 @@ class Listing(NamedTuple):
     """An adapter as users see it."""
 
     record: Record
-    state: str  # loading, ready, failed, draining
+    state: str  # disk, host, loading, ready, failed, draining
     resident_layers: int
     layers: int  # of the model
     error: str
@@ -82,10 +82,11 @@ class Adapters:
 
     # -- registering
 
-    def register(self, name: str, uri: str) -> tuple[Record, list[PendingCommand], bool]:
-        """Validate and list an adapter, and tell every live shard to load it; True if it is new.
+    def register(self, name: str, uri: str, eager: bool = False) -> tuple[Record, list[PendingCommand], bool]:
+        """Validate and list an adapter, and tell every live shard of it; True if it is new.
 
-        May read the whole file. Shards that register later are told then.
+        Eager: shards bring it in, and others make room; otherwise where there is room, or when a step needs it. May
+        read the whole file. Shards that register later are told then.
         """
         where = local_path(uri)
         check_name(name)
@@ -101,7 +102,7 @@ class Adapters:
                 self._registry.add(record)
             self._take_back_refusal(name)
             # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
-            loads = self._load_everywhere(record)
+            loads = self._load_everywhere(record, eager)
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
         return record, loads, existing is None
@@ -157,7 +158,7 @@ class Adapters:
         began = time.monotonic()
         try:
             self._shards.require_up()
-            record, loads, new = self.register(name, uri)
+            record, loads, new = self.register(name, uri, eager=True)
             try:
                 wait_all(loads, seconds, f"loading {name!r}")
             except LoraServerError:
@@ -239,21 +240,23 @@ class Adapters:
 
     # -- shards
 
-    def _load_on(self, handle: ShardHandle, record: Record) -> PendingCommand:
+    def _load_on(self, handle: ShardHandle, record: Record, eager: bool = False) -> PendingCommand:
         def loaded(error: LoraServerError | None) -> None:
             with self._lock:
                 resident = self._residency.of(record.handle)
                 if error is None:
-                    resident.loaded.add(handle.shard)
+                    resident.known.add(handle.shard)
                     resident.errors.pop(handle.shard, None)
                 elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
                     resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
                     log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
 
-        return handle.send(pb.ShardCommand(load=self._load(record)), loaded)
+        load = self._load(record)
+        load.eager = eager
+        return handle.send(pb.ShardCommand(load=load), loaded)
 
-    def _load_everywhere(self, record: Record) -> list[PendingCommand]:
-        return [self._load_on(handle, record) for handle in self._shards.live().values()]
+    def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:
+        return [self._load_on(handle, record, eager) for handle in self._shards.live().values()]
 
     def _load(self, record: Record) -> pb.Load:
         return pb.Load(
@@ -316,11 +319,13 @@ class Adapters:
         for record in self._registry.records():  # of what is there already only the record is kept
             self._load_on(handle, record)
 
-    def on_layers_ready(self, shard: int, report: pb.LayersReady) -> None:
-        """A shard has that many layers of an adapter."""
+    def on_moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
+        """What a shard has now of these adapters."""
         with self._lock:
-            if self._registry.by_handle(report.handle) is not None:
-                self._residency.of(report.handle).layers[shard] = report.layers
+            for one in moved:
+                if self._registry.by_handle(one.handle) is not None:
+                    resident = self._residency.of(one.handle)
+                    resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
 
     # -- users
 

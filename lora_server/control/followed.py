@@ -70,7 +70,7 @@ class FollowedAdapters(Adapters):
             if served is not None:
                 self._coming.add(record.handle)
             self._registry.add(record, listed=served is None)
-            loads = self._load_everywhere(record)
+            loads = self._load_everywhere(record, eager=served is not None)
             if served is None:
                 self._take_back_refusal(name)
                 log.info("adapter registered", **described(record))

@@ -40,6 +40,14 @@ _COUNTERS = (
     ("lora_server_response_bytes", "Bytes of responses pushed", "response_bytes", 1.0),
     ("lora_server_wait_seconds", "Time steps waited on their shard", "wait_ns", 1e-9),
     ("lora_server_compute_seconds", "Time shards computed", "compute_ns", 1e-9),
+    ("lora_server_loads", "Adapters brought into the device pool", "loads", 1.0),
+    ("lora_server_loaded_bytes", "Bytes brought into the device pool", "loaded_bytes", 1.0),
+    ("lora_server_evictions", "Adapters that made room in the device pool", "evictions", 1.0),
+)
+# metric, help, fields of ShardStats for the device pool and for the host pool
+_POOLS = (
+    ("lora_server_weight_bytes", "Bytes that adapters take of a pool", "weight_bytes", "host_bytes"),
+    ("lora_server_pool_bytes", "Bytes of a pool", "total_bytes", "host_total_bytes"),
 )
 
 
@@ -59,10 +67,13 @@ class ControllerCollector(Collector):
         for shard, count in controller.shards.restarts.items():
             up.add_metric([str(shard)], float(shard not in missing))
             restarts.add_metric([str(shard)], max(0, count))
-        weights = GaugeMetricFamily("lora_server_weight_bytes", "Adapter weights held", labels=["shard"])
-        for shard, handle in live.items():
-            weights.add_metric([str(shard)], handle.stats.weight_bytes)
-        yield from (up, restarts, weights)
+        yield from (up, restarts)
+        for name, text, device, host in _POOLS:
+            pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
+            for shard, handle in live.items():
+                pool.add_metric([str(shard), "device"], getattr(handle.stats, device))
+                pool.add_metric([str(shard), "host"], getattr(handle.stats, host))
+            yield pool
         for name, text, field, factor in _COUNTERS:
             family = CounterMetricFamily(name, text, labels=["shard"])
             for shard, handle in live.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lora_server.placement import Placement
@@ -9,10 +10,11 @@ from lora_server.placement import Placement
 
 @dataclass
 class Resident:
-    """One adapter: layers that each shard has ready, the shards that have all of theirs, why others failed."""
+    """One adapter, by shard: layers that are ready, layers in the host pool; who looked at it; why some failed."""
 
     layers: dict[int, int] = field(default_factory=dict)
-    loaded: set[int] = field(default_factory=set)
+    host_layers: dict[int, int] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -25,7 +27,10 @@ class Residency:
     """By handle."""
 
     def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+        self._placement, layout = placement, placement.layout
+        stages = ([one for one in layout.stage_shards(stage) if placement.layers(one)] for stage in range(layout.pp))
+        self._owning = [shards for shards in stages if shards]
+        self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
         self._resident: dict[int, Resident] = {}
 
     def of(self, handle: int) -> Resident:
@@ -40,7 +45,8 @@ class Residency:
         """A shard came anew: it has what it says, and nothing else."""
         for resident in self._resident.values():
             resident.layers.pop(shard, None)
-            resident.loaded.discard(shard)
+            resident.host_layers.pop(shard, None)
+            resident.known.discard(shard)
             resident.errors.pop(shard, None)
 
     def by_shard(self, handle: int) -> list[tuple[int, int, int]]:
@@ -50,16 +56,20 @@ class Residency:
         return [(shard, ready.get(shard, 0), len(placement.layers(shard))) for shard in shards]
 
     def num_layers(self, handle: int) -> int:
-        """Layers that all their shards have."""
-        layout, resident, total = self._placement.layout, self.of(handle), 0
-        for stage in range(layout.pp):
-            owning = [shard for shard in layout.stage_shards(stage) if self._placement.layers(shard)]
-            total += min((resident.layers.get(shard, 0) for shard in owning), default=0)
-        return total
+        """Layers that all their shards have READY."""
+        return self._on_all(self.of(handle).layers)
 
     def state(self, handle: int) -> str:
-        """In one word."""
+        """In one word: where all of it is, at the least."""
         resident = self.of(handle)
         if resident.error:
             return "failed"
-        return "ready" if len(resident.loaded) == self._placement.layout.num_shards else "loading"
+        ready = self._on_all(resident.layers)
+        if ready == self._all:
+            return "ready"
+        if ready or any(resident.layers.values()) or len(resident.known) < self._placement.layout.num_shards:
+            return "loading"
+        return "host" if self._on_all(resident.host_layers) == self._all else "disk"
+
+    def _on_all(self, layers: Mapping[int, int]) -> int:
+        return sum(min(layers.get(shard, 0) for shard in shards) for shards in self._owning)

@@ -229,8 +229,8 @@ class ShardsService(rpc.ShardsServicer):
             handle.finish(report.done)
         elif kind == "stats":
             self._controller.shards.update(handle, report.stats)
-        elif kind == "layers_ready":
-            self._controller.adapters.on_layers_ready(handle.shard, report.layers_ready)
+        elif kind == "residencies":
+            self._controller.adapters.on_moved(handle.shard, report.residencies.moved)
         elif kind == "leaving":
             handle.leaving = True
         elif kind == "client_gone":

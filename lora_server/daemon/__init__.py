@@ -4,6 +4,7 @@ node              one `lora-server serve`: what it starts   processes  how: watc
   startup         says that it starts, and serves
 controller_main   the controller's process (rank 0)         http       its port
 shard_main        a shard's process                         backends   what it computes with
+                                                            host_memory  what it may take
   stream            to its controller, whenever there is one
   kept              what it keeps for the next one
 child_main        what both processes have in common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,19 +13,25 @@ import torch
 from kernels_cuda import cpu
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.layout import PAGE_BYTES
+from lora_server.daemon.host_memory import available_bytes
 from lora_server.errors import ConfigError
-from lora_server.memory.paged import PagedStore
+from lora_server.memory.eviction import POLICIES
+from lora_server.memory.mapped import MappedPool
+from lora_server.memory.on_cpu import CpuTier
+from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
-from lora_server.memory.resident import ResidentStore
+from lora_server.memory.pools import Pool
 from lora_server.memory.store import WeightStore
+from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
 from lora_server.transport.base import DeviceMemory
+from lora_server.units import Size
 
 log = structlog.get_logger()
 
 GIB = 1 << 30
-FREE_SHARE = 0.8  # of the device memory that is free at the start, unless --pool-gib says
+DEVICE_POOL, HOST_POOL = Size(share=0.8), Size()
 
 OnLayer = Callable[[int, int], None]
 
@@ -36,9 +43,47 @@ class Backend(NamedTuple):
     compute: Compute
 
 
-def host(placement: Placement, shard: int, dtype: torch.dtype, on_layer: OnLayer = lambda *_: None) -> Backend:
-    """Weights in host memory, torch on the CPU."""
-    return Backend(ResidentStore(placement, shard, dtype, on_layer), HostCompute(cpu.lora_step))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a shard may take for adapters. A share is of what is free at the start, dealt to `sharing` shards."""
+
+    device_pool: Size = DEVICE_POOL
+    host_pool: Size = HOST_POOL
+    eviction: str = "lru"
+    link_gbps: float = 0.0
+    sharing: int = 1
+
+    def bytes_of(self, size: Size, available: int, flag: str) -> int:
+        """Of one pool; raises ConfigError where it is more than there is."""
+        nbytes = size.of(available) // (self.sharing if size.share else 1)
+        if nbytes > available:
+            raise ConfigError(f"{flag}: {nbytes / GIB:.1f} GiB asked for, {available / GIB:.1f} GiB are free")
+        return nbytes
+
+    def store(
+        self, placement: Placement, shard: int, tier: Tier, host_pool: Pool | None, on_layer: OnLayer
+    ) -> WeightStore:
+        """A shard's."""
+        policy = POLICIES[self.eviction]
+        return WeightStore(
+            placement, shard, tier, host_pool, policy=policy, link_gbps=self.link_gbps, on_layer=on_layer
+        )
+
+
+def host(
+    placement: Placement,
+    shard: int,
+    dtype: torch.dtype,
+    memory: Memory = Memory(),
+    on_layer: OnLayer = lambda *_: None,
+) -> Backend:
+    """Weights in host memory, torch on the CPU. Raises ConfigError where there is too little memory."""
+    available = available_bytes()
+    pool = MappedPool(memory.bytes_of(memory.device_pool, available, "--device-pool"))
+    packed = memory.bytes_of(memory.host_pool, available, "--host-pool")
+    tier = CpuTier(placement, shard, dtype, pool)
+    store = memory.store(placement, shard, tier, MappedPool(packed) if packed else None, on_layer)
+    return Backend(store, HostCompute(cpu.lora_step))
 
 
 def paged(
@@ -48,12 +93,15 @@ def paged(
     pool: PagePool,
     launch: Launch,
     max_step_rows: int,
+    host_pool: Pool | None = None,
+    memory: Memory = Memory(),
     on_layer: OnLayer = lambda *_: None,
     lost: Callable[[], bool] = lambda: False,
 ) -> Backend:
     """Weights in the pages of any device, computed by `launch`."""
-    store = PagedStore(placement, shard, dtype, pool, on_layer)
-    return Backend(store, DeviceCompute(launch, store.table, placement.spec, dtype, max_step_rows, lost))
+    tier = PagedTier(placement, shard, dtype, pool)
+    store = memory.store(placement, shard, tier, host_pool, on_layer)
+    return Backend(store, DeviceCompute(launch, tier.table, placement.spec, dtype, max_step_rows, lost))
 
 
 def cuda(
@@ -64,7 +112,7 @@ def cuda(
     *,
     local_shards: int,
     local_index: int,
-    pool_gib: float,
+    memory: Memory,
     on_layer: OnLayer,
 ) -> Backend:
     """Weights in the memory of a GPU, our CUDA kernels. Shards of a node take its GPUs in turn, and may share one.
@@ -86,9 +134,19 @@ def cuda(
     if max_step_rows > most:
         raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")
     sharing = len(range(local_index % torch.cuda.device_count(), local_shards, torch.cuda.device_count()))
-    pool = _pool(device, pool_gib, sharing)
+    pool = _device_pool(device, memory, sharing)
+    lost = functools.partial(_is_lost, device)
     return paged(
-        placement, shard, dtype, pool, compiled.launch, max_step_rows, on_layer, functools.partial(_is_lost, device)
+        placement,
+        shard,
+        dtype,
+        pool,
+        compiled.launch,
+        max_step_rows,
+        _pinned_pool(memory, local_shards),
+        memory,
+        on_layer,
+        lost,
     )
 
 
@@ -116,12 +174,21 @@ def _gpu(local_index: int) -> torch.device:
     return device
 
 
-def _pool(device: torch.device, pool_gib: float, sharing: int) -> PagePool:
+def _device_pool(device: torch.device, memory: Memory, sharing: int) -> PagePool:
     free, _ = torch.cuda.mem_get_info(device)
-    nbytes = int(pool_gib * GIB) if pool_gib else int(free * FREE_SHARE / sharing)
+    on_device = dataclasses.replace(memory, sharing=sharing)
+    nbytes = on_device.bytes_of(memory.device_pool, free, "--device-pool")
     if nbytes < PAGE_BYTES:
-        raise ConfigError(f"--pool-gib: got {nbytes} bytes, expected at least one page of {PAGE_BYTES}")
+        raise ConfigError(f"--device-pool: got {nbytes} bytes, expected at least one page of {PAGE_BYTES}")
     try:
         return PagePool(nbytes // PAGE_BYTES, device)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"--pool-gib: {nbytes / GIB:.1f} GiB asked for, {free / GIB:.1f} free on {device}") from error
+        raise ConfigError(
+            f"--device-pool: {nbytes / GIB:.1f} GiB asked for, {free / GIB:.1f} GiB are free on {device}"
+        ) from error
+
+
+def _pinned_pool(memory: Memory, sharing: int) -> PagePool | None:
+    on_host = dataclasses.replace(memory, sharing=sharing)
+    nbytes = on_host.bytes_of(memory.host_pool, available_bytes(), "--host-pool")
+    return PagePool(nbytes // PAGE_BYTES, "cpu", pinned=True) if nbytes >= PAGE_BYTES else None

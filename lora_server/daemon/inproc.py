@@ -14,7 +14,7 @@ from lora_server.adapters import validate_adapter
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend
 from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
-from lora_server.memory.store import Source
+from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Independent
 from lora_server.shard.loop import Shard

@@ -9,6 +9,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import structlog
@@ -21,8 +22,8 @@ from lora_server.daemon.backends import Backend
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.stream import ControllerStream, Done
-from lora_server.errors import ConfigError, LeaseError
-from lora_server.memory.store import Source
+from lora_server.errors import ConfigError, LeaseError, LoraServerError
+from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.shard.loop import Shard
@@ -37,6 +38,7 @@ from lora_server.wire.region import RegionLayout
 
 STATS_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
+PREFETCH_SECONDS = 5.0  # so long an adapter that was prefetched is kept for who asked
 SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
@@ -69,7 +71,9 @@ class ShardProcess:
     def _backend(self, placement: Placement) -> Backend:
         config, dtype = self.config, getattr(torch, self.config.dtype)
         if config.device == "cpu":
-            return backends.host(placement, config.shard, dtype, self._layer_loaded)
+            return backends.host(
+                placement, config.shard, dtype, self._memory(len(config.local_shards)), self._layer_loaded
+            )
         return backends.cuda(
             placement,
             config.shard,
@@ -77,8 +81,18 @@ class ShardProcess:
             config.max_step_rows,
             local_shards=len(config.local_shards),
             local_index=self._local_index,
-            pool_gib=config.pool_gib,
+            memory=self._memory(1),
             on_layer=self._layer_loaded,
+        )
+
+    def _memory(self, sharing: int) -> backends.Memory:
+        config = self.config
+        return backends.Memory(
+            device_pool=config.device_pool,
+            host_pool=config.host_pool,
+            eviction=config.eviction,
+            link_gbps=config.host_link_gbps,
+            sharing=sharing,
         )
 
     @property
@@ -149,20 +163,25 @@ class ShardProcess:
         self.stream.report(pb.ShardReport(client_gone=pb.ClientGone(client=client, epoch=epoch)))
 
     def _layer_loaded(self, handle: int, layers: int) -> None:
-        self.stream.report(pb.ShardReport(layers_ready=pb.LayersReady(handle=handle, layers=layers)))
         self.port.ring()
 
     def _layers_ready(self, handle: int) -> int:
         return self.store.layers_ready(handle)
 
+    def _report_moved(self) -> None:
+        moved = [pb.Residency(handle=h, layers=r, host_layers=p, bytes=n) for h, r, p, n in self.store.moved()]
+        if moved:
+            self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
+
     def _stats(self) -> None:
         while not self.stopping.wait(STATS_SECONDS):
+            self._report_moved()
             followers = self.coordinator.followers if isinstance(self.coordinator, Leader) else 0
             connections = self.port.connections
             stats = pb.ShardStats(
                 **vars(self.shard.counters),
-                **self.store.memory()._asdict(),
-                weight_bytes=self.store.nbytes(),
+                **self.store.use()._asdict(),
+                device=self.store.tier.name,
                 clients=len(connections),
                 followers=followers,
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
@@ -192,8 +211,7 @@ class ShardProcess:
     def _execute(self, command: pb.ShardCommand, done: Done) -> None:
         kind = command.WhichOneof("command")
         if kind == "load":
-            load = command.load
-            self.store.load(load.handle, Source(Path(load.path), load.version, load.stamp), done)
+            self._load(command.load, done)
             return
         if kind == "grant":
             self._grant(command.grant)
@@ -202,13 +220,26 @@ class ShardProcess:
         elif kind == "drop":
             self.store.drop(command.drop)
         elif kind == "prefetch":
-            self.store.prefetch(list(command.prefetch.handles))
+            self.store.prefetch(command.prefetch.handles, "prefetch", time.monotonic() + PREFETCH_SECONDS)
+        elif kind == "note":
+            self.store.relocate(command.note.handle, _source(command.note))
         elif kind == "follow" and isinstance(self.coordinator, Follower):
             self.coordinator.follow(command.follow)
         done(None)
 
+    def _load(self, load: pb.Load, done: Done) -> None:
+        def loaded(error: LoraServerError | None) -> None:
+            self._report_moved()
+            done(error)
+
+        self.store.load(load.handle, _source(load), loaded, load.eager)
+
     def _grant(self, grant: pb.Grant) -> None:
         self.port.grant(Grant(grant.client, grant.epoch, grant.key))
+
+
+def _source(load: pb.Load) -> Source:
+    return Source(Path(load.path), load.version, load.stamp)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,11 @@
-"""Where a shard's adapter weights live, and how they get there.
+"""Where a shard's adapter weights live, and how they get there (docs/memory.md).
 
-store      the interface, and the states of a layer    loader    one thread, layer by layer, prefetched first
-resident   as tensors in host memory (--device cpu)    paged     in pages of a device's pool (--device cuda)
-pages      the pool                                    directory  where in the pages each block begins
+store      adapters of a shard: known, loaded, pinned by steps, evicted, dropped; its thread is the loader
+entry      one adapter and the states of its layers      manifest  where in its memory each block lies
+loading    from files to memory, layer by layer          eviction  who makes room, and for whom
+pools      bytes that are handed out and taken back      formats   how a block's weights lie in them
+pins       what steps read now
+mapped     a pool of the operating system's pages        pages     a pool of 2 MiB pages, on a GPU or pinned
+tier       the memory that steps read                    on_cpu    as tensors, for the CPU kernels
+paged      as tiles in pages, for the CUDA kernels       directory where in the pages each block begins
 """

@@ -1,110 +1,465 @@
-"""Adapter weights of one shard, as its loop and its controller see them; see resident and paged.
+"""The adapter weights of one shard: known, brought in, pinned by steps, evicted, dropped.
 
-READY is per (handle, layer): a step at layer 0 can run when layer 0 is there. A wait for weights is
-the caller's: the store only says where a layer stands.
+Its thread brings one layer after the other: first what is needed first (deadlines), then what somebody waits for,
+then, as long as there is room, what nobody has asked for yet. READY is per layer, so a step at layer 0 can run when
+layer 0 is there; which steps wait is the caller's business.
 """
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lora_server.errors import LoraServerError
+from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
+from lora_server.memory.entry import Done, Entry, Source, State
+from lora_server.memory.eviction import Policy, lru, may_go, victims
+from lora_server.memory.loading import Loader
+from lora_server.memory.pins import Pins
+from lora_server.memory.pools import Pool
+from lora_server.memory.tier import Tier
+from lora_server.placement import Placement
 from lora_server.spec import Site
 
-
-class State(Enum):
-    """Where the weights of (handle, layer) stand on this shard."""
-
-    UNKNOWN = "unknown"
-    LOADING = "loading"
-    READY = "ready"
-    FAILED = "failed"
+LOOK_SECONDS = 0.02  # how often one that has no room looks whether somebody's turn is over
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp)."""
+class MemoryUse(NamedTuple):
+    """Bytes of the device pool and of the host pool, and what has happened since the start."""
 
-    path: Path
-    version: str
-    stamp: str
-
-
-class Memory(NamedTuple):
-    """Where weights are kept, and how much room there is."""
-
-    device: str
+    weight_bytes: int
     free_bytes: int
     total_bytes: int
+    host_bytes: int
+    host_total_bytes: int
+    loads: int  # of whole adapters
+    loaded_bytes: int
+    evictions: int
 
 
-class WeightStore(ABC):
-    """Weights of the (site, expert)s that one shard owns. Thread-safe."""
+class Residency(NamedTuple):
+    """How much of an adapter is where."""
 
-    @abstractmethod
-    def load(self, handle: int, source: Source, done: Callable[[LoraServerError | None], None]) -> None:
-        """Bring an adapter in, layer by layer, in the background; `done` is called once, from any thread.
+    handle: int
+    ready: int  # layers
+    packed: int  # layers in the host pool
+    nbytes: int
 
-        Loading what is here already only calls `done`.
+
+class WeightStore:
+    """Thread-safe. `on_layer(handle, layers ready)` is called by its thread after each layer, and after a failure."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        shard: int,
+        tier: Tier,
+        host_pool: Pool | None = None,
+        *,
+        policy: Policy = lru,
+        link_gbps: float = 0.0,
+        on_layer: Callable[[int, int], None] = lambda handle, layers: None,
+    ) -> None:
+        self.tier, self.host_pool = tier, host_pool
+        self._shard, self._policy, self._on_layer = shard, policy, on_layer
+        self._layers = placement.layers(shard)
+        self._changed = threading.Condition()
+        self._entries: dict[int, Entry] = {}
+        self._wanted: dict[int, Entry] = {}  # not whole, and somebody wants them
+        self._unasked: deque[Entry] = deque()
+        self._whole: set[int] = set()  # handles
+        self._pins = Pins()
+        self._demanded: dict[Hashable, set[Entry]] = {}  # by whom
+        self._dropped: set[Entry] = set()  # and not free yet
+        self._busy: Entry | None = None  # the thread works on it, without the lock
+        self._starved = False  # the thread waits for memory
+        self._moved: set[int] = set()
+        self._loads = self._loaded_bytes = self._evictions = self._orders = 0
+        self._closing = threading.Event()
+        self._loader = Loader(placement, shard, tier, self._closing.wait, link_gbps)
+        self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
+        self._thread.start()
+
+    # -- adapters
+
+    def load(self, handle: int, source: Source, done: Done, eager: bool = True) -> None:
+        """Know an adapter from now on; `done` is called once, from any thread.
+
+        Eager: it is brought in, others make room, and `done` comes when all of it is READY. Otherwise `done` comes
+        when its files were looked at, and it is brought in if there is room, or when somebody asks.
         """
+        with self._changed:
+            entry = self._entries.get(handle)
+            if entry is None:
+                self._orders += 1
+                entry = self._entries[handle] = Entry(handle, source, self._layers, self._orders)
+            elif entry.source.version != source.version:
+                done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
+                return
+            entry.retry()
+            if entry.failure is not None or entry.is_whole() or not (eager or entry.size is None):
+                done(entry.failure)
+                return
+            if eager:
+                entry.waiting.append(done)
+                self._want(entry)
+            else:
+                entry.looking.append(done)
+                self._unasked.append(entry)
+                self._changed.notify()
 
-    @abstractmethod
-    def prefetch(self, handles: Sequence[int]) -> None:
-        """These are needed soon: load them before everything else that waits. Unknown handles are ignored."""
+    def relocate(self, handle: int, source: Source) -> None:
+        """The same content lies elsewhere, or in other files. Unknown handles, and other content, are ignored."""
+        with self._changed:
+            entry = self._entries.get(handle)
+            if entry is not None and entry.source.version == source.version:
+                entry.source = source
 
-    @abstractmethod
     def drop(self, handle: int) -> None:
-        """Forget an adapter and free its memory. Unknown handles are ignored.
+        """Forget an adapter; its memory is free when no step reads it any more. Unknown handles are ignored.
 
-        A load under way stops, and its `done` gets an AdapterLoadError.
+        Whoever waits for it gets an AdapterLoadError.
         """
+        with self._changed:
+            entry = self._entries.pop(handle, None)
+            if entry is None:
+                return
+            entry.dropped, entry.withdrawn = True, self.tier.withdraw(handle)
+            self._wanted.pop(handle, None)
+            self._whole.discard(handle)
+            self._dropped.add(entry)
+            for demanded in self._demanded.values():
+                demanded.discard(entry)
+            self._free_if_dropped(entry)
+            waiting, entry.waiting, entry.looking = entry.waiting + entry.looking, [], []
+        for done in waiting:
+            done(AdapterLoadError(f"handle {handle}: dropped while it loaded"))
 
-    @abstractmethod
+    # -- steps
+
+    def pin(self, handles: Collection[int], layer: int, owner: Hashable, deadline: float) -> int | None:
+        """Keep these adapters where they are until `unpin`; None where one is not READY, which is then demanded.
+
+        deadline: time.monotonic(). Those that are unknown or FAILED keep nobody waiting: `gather` refuses them. Raises
+        AdapterLoadError where all of them together do not fit.
+        """
+        with self._changed:
+            if not self._whole.issuperset(handles) and not self._have(handles, layer, owner, deadline):
+                return None
+            if owner in self._demanded:
+                self._withdraw(owner)
+            return self._pins.add(handles, time.monotonic())
+
+    def unpin(self, pin: int) -> None:
+        """The step was answered."""
+        with self._changed:
+            self._pins.remove(pin)
+            for entry in list(self._dropped):
+                self._free_if_dropped(entry)
+            if self._starved:
+                self._changed.notify()
+
+    def prefetch(self, handles: Iterable[int], owner: Hashable, deadline: float) -> None:
+        """These will be needed then, at the first layer. Unknown handles are ignored."""
+        with self._changed:
+            known = [entry for handle in handles if (entry := self._entries.get(handle)) is not None]
+            self._demand(known, None, owner, deadline)
+
+    def forget(self, owner: Hashable) -> None:
+        """Whoever demanded something needs it no more."""
+        with self._changed:
+            self._withdraw(owner)
+            self._changed.notify()
+
+    def missing(self, handles: Iterable[int], layer: int) -> int | None:
+        """One of these that a step of the layer has to wait for."""
+        entries = (self._entries.get(handle) for handle in handles)
+        return next((entry.handle for entry in entries if entry is not None and entry.lacks(layer)), None)
+
+    def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], where: str) -> Any:
+        """The weights of a step, for what it pinned; see Tier.gather. `where` names the step in errors: why loading
+        FAILED, UnknownAdapterError for what is not READY, ProtocolError for what another shard owns."""
+
+        def refusal(handle: int, expert: int) -> LoraServerError:
+            entry = self._entries.get(handle)
+            state = State.UNKNOWN if entry is None else entry.state(site.layer)
+            if entry is not None and entry.failure is not None and state is State.FAILED:
+                return entry.failure
+            if state is State.READY:
+                return ProtocolError(
+                    f"{site} expert {expert}: not on shard {self._shard}; placements differ, join again"
+                )
+            return UnknownAdapterError(
+                f"shard {self._shard} {where}: handle {handle} is {state.value} here; was it removed?"
+            )
+
+        return self.tier.gather(site, segments_S4, refusal)
+
+    # -- what there is
+
     def state(self, handle: int, layer: int) -> State:
         """Where a layer stands."""
+        entry = self._entries.get(handle)
+        return State.UNKNOWN if entry is None else entry.state(layer)
 
-    @abstractmethod
-    def loading(self, handles: Iterable[int], layer: int) -> int | None:
-        """One of these whose layer is LOADING, if there is one."""
-
-    @abstractmethod
-    def layers_ready(self, handle: int) -> int:
-        """How many of its layers are; 0 for one that is unknown."""
-
-    @abstractmethod
     def error(self, handle: int) -> LoraServerError:
         """Why a handle is FAILED."""
+        entry = self._entries.get(handle)
+        failure = entry.failure if entry is not None else None
+        return failure or AdapterLoadError(f"handle {handle}: not failed")
 
-    @abstractmethod
-    def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], where: str) -> Any:
-        """The weights of a step, as this shard's compute takes them; empty where there is no delta.
+    def layers_ready(self, handle: int) -> int:
+        """How many of its layers are; 0 for one that is unknown."""
+        entry = self._entries.get(handle)
+        return len(entry.ready) if entry is not None else 0
 
-        segments_S4: handle, expert (one of the site's), first entry, entries. `where` names the step in errors, which
-        are those of the first segment without weights here: why loading it FAILED, UnknownAdapterError if it is
-        not READY (any more), ProtocolError for what another shard owns.
-        """
+    def moved(self) -> list[Residency]:
+        """Adapters that came or went since the last call."""
+        with self._changed:
+            moved, self._moved = self._moved, set()
+            entries = [self._entries[handle] for handle in moved if handle in self._entries]
+            return [Residency(one.handle, len(one.ready), len(one.packed), one.nbytes) for one in entries]
 
-    def reading(self) -> contextlib.AbstractContextManager[object]:
-        """While it is held, what `gather` returned stays where it is."""
-        return contextlib.nullcontext()
+    def use(self) -> MemoryUse:
+        """What the pools hold."""
+        with self._changed:
+            self._note_uses()
+        device, host = self.tier.pool, self.host_pool
+        return MemoryUse(
+            device.used,
+            device.free,
+            device.capacity,
+            host.used if host else 0,
+            host.capacity if host else 0,
+            self._loads,
+            self._loaded_bytes,
+            self._evictions,
+        )
 
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of weights held now."""
+    def check_integrity(self) -> None:
+        """When idle: every byte of the pools is free or an adapter's, once. Raises AssertionError."""
+        with self._changed:
+            entries = list(self._entries.values())
+            self.tier.pool.check_integrity([entry.device for entry in entries if entry.device is not None])
+            if self.host_pool is not None:
+                self.host_pool.check_integrity([entry.host for entry in entries if entry.host is not None])
+            for entry in entries:
+                assert not entry.ready or entry.device is not None or not entry.nbytes, entry
+                assert not entry.packed or entry.host is not None, entry
 
-    @abstractmethod
-    def memory(self) -> Memory:
-        """What weights may still take; on a CPU others of the machine may take it too."""
-
-    @abstractmethod
     def close(self) -> None:
         """Drop everything and stop."""
+        for handle in list(self._entries):
+            self.drop(handle)
+        with self._changed:
+            self._closing.set()
+            self._changed.notify()
+        self._thread.join()
+
+    # -- under the lock
+
+    def _have(self, handles: Iterable[int], layer: int, owner: Hashable, deadline: float) -> bool:
+        """Whether a step can be served; otherwise what it lacks is demanded."""
+        entries = [entry for handle in handles if (entry := self._entries.get(handle)) is not None]
+        for entry in entries:
+            entry.retry()
+        if any(entry.lacks(layer) for entry in entries):
+            self._check_fit(entries)
+            self._demand(entries, layer, owner, deadline)
+            return False
+        for entry in entries:
+            entry.in_part = not entry.is_whole() and entry.failure is None
+        return True
+
+    def _withdraw(self, owner: Hashable) -> None:
+        for entry in self._demanded.pop(owner, ()):
+            entry.demands.pop(owner, None)
+
+    def _note_uses(self) -> None:
+        for now, handles in self._pins.take_uses():
+            for handle in handles:
+                if handle in self._entries:
+                    self._entries[handle].usage.count(now)
+
+    def _want(self, entry: Entry) -> None:
+        self._wanted[entry.handle] = entry
+        self._changed.notify()
+
+    def _demand(self, entries: Iterable[Entry], layer: int | None, owner: Hashable, deadline: float) -> None:
+        for entry in entries:
+            entry.demands[owner] = deadline
+            self._demanded.setdefault(owner, set()).add(entry)
+            if layer in entry.layers and layer not in entry.ready:
+                entry.first = entry.layers.index(layer)
+            if not entry.is_whole() and entry.failure is None:
+                self._want(entry)
+
+    def _check_fit(self, entries: Iterable[Entry]) -> None:
+        size, capacity = sum(entry.size or 0 for entry in entries), self.tier.pool.capacity
+        if size > capacity:
+            raise AdapterLoadError(
+                f"shard {self._shard}: the adapters of one step take {size} bytes together, and its pool "
+                f"has {capacity}; put fewer adapters into a batch, or start the server with a larger --device-pool or "
+                "more shards"
+            )
+
+    def _next(self) -> Entry | None:
+        """The entry to work on, with memory for it where its files were looked at; None at the end."""
+        with self._changed:
+            self._busy = None
+            while not self._closing.is_set():
+                now = time.monotonic()
+                for entry in self._in_order(now):
+                    if entry.size is None or self._make_room(entry, now):
+                        self._busy = entry
+                        return entry
+                self._starved = bool(self._wanted)
+                self._changed.wait(LOOK_SECONDS if self._starved else None)
+            return None
+
+    def _in_order(self, now: float) -> list[Entry]:
+        for entry in list(self._wanted.values()):
+            entry.forget_demands(now)
+            if entry.is_whole() or entry.failure is not None or not entry.is_wanted():
+                del self._wanted[entry.handle]
+        if self._wanted:
+            return sorted(self._wanted.values(), key=lambda one: (one.deadline(), len(one.ready), one.order))
+        while self._unasked:
+            entry = self._unasked[0]
+            if not (entry.dropped or entry.failure is not None or entry.is_whole()) and self._has_room(entry):
+                return [entry]
+            self._unasked.popleft()
+        return []
+
+    def _has_room(self, entry: Entry) -> bool:
+        return entry.size is None or entry.device is not None or self.tier.pool.can_allocate(entry.nbytes)
+
+    def _make_room(self, entry: Entry, now: float) -> bool:
+        """Whether it has device memory now; in the host pool it gets some if it can."""
+        if entry.device is None:
+            if not self._evict_for(entry, self.tier.pool, now):
+                return False
+            entry.device, entry.began = self.tier.pool.allocate(entry.nbytes), now
+        if entry.host is None and self.host_pool is not None and self._evict_for(entry, self.host_pool, now):
+            entry.host = self.host_pool.allocate(entry.nbytes)
+        return True
+
+    def _evict_for(self, entry: Entry, pool: Pool, now: float) -> bool:
+        missing = pool.size_of(entry.nbytes) - pool.free
+        if missing <= 0:
+            return True
+        self._note_uses()
+        others = [one for one in self._entries.values() if one is not entry]
+        if pool is self.tier.pool:
+            mine = entry.deadline(), entry.order
+            there = [one for one in others if one.device is not None and one.handle not in self._pins]
+            resident = [one for one in there if may_go(one, mine, now)]
+        else:
+            resident = [one for one in others if one.host is not None]
+        chosen = victims(missing, resident, lambda one: pool.size_of(one.nbytes), self._policy)
+        for one in chosen or ():
+            self._evict(one, pool)
+        return chosen is not None
+
+    def _evict(self, entry: Entry, pool: Pool) -> None:
+        if pool is self.tier.pool:
+            self.tier.release(self.tier.withdraw(entry.handle))
+            self._free_device(entry)
+            self._evictions += 1
+            if entry.is_wanted():  # by somebody who needs it later
+                self._want(entry)
+        else:
+            self._free_host(entry)
+        self._moved.add(entry.handle)
+
+    def _free_device(self, entry: Entry) -> None:
+        if entry.device is not None:
+            self.tier.pool.deallocate(entry.device)
+        entry.device, entry.first, entry.in_part = None, 0, False
+        entry.ready.clear()
+        if not entry.dropped:
+            self._whole.discard(entry.handle)
+        self._tidy(entry)
+
+    def _free_host(self, entry: Entry) -> None:
+        if entry.host is not None and self.host_pool is not None:
+            self.host_pool.deallocate(entry.host)
+        entry.host = None
+        entry.packed.clear()
+        self._tidy(entry)
+
+    def _tidy(self, entry: Entry) -> None:
+        """Of one that is nowhere only its source is kept."""
+        if entry.device is None:
+            self._loader.close(entry)
+            if entry.host is None:
+                entry.manifest = None
+
+    def _free_if_dropped(self, entry: Entry) -> None:
+        if entry.dropped and entry.handle not in self._pins and entry is not self._busy:
+            self._dropped.discard(entry)
+            self.tier.release(entry.withdrawn)
+            entry.withdrawn = None
+            self._free_device(entry)
+            self._free_host(entry)
+            self._changed.notify()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while (entry := self._next()) is not None:
+            try:
+                moved = self._advance(entry)
+            except Exception as error:
+                self._fail(entry, error)
+                moved = True
+            with self._changed:
+                self._busy = None
+                self._free_if_dropped(entry)
+                answered = entry.answered()
+            if moved:
+                self._on_layer(entry.handle, len(entry.ready))
+            for done in answered:
+                done(entry.failure)
+
+    def _advance(self, entry: Entry) -> bool:
+        """Look at its files, or bring a layer; whether it did that."""
+        if entry.manifest is None:
+            self._loader.measure(entry)
+            self._check_fit([entry])
+            with self._changed:
+                if not (entry.dropped or self._make_room(entry, time.monotonic())):
+                    self._tidy(entry)
+            return False
+        layer = entry.next_layer()
+        nbytes = self._loader.bring(entry, layer)
+        with self._changed:
+            if entry.dropped:
+                return True
+            assert entry.device is not None
+            self.tier.publish(entry.handle, layer, entry.device, entry.manifest)
+            entry.ready.add(layer)
+            self._loaded_bytes += nbytes
+            self._moved.add(entry.handle)
+            entry.arrived(time.monotonic())
+            if entry.is_whole():
+                self._loads += 1
+                self._whole.add(entry.handle)
+                self._loader.close(entry)
+        return True
+
+    def _fail(self, entry: Entry, error: Exception) -> None:
+        if not isinstance(error, LoraServerError):
+            error = AdapterLoadError(f"{entry.source.path}: {error!r}")
+        with self._changed:
+            entry.failure, entry.failed_at = error, time.monotonic()
+            self._loader.close(entry)
+            self._moved.add(entry.handle)
+            if not entry.ready and not entry.dropped:
+                self._free_device(entry)
+                self._free_host(entry)

@@ -114,7 +114,9 @@ class DeviceCompute(Compute):
         try:
             self._run(request, segments, connection)
         except torch.OutOfMemoryError as error:
-            raise StepError(f"{request.header.where}: {error}; start the server with a smaller --pool-gib") from error
+            raise StepError(
+                f"{request.header.where}: {error}; start the server with a smaller --device-pool"
+            ) from error
         except RuntimeError as error:
             if self._lost():
                 raise DeviceLostError(f"{request.header.where}: {error}") from error

@@ -73,6 +73,7 @@ class Shard:
             return False
         del self._pending[step.connection.client]
         self._serve(step)
+        self._let_go(step)
         return True
 
     def _anything_new(self) -> bool:
@@ -81,7 +82,7 @@ class Shard:
         for connection in self.port.connections:
             if connection.client not in self._pending and connection.requested() > connection.served:
                 return True
-        return any(step.blocked and self._loading(step) is None for step in self._pending.values())
+        return any(step.blocked and self._missing(step) is None for step in self._pending.values())
 
     def _receive(self) -> None:
         """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
@@ -90,6 +91,7 @@ class Shard:
         for client, step in list(self._pending.items()):
             if alive.get(client) is not step.connection:
                 del self._pending[client]
+                self._let_go(step)
         for connection in connections:
             if connection.requested() > connection.served + connection.region.layout.depth:
                 log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
@@ -115,35 +117,37 @@ class Shard:
         self._recheck(step)
 
     def _recheck(self, step: PendingStep) -> None:
-        handle = self._loading(step)
-        step.blocked = handle is not None
-        if handle is None:
-            return
-        self.store.prefetch([handle])
-        if time.monotonic_ns() >= step.expires_ns:
+        try:
+            step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
+            if step.blocked and time.monotonic_ns() >= step.expires_ns:
+                raise StepTimeoutError(
+                    f"shard {self.index} {step.header.where}: the weights of handle {self._missing(step)} were not "
+                    "loaded before the client's deadline; wait longer, prefetch, or start the server with a larger "
+                    "--device-pool"
+                )
+        except LoraServerError as error:
             del self._pending[step.connection.client]
-            self._refuse(
-                step.connection,
-                step.seq,
-                StepTimeoutError(
-                    f"shard {self.index} {step.header.where}: the weights of handle {handle} were not loaded "
-                    "before the client's deadline; wait longer, or prefetch"
-                ),
-                step.header.budget_us,
-            )
+            self._let_go(step)
+            self._refuse(step.connection, step.seq, error, step.header.budget_us)
 
-    def _loading(self, step: PendingStep) -> int | None:
-        return self.store.loading(step.handles, step.header.layer)
+    def _missing(self, step: PendingStep) -> int | None:
+        return self.store.missing(step.handles, step.header.layer)
+
+    def _let_go(self, step: PendingStep) -> None:
+        """It was answered, or nobody waits for an answer."""
+        if step.pin is None:
+            self.store.forget(step.connection.client)
+        else:
+            self.store.unpin(step.pin)
 
     def _serve(self, step: PendingStep) -> None:
         memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
         try:
             request_memory = step.connection.region.request(step.seq)
             request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
-            with self.store.reading():
-                segments = self.store.gather(request.site, request.segments_S4, request.header.where)
-                if request.header.num_out_rows:
-                    self.compute.run(request, segments, step.connection)
+            segments = self.store.gather(request.site, request.segments_S4, request.header.where)
+            if request.header.num_out_rows:
+                self.compute.run(request, segments, step.connection)
         except LoraServerError as error:
             self._fail(step.connection, step.seq, error)
             return

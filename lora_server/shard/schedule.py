@@ -29,7 +29,12 @@ class PendingStep:
     received_ns: int
     expires_ns: int
     handles: frozenset[int] = frozenset()
-    blocked: bool = False  # its weights are not here yet
+    pin: int | None = None  # on its weights, from the moment on at which all are here
+
+    @property
+    def blocked(self) -> bool:
+        """Its weights are not here yet."""
+        return self.pin is None
 
 
 class DecodeFirst:

@@ -249,7 +249,7 @@ class GpuMemory:
             except (RuntimeError, ImportError) as error:
                 raise ShardUnavailableError(
                     f"{self._device}: cannot share {twin_bytes(layout)} bytes for a client's rows ({error}); start the "
-                    "server with a smaller --pool-gib, --max-step-rows or --slots"
+                    "server with a smaller --device-pool, --max-step-rows or --slots"
                 ) from error
 
     def pin(self, memory: memoryview) -> Callable[[], None]:

@@ -323,7 +323,7 @@ class ClientStatus(_message.Message):
     def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes")
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -338,6 +338,11 @@ class ShardStats(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     failed: int
     entries: int
@@ -352,7 +357,12 @@ class ShardStats(_message.Message):
     device: str
     free_bytes: int
     total_bytes: int
-    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
+    host_bytes: int
+    host_total_bytes: int
+    loads: int
+    loaded_bytes: int
+    evictions: int
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("client", "transport")
@@ -420,13 +430,23 @@ class Done(_message.Message):
     message: str
     def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
-class LayersReady(_message.Message):
-    __slots__ = ("handle", "layers")
+class Residency(_message.Message):
+    __slots__ = ("handle", "layers", "host_layers", "bytes")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
     handle: int
     layers: int
-    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
+    host_layers: int
+    bytes: int
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class Residencies(_message.Message):
+    __slots__ = ("moved",)
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    moved: _containers.RepeatedCompositeFieldContainer[Residency]
+    def __init__(self, moved: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ...) -> None: ...
 
 class ClientGone(_message.Message):
     __slots__ = ("client", "epoch")
@@ -437,22 +457,22 @@ class ClientGone(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ShardReport(_message.Message):
-    __slots__ = ("registration", "done", "layers_ready", "client_gone", "stats", "kept", "leaving")
+    __slots__ = ("registration", "done", "residencies", "client_gone", "stats", "kept", "leaving")
     REGISTRATION_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    LAYERS_READY_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCIES_FIELD_NUMBER: _ClassVar[int]
     CLIENT_GONE_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     registration: Registration
     done: Done
-    layers_ready: LayersReady
+    residencies: Residencies
     client_gone: ClientGone
     stats: ShardStats
     kept: Kept
     leaving: bool
-    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., layers_ready: _Optional[_Union[LayersReady, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., leaving: bool = ...) -> None: ...
+    def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., residencies: _Optional[_Union[Residencies, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., leaving: bool = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("client", "epoch", "key", "instance", "served_names")
@@ -469,20 +489,22 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp", "record", "listed")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STAMP_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
+    EAGER_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
     stamp: str
     record: bytes
     listed: bool
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ...) -> None: ...
+    eager: bool
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ...) -> None: ...
 
 class Handles(_message.Message):
     __slots__ = ("handles",)

@@ -1,0 +1,154 @@
+"""One adapter on one shard, and where each of its layers stands.
+
+    DISK ──► LOADING ──► READY          a layer is LOADING while the adapter has device memory and the layer is
+      ▲  ╲   ▲   ╲          │           not there yet; it is HOST where packed weights lie in the host pool, and
+      │   ▼  │    ▼         │           no device memory is taken for it
+      │  HOST     FAILED ◄──┘
+      └── evicted ──────────┘           FAILED is tried again when somebody asks, after RETRY_SECONDS
+
+An adapter's memory is allocated, and taken back, as a whole; its layers become READY one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from lora_server.errors import LoraServerError
+from lora_server.memory.manifest import Manifest
+from lora_server.memory.pools import Extent
+
+RETRY_SECONDS = 1.0
+MIN_STAY, STAY_PER_LOAD = 0.05, 10.0  # seconds; an adapter stays so many times as long as its load took
+HALF_LIFE = 60.0  # seconds, of the count of uses
+
+Done = Callable[[LoraServerError | None], None]
+
+
+class State(Enum):
+    """Where the weights of (handle, layer) stand on this shard."""
+
+    UNKNOWN = "unknown"
+    DISK = "on disk"
+    HOST = "in host memory"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp)."""
+
+    path: Path
+    version: str
+    stamp: str
+
+
+@dataclass
+class Usage:
+    """What eviction policies judge by. Times are time.monotonic()."""
+
+    last: float = 0.0
+    rate: float = 0.0  # uses, fewer by half each HALF_LIFE
+    load_seconds: float = 0.0  # of all layers, the last time
+
+    def count(self, now: float) -> None:
+        """It is used now."""
+        self.rate = self.rate * 0.5 ** ((now - self.last) / HALF_LIFE) + 1.0
+        self.last = now
+
+
+@dataclass(eq=False)
+class Entry:
+    """From the command to know it to the one to drop it; the store's lock guards it.
+
+    `demands` has until when whom it is needed by.
+    """
+
+    handle: int
+    source: Source
+    layers: tuple[int, ...]  # of this shard
+    order: int
+    nbytes: int = 0  # of its extent
+    size: int | None = None  # what that takes of the device pool; None until the files were looked at
+    manifest: Manifest | None = None  # while anything of it is in memory
+    device: Extent | None = None
+    host: Extent | None = None
+    ready: set[int] = field(default_factory=set)
+    packed: set[int] = field(default_factory=set)  # layers in `host`
+    demands: dict[Hashable, float] = field(default_factory=dict)
+    in_part: bool = False  # a step has used a layer of it: the others follow
+    first: int = 0  # index of the layer that was asked for last: loading begins there
+    looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
+    waiting: list[Done] = field(default_factory=list)  # for all of its layers
+    failure: LoraServerError | None = None
+    failed_at: float = 0.0
+    dropped: bool = False
+    withdrawn: object = None  # of the tier, until the last pin goes
+    began: float = 0.0  # when it got its memory
+    whole_since: float = 0.0
+    usage: Usage = field(default_factory=Usage)
+
+    def state(self, layer: int) -> State:
+        """Where a layer stands; one that this shard has nothing of is READY."""
+        if layer in self.ready or layer not in self.layers:
+            return State.READY
+        if self.failure is not None:
+            return State.FAILED
+        if self.device is not None:
+            return State.LOADING
+        return State.HOST if layer in self.packed else State.DISK
+
+    def lacks(self, layer: int) -> bool:
+        """Whether a step of this layer has to wait."""
+        return layer not in self.ready and layer in self.layers and self.failure is None
+
+    def is_whole(self) -> bool:
+        """Whether all layers are READY."""
+        return len(self.ready) == len(self.layers)
+
+    def next_layer(self) -> int:
+        """The one to load now: the one asked for, those after it, and then those before it."""
+        turned = self.layers[self.first :] + self.layers[: self.first]
+        return next(layer for layer in turned if layer not in self.ready)
+
+    def is_wanted(self) -> bool:
+        """Whether somebody needs it, or waits for all of it."""
+        return bool(self.demands or self.waiting or self.in_part)
+
+    def deadline(self) -> float:
+        """When it is needed first; infinite where nobody said."""
+        return min(self.demands.values(), default=float("inf"))
+
+    def forget_demands(self, now: float) -> None:
+        """Those that are over."""
+        if any(until < now for until in self.demands.values()):
+            self.demands = {owner: until for owner, until in self.demands.items() if until >= now}
+
+    def stays_until(self) -> float:
+        """A turn in memory that is worth its load: nobody takes an adapter that is in use before its time."""
+        return self.whole_since + max(MIN_STAY, STAY_PER_LOAD * self.usage.load_seconds) if self.is_whole() else 0.0
+
+    def arrived(self, now: float) -> None:
+        """A layer is READY, perhaps the last."""
+        self.usage.last = now
+        if self.is_whole():
+            self.in_part = False
+            self.whole_since, self.usage.load_seconds = now, now - self.began
+
+    def answered(self) -> list[Done]:
+        """Who waits no longer."""
+        over = self.failure is not None or self.is_whole()
+        looked, self.looking = self.looking, []
+        waited = self.waiting if over else []
+        self.waiting = [] if over else self.waiting
+        return looked + waited
+
+    def retry(self) -> None:
+        """Somebody asks for it: a failure that is old may be over."""
+        if self.failure is not None and time.monotonic() > self.failed_at + RETRY_SECONDS:
+            self.failure = None

@@ -1,0 +1,56 @@
+"""Who makes room, and for whom: pure functions of entries, apart from where their bytes lie.
+
+Never: one that is needed earlier, one in use whose turn is not over; the store leaves out those that steps read. Of
+the others those go first that nobody has asked for, and among them the one that the policy values least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from lora_server.memory.entry import Entry
+
+IN_USE_SECONDS = 0.25  # since the last step that read it
+
+Policy = Callable[[Entry], float]  # what an adapter is worth
+
+
+def lru(entry: Entry) -> float:
+    """The least recently used goes first."""
+    return entry.usage.last
+
+
+def value_density(entry: Entry) -> float:
+    """Seconds of loading that a byte saves: rate of use x load time / bytes."""
+    return entry.usage.rate * entry.usage.load_seconds / max(1, entry.nbytes)
+
+
+POLICIES: Mapping[str, Policy] = {"lru": lru, "value": value_density}
+
+
+def victims(
+    missing: int, resident: Iterable[Entry], size: Callable[[Entry], int], policy: Policy
+) -> list[Entry] | None:
+    """Whose memory together has `missing` bytes, least wanted first; None where all have less."""
+    chosen = []
+    for entry in sorted(resident, key=lambda entry: (entry.is_wanted(), -entry.deadline(), policy(entry))):
+        if missing <= 0:
+            break
+        chosen.append(entry)
+        missing -= size(entry)
+    if missing > 0:
+        return None
+    for entry in reversed(chosen[:-1]):  # a large one that went last may have made others needless
+        if missing + size(entry) <= 0:
+            chosen.remove(entry)
+            missing += size(entry)
+    return chosen
+
+
+def may_go(entry: Entry, mine: tuple[float, int], now: float) -> bool:
+    """Whether it has to make room for one that is needed at `mine` (deadline, order)."""
+    entry.forget_demands(now)
+    if entry.is_wanted() and (entry.deadline(), entry.order) <= mine:
+        return False
+    in_use = now - entry.usage.last < IN_USE_SECONDS
+    return not (in_use and now < entry.stays_until())

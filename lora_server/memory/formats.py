@@ -1,0 +1,124 @@
+"""How the weights of a block (one expert of one site) lie in memory: what a step's kernels read in place.
+
+Shapes: R lora rank, K input width, O output rows, B bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from typing_extensions import override
+
+from kernels_cuda.layout import TILE_BYTES, BlockShape, PairShape, block_shape, pack
+from kernels_cuda.ops import Block, Pair, stack
+from lora_server.adapters import Part
+from lora_server.errors import AdapterLoadError
+from lora_server.spec import ModelSpec, Site
+
+ShapeT = TypeVar("ShapeT", bound=Hashable)
+
+
+class Format(ABC, Generic[ShapeT]):
+    """A shape says all of a block but its weights; blocks of equal parts have equal ones."""
+
+    alignment: int  # bytes at whose multiples blocks begin
+
+    @abstractmethod
+    def shape(self, site: Site, parts: Sequence[Part]) -> ShapeT:
+        """Of a block; raises AdapterLoadError for what the kernels cannot serve."""
+
+    @abstractmethod
+    def nbytes(self, shape: ShapeT) -> int:
+        """What `pack` returns."""
+
+    @abstractmethod
+    def pack(self, pairs: Sequence[Pair], shape: ShapeT, device: torch.device) -> torch.Tensor:
+        """uint8 [B] of a block's pairs, made where they are to go, or on the host."""
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """A block as the CPU kernels take it: the A of all pairs one below the other, then each pair's B."""
+
+    in_width: int
+    parts: tuple[Part, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of A, and of each B."""
+        widths = (part.lora_rank * (part.out_end - part.out_begin) for part in self.parts)
+        return (self.in_width * sum(part.lora_rank for part in self.parts), *widths)
+
+
+class HostFormat(Format[HostShape]):
+    """Plain matrices, each at a multiple of a cache line."""
+
+    alignment = 64
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
+
+    @override
+    def shape(self, site: Site, parts: Sequence[Part]) -> HostShape:
+        return HostShape(self._spec.in_width(site), tuple(parts))
+
+    @override
+    def nbytes(self, shape: HostShape) -> int:
+        return sum(map(self._aligned, shape.sizes))
+
+    @override
+    def pack(self, pairs: Sequence[Pair], shape: HostShape, device: torch.device) -> torch.Tensor:
+        packed_B = torch.zeros(self.nbytes(shape), dtype=torch.uint8)
+        block = self.unpack(packed_B, shape)
+        for pair, place in zip(pairs, block.pairs, strict=True):
+            place.a_RK.copy_(pair.a_RK)
+            place.b_OR.copy_(pair.b_OR)
+        return packed_B
+
+    def unpack(self, packed_B: torch.Tensor, shape: HostShape) -> Block:
+        """Views of packed weights."""
+        matrices, begin = [], 0
+        for size in shape.sizes:
+            matrices.append(packed_B[begin : begin + size * self._dtype.itemsize].view(self._dtype))
+            begin += self._aligned(size)
+        a_RK = matrices[0].view(-1, shape.in_width)
+        ranks = [part.lora_rank for part in shape.parts]
+        pairs = (
+            Pair(a_rK, b.view(-1, part.lora_rank), part.scale, part.out_begin)
+            for part, a_rK, b in zip(shape.parts, torch.split(a_RK, ranks), matrices[1:], strict=True)
+        )
+        return Block(a_RK, tuple(pairs))
+
+    def _aligned(self, size: int) -> int:
+        return math.ceil(size * self._dtype.itemsize / self.alignment) * self.alignment
+
+
+class TileFormat(Format[BlockShape]):
+    """Tiles as kernels_cuda.layout cuts and orders them; 16-bit weights."""
+
+    alignment = TILE_BYTES
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        self._spec, self._dtype = spec, dtype
+
+    @override
+    def shape(self, site: Site, parts: Sequence[Part]) -> BlockShape:
+        pairs = [PairShape(part.lora_rank, part.out_begin, part.out_end - part.out_begin, part.scale) for part in parts]
+        try:
+            return block_shape(pairs, self._spec.in_width(site), self._spec.out_width(site))
+        except ValueError as error:
+            raise AdapterLoadError(f"{site}: {error}") from error
+
+    @override
+    def nbytes(self, shape: BlockShape) -> int:
+        return shape.num_tiles * TILE_BYTES
+
+    @override
+    def pack(self, pairs: Sequence[Pair], shape: BlockShape, device: torch.device) -> torch.Tensor:
+        block = stack([pair._replace(a_RK=pair.a_RK.to(self._dtype), b_OR=pair.b_OR.to(self._dtype)) for pair in pairs])
+        return pack(block.to(device), shape, self._dtype).reshape(-1)

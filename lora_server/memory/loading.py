@@ -1,0 +1,97 @@
+"""From an adapter's files to memory, a layer at a time. Packed once, when it first comes in; then copied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kernels_cuda.ops import Pair
+from lora_server.adapters import Adapter, open_adapter
+from lora_server.errors import AdapterLoadError
+from lora_server.memory.entry import Entry, Source
+from lora_server.memory.manifest import Manifest
+from lora_server.memory.pools import Extent
+from lora_server.memory.tier import Tier
+from lora_server.placement import Placement
+from lora_server.spec import Site
+
+
+@dataclass
+class Loader:
+    """Used by the store's thread, and by others only to `close` an entry that the thread does not work on.
+
+    `pause` waits; `link_gbps` slows copies to the device down to so many 10^9 bits a second, for tests and benches.
+    """
+
+    placement: Placement
+    shard: int
+    tier: Tier
+    pause: Callable[[float], object]
+    link_gbps: float = 0.0
+    _open: dict[Entry, Adapter] = field(default_factory=dict)
+
+    def measure(self, entry: Entry) -> None:
+        """Open the files: what it has here, and how large that is. Raises AdapterError."""
+        adapter = self._opened(entry)
+        entry.manifest = Manifest(adapter, self.placement, self.shard, entry.layers, self.tier.format)
+        entry.nbytes = entry.manifest.nbytes
+        entry.size = self.tier.pool.size_of(entry.nbytes)
+
+    def bring(self, entry: Entry, layer: int) -> int:
+        """One layer to the device, by way of the host pool where it has memory there; returns its bytes."""
+        manifest, device = entry.manifest, entry.device
+        assert manifest is not None and device is not None
+        begin, end = manifest.spans[layer]
+        began = time.monotonic()
+        if entry.host is None:
+            self._read(entry, manifest, layer, device)
+        else:
+            if layer not in entry.packed:
+                self._read(entry, manifest, layer, entry.host)
+                entry.packed.add(layer)
+            began = time.monotonic()
+            with self.tier.on_stream():
+                device.copy(entry.host, begin, end)
+        self.tier.synchronize()
+        if self.link_gbps:
+            self.pause(began + (end - begin) * 8e-9 / self.link_gbps - time.monotonic())
+        if len(entry.packed) == len(entry.layers):
+            self.close(entry)
+        return end - begin
+
+    def close(self, entry: Entry) -> None:
+        """Its files; nothing where they are closed."""
+        adapter = self._open.pop(entry, None)
+        if adapter is not None:
+            adapter.close()
+
+    def _read(self, entry: Entry, manifest: Manifest, layer: int, target: Extent) -> None:
+        adapter, device = self._opened(entry), self.tier.device
+        for site, blocks in manifest.blocks.items():
+            for expert, placed in blocks.items() if site.layer == layer else ():
+                with self.tier.on_stream():
+                    target.write(
+                        placed.begin, self.tier.format.pack(_pairs(adapter, site, expert), placed.shape, device)
+                    )
+
+    def _opened(self, entry: Entry) -> Adapter:
+        if entry not in self._open:
+            self._open[entry] = _open(entry.source, self.placement)
+        return self._open[entry]
+
+
+def _pairs(adapter: Adapter, site: Site, expert: int) -> list[Pair]:
+    return [Pair(a_RK, b_OR, part.scale, part.out_begin) for part, a_RK, b_OR in adapter.read(site, expert)]
+
+
+def _open(source: Source, placement: Placement) -> Adapter:
+    """The adapter that was registered; files touched since are read whole and must have the same content."""
+    adapter = open_adapter(source.path, placement.spec)
+    if adapter.stamp != source.stamp and adapter.version() != source.version:
+        adapter.close()
+        raise AdapterLoadError(
+            f"{source.path}: its content changed since it was registered (version {source.version[:12]}); "
+            "remove it and add it again"
+        )
+    return adapter

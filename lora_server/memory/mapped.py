@@ -1,0 +1,61 @@
+"""A pool in host memory: the operating system's own pages, so that any bytes that are free can be had together."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import torch
+from typing_extensions import override
+
+from lora_server.memory.pools import Extent, Pool
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class MappedExtent(Extent):
+    """A mapping of its own, so that it goes back to the system with the last view of it."""
+
+    def __init__(self, nbytes: int, size: int) -> None:
+        self.nbytes = nbytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self.memory = (
+            torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+            if size
+            else torch.empty(0, dtype=torch.uint8)
+        )
+
+    @override
+    def pieces(self, begin: int, end: int) -> list[torch.Tensor]:
+        return [self.memory[begin:end]]
+
+
+class MappedPool(Pool):
+    """So many bytes of host memory at most; they are taken from the system when they are written to."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.used = capacity // PAGE_BYTES * PAGE_BYTES, 0
+        self._lock = threading.Lock()
+
+    @override
+    def size_of(self, nbytes: int) -> int:
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    @override
+    def allocate(self, nbytes: int) -> MappedExtent:
+        size = self.size_of(nbytes)
+        with self._lock:
+            if size > self.free:
+                raise MemoryError(f"{size} bytes asked for, {self.free} of {self.capacity} free")
+            self.used += size
+        return MappedExtent(nbytes, size)
+
+    @override
+    def deallocate(self, extent: Extent) -> None:
+        with self._lock:
+            self.used -= self.size_of(extent.nbytes)
+
+    @override
+    def check_integrity(self, held: list[Extent]) -> None:
+        taken = sum(self.size_of(extent.nbytes) for extent in held)
+        assert self.used == taken, f"{self.used} bytes are used, {taken} are held"

@@ -1,0 +1,71 @@
+"""Weights as the CPU kernels take them: matrices in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from kernels_cuda.ops import NOTHING, Block, Segment
+from lora_server.memory.formats import HostFormat
+from lora_server.memory.manifest import Manifest
+from lora_server.memory.pools import Extent, Pool
+from lora_server.memory.tier import Refusal, Tier
+from lora_server.placement import Placement
+from lora_server.spec import Site
+
+
+@dataclass
+class _Published:
+    """Blocks are made when a step first asks for them."""
+
+    extent: Extent
+    manifest: Manifest
+    layers: set[int] = field(default_factory=set)
+    blocks: dict[tuple[Site, int], Block] = field(default_factory=dict)
+
+
+class CpuTier(Tier):
+    """For `--device cpu`."""
+
+    def __init__(self, placement: Placement, shard: int, dtype: torch.dtype, pool: Pool) -> None:
+        self.pool, self.device = pool, torch.device("cpu")
+        self.format: HostFormat = HostFormat(placement.spec, dtype)
+        self._placement, self._shard = placement, shard
+        self._published: dict[int, _Published] = {}
+
+    @override
+    def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
+        self._published.setdefault(handle, _Published(extent, manifest)).layers.add(layer)
+
+    @override
+    def withdraw(self, handle: int) -> object:
+        return self._published.pop(handle, None)
+
+    @override
+    def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], refusal: Refusal) -> list[Segment]:
+        return [
+            Segment(self._block(handle, site, expert, refusal), first, num_entries)
+            for handle, expert, first, num_entries in segments_S4.tolist()
+        ]
+
+    def _block(self, handle: int, site: Site, expert: int, refusal: Refusal) -> Block:
+        published = self._published.get(handle)
+        if published is None or site.layer not in published.layers:
+            raise refusal(handle, expert)
+        block = published.blocks.get((site, expert))
+        if block is None:
+            block = published.blocks[site, expert] = self._read(published, site, expert, refusal, handle)
+        return block
+
+    def _read(self, published: _Published, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
+        placed = published.manifest.blocks.get(site, {}).get(expert)
+        if placed is not None:
+            (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)
+            return self.format.unpack(packed_B, placed.shape)
+        if expert not in self._placement.experts(site, self._shard):
+            raise refusal(handle, expert)
+        return NOTHING

@@ -1,0 +1,40 @@
+"""Which adapters steps read now, and which were used lately: noted in a moment for any number of them.
+
+Not thread-safe: the store's lock guards it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator
+
+MOST_USES = 100_000  # noted between two looks at them
+
+
+class Pins:
+    """One pin for all adapters of a step."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, Collection[int]] = {}
+        self._tokens = itertools.count(1)
+        self._uses: deque[tuple[float, Collection[int]]] = deque(maxlen=MOST_USES)
+
+    def add(self, handles: Collection[int], now: float) -> int:
+        """A token, for `remove`."""
+        token = next(self._tokens)
+        self._handles[token] = handles
+        self._uses.append((now, handles))
+        return token
+
+    def remove(self, token: int) -> None:
+        """The step was answered."""
+        del self._handles[token]
+
+    def __contains__(self, handle: int) -> bool:
+        return any(handle in handles for handles in self._handles.values())
+
+    def take_uses(self) -> Iterator[tuple[float, Collection[int]]]:
+        """When which were used, oldest first; each once."""
+        while self._uses:
+            yield self._uses.popleft()
