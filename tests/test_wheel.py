@@ -200,7 +200,7 @@ def packages_for(python, name):
     if not folder.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=KEPT) as fresh:
-            options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:"]
+            options = ["--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--no-compile"]
             done = pip(python, "install", *options, "--target", f"{fresh}/packages", *needs)
             if done.returncode:
                 pytest.skip(f"no index has what provision needs: {done.stderr.strip().splitlines()[-1]}")
