@@ -99,7 +99,7 @@ class Client:
     def acquire(self, names: Sequence[str]) -> list[Held]:
         """Hold adapters and tell the server that they are needed soon; waits for a controller that restarts."""
         held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names)
-        self.session.prefetch([one.handle for one in held])
+        self.session.prefetch({one.handle: 0.0 for one in held})
         return held
 
     def release(self, held: Sequence[Held]) -> None:

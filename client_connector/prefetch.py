@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
 
 import zmq
 
@@ -33,12 +32,12 @@ class PrefetchSender:
                 self._socket.connect(address)
                 self._address = address
 
-    def send(self, handles: Sequence[int]) -> None:
+    def send(self, message: Prefetch) -> None:
         """A hint: what does not get through is asked for by the step itself."""
         with self._lock:
             if not self._socket.closed:
                 with contextlib.suppress(zmq.Again):
-                    self._socket.send(messages.encode(Prefetch(list(handles))), zmq.DONTWAIT)
+                    self._socket.send(messages.encode(message), zmq.DONTWAIT)
 
     def close(self) -> None:
         """Idempotent."""

@@ -6,7 +6,8 @@ import os
 import socket
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from typing_extensions import override
@@ -21,7 +22,7 @@ from lora_server.transport.connect import check_transport, connect, tell_far
 from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.messages import Hello
+from lora_server.wire.messages import MAX_PREFETCHED, Hello, Prefetch
 from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
@@ -93,6 +94,7 @@ class RemoteSession(Session):
         self.terms = Terms(
             lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters
         )
+        self._key = lease.key
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
@@ -159,9 +161,10 @@ class RemoteSession(Session):
             return  # the next heartbeat tells it
 
     @override
-    def prefetch(self, handles: Sequence[int]) -> None:
+    def prefetch(self, expected: Mapping[int, float]) -> None:
         if self._prefetches is not None:
-            self._prefetches.send(handles)
+            needs = [(handle, int(seconds * 1e6)) for handle, seconds in islice(expected.items(), MAX_PREFETCHED)]
+            self._prefetches.send(Prefetch(self.terms.client, self.terms.epoch, self._key, needs))
 
     @override
     def check(self) -> None:

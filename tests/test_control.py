@@ -1,15 +1,13 @@
-"""Leases, registry and the prefetch channel of the control plane."""
+"""Leases, registry and shards of the control plane."""
 
 import time
 
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lora_server.control.leases import Leases
-from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
@@ -23,7 +21,6 @@ from lora_server.errors import (
 from lora_server.placement import Layout
 from lora_server.spec import Invocation, Site
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import messages
 from tests.controllers import kept, make_controller
 from tests.serving import until
 
@@ -230,21 +227,3 @@ def test_a_command_that_is_never_answered_has_a_deadline():
     with pytest.raises(ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
         wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
     assert time.monotonic() - began < 5
-
-
-def test_bad_prefetch_messages_do_not_stop_good_ones():
-    received = []
-    listener = PrefetchListener("127.0.0.1", "", received.append)
-    with zmq.Context.instance().socket(zmq.PUSH) as sender:
-        sender.connect(listener.address)
-        for bad in (
-            b"",
-            b"garbage",
-            messages.encode(messages.Welcome(1, 2, 3)),
-            b"\x82\xa4type\xa8prefetch\xa7handles\x91\xff",
-        ):
-            sender.send(bad)
-        sender.send(messages.encode(messages.Prefetch([3, 5])))
-        until(lambda: received, "the good one arrives", 10)
-    listener.close()
-    assert received == [[3, 5]]

@@ -167,6 +167,27 @@ def test_who_is_needed_first_comes_first_and_one_that_reads_stays(adapters, size
     store.close()
 
 
+def test_what_is_prefetched_goes_after_who_waits_and_is_fulfilled_by_its_clients_step(adapters, sizes):
+    gate = Gate()
+    store = make("cpu", 1 << 28, on_layer=gate)
+    gate.shut()
+    load(store, 4, adapters[4])
+    assert gate.arrived.wait(SECONDS)
+    for handle in (8, 12, 16):
+        assert load(store, handle, adapters[8], eager=False).calls == []
+    for handle, seconds in ((8, 30.2), (12, 30.1), (16, 30.3)):
+        store.prefetch([handle], "a client", later(seconds))
+    assert store.pin([16], 0, "a step", later(30)) is None
+    store.forget("a client", {12, 16})
+    gate.open()
+    until(lambda: store.layers_ready(8) == store.layers_ready(12) == 4, "all of them")
+    order = list(dict.fromkeys(handle for handle, _ in gate.loaded))
+    assert order.index(16) < order.index(12) < order.index(8), order
+    store.unpin(pinned_by(store, 12, owner="a client"))
+    assert [list(store._entries[handle].demands) for handle in (8, 12)] == [[], []]
+    store.close()
+
+
 def test_a_step_at_a_late_layer_gets_that_layer_first(adapters):
     gate = Gate()
     store = make("cpu", 1 << 28, on_layer=gate)

@@ -200,7 +200,7 @@ def test_a_left_session_keeps_nothing_whatever_refers_to_it(tmp_path):
         now_held = held()
         assert len({id(session) for *_, session in kept}) == 5
         left = kept[0][-1]
-        left.release([1]), left.prefetch([1])
+        left.release([1]), left.prefetch({1: 0.0})
         with pytest.raises(ServerUnavailableError, match="was left"):
             left.acquire(["fused"])
         assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3

@@ -4,5 +4,5 @@ settings   address, failure policy             staging    activations on their w
 plan       scheduler -> workers, and back      holder     the scheduler's adapters, by request
 planned    a worker's forward pass             rejoin     joining anew while the engine goes on
 linear     a dense site's exchange, as opaque torch ops too
-experts    the two expert sites of a layer
+experts    the two expert sites of a layer            lookahead  what waits, told before its turn
 """

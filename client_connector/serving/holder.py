@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import structlog
 
@@ -18,6 +19,7 @@ from client_connector.alora import invocation_start
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.retry import while_away
+from client_connector.serving.lookahead import MOST, Lookahead
 from client_connector.serving.plan import PASSING, Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import BASE_MODEL, Settings
@@ -58,6 +60,7 @@ class Holder:
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
         self._rejoin = Rejoin(self._regain, "scheduler")
+        self._lookahead = Lookahead(lambda expected: self._session.prefetch(expected))
         self._directory = Directory(settings.address)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
@@ -79,6 +82,8 @@ class Holder:
             held = self._acquire(name)
             use.held, use.version = held, held.version
             self._activate(use, held, prompt)
+            if use.held is not None:
+                self._lookahead.arrived(held.handle)
         except LoraServerError as error:
             self._let_go(use)
             self._fail(use, error)
@@ -137,6 +142,13 @@ class Holder:
 
     # -- a step
 
+    def expect(self, waiting: Iterable[str]) -> None:
+        """Requests that wait for their turn, in order; looked at now and then."""
+        if self._lookahead.is_due():
+            uses = (self._uses.get(name) for name in islice(waiting, MOST))
+            held = [use.held for use in uses if use is not None]
+            self._lookahead.follow(one.handle for one in held if one is not None)
+
     def plan(self, scheduled: Collection[str]) -> StepPlan:
         """For the requests of one step. A request whose adapter cannot be held again gets no rows: see `failed`."""
         uses = [(name, self._uses[name]) for name in scheduled if name in self._uses]
@@ -185,7 +197,6 @@ class Holder:
             except (LeaseError, ServerUnavailableError):  # it restarted since, or is away: once more
                 self._join_anew()
                 (held,) = self._session.acquire([name])
-            self._session.prefetch([held.handle])
         return held
 
     def _session_lost(self) -> bool:

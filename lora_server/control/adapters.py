@@ -394,6 +394,11 @@ class Adapters:
             self._holds.release(client, handles)
             self._collect()
 
+    def holds(self, client: int, handles: Iterable[int]) -> set[int]:
+        """Which of these a client holds."""
+        with self._lock:
+            return {handle for handle in handles if self._holds.has(client, handle)}
+
     def forget_client(self, client: int) -> None:
         """A client is gone."""
         with self._lock:

@@ -9,6 +9,7 @@ import structlog
 
 from lora_server.control.adapters import RESTARTED, Adapters
 from lora_server.control.leases import ClientLease, Leases
+from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
@@ -23,6 +24,7 @@ class Clients:
 
     def __init__(self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event) -> None:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
+        self.prefetches = Prefetches(leases, adapters, shards)
 
     def join(self, instance: str, served_names: Sequence[str] = ()) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
@@ -65,15 +67,12 @@ class Clients:
         """Let go of adapters; raises LeaseError."""
         self.renew(client, epoch)
         self._adapters.release(client, handles)
+        self.prefetches.released(client)
 
     def restore(self, client: int, epoch: int, handles: Iterable[int]) -> None:
         """What a client of an earlier controller holds; raises LeaseError."""
         self.renew(client, epoch)
         self._adapters.restore(client, handles)
-
-    def prefetch(self, handles: list[int]) -> None:
-        """Pass a client's signal on."""
-        self._shards.broadcast(pb.ShardCommand(prefetch=pb.Handles(handles=handles)))
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Clients that a shard kept from an earlier controller of the same run."""
@@ -97,6 +96,7 @@ class Clients:
             raise ServerUnavailableError(RESTARTED) from None
 
     def _forget(self, client: int) -> None:
+        self.prefetches.forget(client)
         self._shards.broadcast(pb.ShardCommand(revoke=client))
         self._adapters.forget_client(client)
         log.info("client gone", client=client)

@@ -55,6 +55,10 @@ class Holds:
         """Clients that hold it, as far as is known."""
         return len(self._holders.get(handle, ()))
 
+    def has(self, client: int, handle: int) -> bool:
+        """Whether a client holds it."""
+        return client in self._holders.get(handle, ())
+
     def of(self, client: int) -> list[int]:
         """What a client holds, as far as is known."""
         return [handle for handle, holders in self._holders.items() if client in holders]

@@ -79,6 +79,10 @@ class ControllerCollector(Collector):
             for shard, handle in live.items():
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
+        ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
+        for why, times in sorted(controller.clients.prefetches.ignored.items()):
+            ignored.add_metric([why], times)
+        yield ignored
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
         help_text = "Adapters of --adapters that are refused, by the error's code"

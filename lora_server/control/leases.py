@@ -70,9 +70,13 @@ class Leases:
 
     def is_known(self, client: int, epoch: int) -> bool:
         """Whether this lease is good."""
+        return self.find(client, epoch) is not None
+
+    def find(self, client: int, epoch: int) -> ClientLease | None:
+        """A lease that is good."""
         with self._lock:
             lease = self._leases.get(client)
-            return lease is not None and lease.epoch == epoch
+            return lease if lease is not None and lease.epoch == epoch else None
 
     def renew(self, client: int, epoch: int) -> ClientLease:
         """The client is alive; raises LeaseError if its lease is gone."""

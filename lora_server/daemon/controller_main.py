@@ -46,7 +46,7 @@ class ControllerProcess:
             agreement, Leases(config.lease_seconds), config.restarted, config.require_all_adapters
         )
         prefetch = PrefetchListener(
-            config.bind_host, config.advertise, controller.clients.prefetch, config.data_ports.prefetch()
+            config.bind_host, config.advertise, controller.clients.prefetches.receive, config.data_ports.prefetch()
         )
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)

@@ -113,7 +113,7 @@ class _InprocSession(Session):
         """Nothing is ever removed here."""
 
     @override
-    def prefetch(self, handles: Sequence[int]) -> None:
+    def prefetch(self, expected: Mapping[int, float]) -> None:
         """Everything is loaded."""
 
     @override

@@ -38,7 +38,7 @@ from lora_server.wire.region import RegionLayout
 
 STATS_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
-PREFETCH_SECONDS = 5.0  # so long an adapter that was prefetched is kept for who asked
+STEP_SECONDS = 30.0  # what was prefetched has the deadline of its step, and goes after all that wait already
 SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
@@ -217,10 +217,11 @@ class ShardProcess:
             self._grant(command.grant)
         elif kind == "revoke":
             self.port.revoke(command.revoke)
+            self.store.forget(command.revoke)
         elif kind == "drop":
             self.store.drop(command.drop)
         elif kind == "prefetch":
-            self.store.prefetch(command.prefetch.handles, "prefetch", time.monotonic() + PREFETCH_SECONDS)
+            self._prefetch(command.prefetch)
         elif kind == "note":
             self.store.relocate(command.note.handle, _source(command.note))
         elif kind == "follow" and isinstance(self.coordinator, Follower):
@@ -233,6 +234,13 @@ class ShardProcess:
             done(error)
 
         self.store.load(load.handle, _source(load), loaded, load.eager)
+
+    def _prefetch(self, asked: pb.Prefetch) -> None:
+        """Under the client's own name, so that its steps fulfil it."""
+        now = time.monotonic()
+        for need in asked.needs:
+            self.store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + STEP_SECONDS)
+        self.store.forget(asked.client, {need.handle for need in asked.needs})
 
     def _grant(self, grant: pb.Grant) -> None:
         self.port.grant(Grant(grant.client, grant.epoch, grant.key))

@@ -152,7 +152,7 @@ class WeightStore:
             if not self._whole.issuperset(handles) and not self._have(handles, layer, owner, deadline):
                 return None
             if owner in self._demanded:
-                self._withdraw(owner)
+                self._withdraw(owner, {one for one in self._demanded[owner] if one.handle in handles})
             return self._pins.add(handles, time.monotonic())
 
     def unpin(self, pin: int) -> None:
@@ -170,10 +170,10 @@ class WeightStore:
             known = [entry for handle in handles if (entry := self._entries.get(handle)) is not None]
             self._demand(known, None, owner, deadline)
 
-    def forget(self, owner: Hashable) -> None:
-        """Whoever demanded something needs it no more."""
+    def forget(self, owner: Hashable, but: Collection[int] = ()) -> None:
+        """Whoever demanded something needs it no more, but for these handles."""
         with self._changed:
-            self._withdraw(owner)
+            self._withdraw(owner, {one for one in self._demanded.get(owner, ()) if one.handle not in but})
             self._changed.notify()
 
     def missing(self, handles: Iterable[int], layer: int) -> int | None:
@@ -276,9 +276,12 @@ class WeightStore:
             entry.in_part = not entry.is_whole() and entry.failure is None
         return True
 
-    def _withdraw(self, owner: Hashable) -> None:
-        for entry in self._demanded.pop(owner, ()):
+    def _withdraw(self, owner: Hashable, over: set[Entry]) -> None:
+        for entry in over:
             entry.demands.pop(owner, None)
+        left = self._demanded.pop(owner, set()) - over
+        if left:
+            self._demanded[owner] = left
 
     def _note_uses(self) -> None:
         for now, handles in self._pins.take_uses():

@@ -7,7 +7,7 @@ process (lora_server.daemon.inproc).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,11 @@ class Session(ABC):
         """Let go, once per acquired handle."""
 
     @abstractmethod
-    def prefetch(self, handles: Sequence[int]) -> None:
-        """Say that these are needed soon; never blocks, never raises."""
+    def prefetch(self, expected: Mapping[int, float]) -> None:
+        """Say which handles coming steps need, and in how many seconds; never blocks, never raises.
+
+        It takes the place of what was said before.
+        """
 
     @abstractmethod
     def check(self) -> None:

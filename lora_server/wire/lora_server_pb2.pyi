@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards")
+    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards", "pinned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class Adapter(_message.Message):
     INVOCATION_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     handle: int
@@ -36,17 +37,20 @@ class Adapter(_message.Message):
     invocation: Invocation
     layers: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardLayers]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ...) -> None: ...
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ...) -> None: ...
 
 class ShardLayers(_message.Message):
-    __slots__ = ("shard", "ready", "layers")
+    __slots__ = ("shard", "ready", "layers", "host")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     shard: int
     ready: int
     layers: int
-    def __init__(self, shard: _Optional[int] = ..., ready: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
+    host: int
+    def __init__(self, shard: _Optional[int] = ..., ready: _Optional[int] = ..., layers: _Optional[int] = ..., host: _Optional[int] = ...) -> None: ...
 
 class Invocation(_message.Message):
     __slots__ = ("tokens", "text")
@@ -115,6 +119,20 @@ class RemoveAdapterReply(_message.Message):
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     holders: int
     def __init__(self, holders: _Optional[int] = ...) -> None: ...
+
+class PinAdapterRequest(_message.Message):
+    __slots__ = ("name", "wait_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    wait_seconds: float
+    def __init__(self, name: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class UnpinAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("instance", "served_names")
@@ -489,7 +507,7 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -497,6 +515,7 @@ class Load(_message.Message):
     RECORD_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
     EAGER_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
@@ -504,13 +523,24 @@ class Load(_message.Message):
     record: bytes
     listed: bool
     eager: bool
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ...) -> None: ...
+    pinned: bool
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ...) -> None: ...
 
-class Handles(_message.Message):
-    __slots__ = ("handles",)
-    HANDLES_FIELD_NUMBER: _ClassVar[int]
-    handles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handles: _Optional[_Iterable[int]] = ...) -> None: ...
+class Prefetch(_message.Message):
+    __slots__ = ("client", "needs")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    needs: _containers.RepeatedCompositeFieldContainer[Need]
+    def __init__(self, client: _Optional[int] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ...) -> None: ...
+
+class Need(_message.Message):
+    __slots__ = ("handle", "in_us")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    IN_US_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    in_us: int
+    def __init__(self, handle: _Optional[int] = ..., in_us: _Optional[int] = ...) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("epoch", "run", "restarts", "registered")
@@ -525,25 +555,27 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
 
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "prefetch", "follow", "claim", "note", "refused")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
-    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
     revoke: int
     load: Load
     drop: int
-    prefetch: Handles
     follow: str
     claim: Claim
     note: Load
     refused: Refusals
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., prefetch: _Optional[_Union[Handles, _Mapping]] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ...) -> None: ...
+    prefetch: Prefetch
+    pin: int
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ...) -> None: ...

@@ -54,6 +54,16 @@ class AdaptersStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/lora_server.v1.Adapters/Pin',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/lora_server.v1.Adapters/Unpin',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class AdaptersServicer(object):
@@ -86,6 +96,19 @@ class AdaptersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Bring it in on every shard, and never let it make room; refused where all that are pinned do not fit together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdaptersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +131,16 @@ def add_AdaptersServicer_to_server(servicer, server):
                     servicer.Remove,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.PinAdapterRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +251,60 @@ class Adapters(object):
             '/lora_server.v1.Adapters/Remove',
             lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.RemoveAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Adapters/Pin',
+            lora__server_dot_wire_dot_lora__server__pb2.PinAdapterRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Adapters/Unpin',
+            lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
             options,
             channel_credentials,
             insecure,

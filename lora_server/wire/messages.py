@@ -9,6 +9,10 @@ import msgspec
 from lora_server.errors import ProtocolError, rebuild
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_PREFETCHED = 256  # adapters that one client may announce at a time
+
+Handle = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
@@ -56,9 +60,15 @@ class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
 
 
 class Prefetch(msgspec.Struct, tag="prefetch", forbid_unknown_fields=True):
-    """A client to the controller, before a request's first step: bring these in first."""
+    """A client to the controller: all that its coming steps need, and in how long the first of each is expected.
 
-    handles: list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
+    It takes the place of what the client said before. The lease's key proves who says it.
+    """
+
+    client: int
+    epoch: int
+    key: bytes
+    needs: Annotated[list[tuple[Handle, Microseconds]], msgspec.Meta(max_length=MAX_PREFETCHED)]
 
 
 _T = TypeVar("_T")

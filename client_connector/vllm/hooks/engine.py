@@ -124,6 +124,7 @@ def _schedule(original: Any) -> Callable[..., Any]:
         self.lora_server_flagged.flush()
         self.lora_server_ended += _end(self, holder.failed())  # before they take a place in the batch
         output = original(self, *args, **kwargs)
+        holder.expect(request.request_id for request in self.waiting)
         setattr(output, PLAN, holder.plan(output.num_scheduled_tokens.keys()))
         return output
 

@@ -1,0 +1,44 @@
+"""What the requests that wait will need, told to the server before their turn comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+MOST = 64  # adapters that are announced
+SPACING_SECONDS = 0.1  # each is expected so much later than the one before it
+EVERY_SECONDS = 0.05  # the queue is looked at no more often
+AGAIN_SECONDS = 10.0  # what waits unchanged is said again, before the server forgets it
+
+
+class Lookahead:
+    """Thread-safe. `send(expected)` takes the place of what was sent before, see Session.prefetch; never blocks."""
+
+    def __init__(self, send: Callable[[Mapping[int, float]], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._send, self._now = send, now
+        self._said: list[int] = []  # handles, in the order in which they are expected
+        self._looked = self._sent = -AGAIN_SECONDS
+        self._lock = threading.Lock()
+
+    def arrived(self, handle: int) -> None:
+        """A request comes that is in no queue yet; what is said of it too soon after another, `follow` says."""
+        with self._lock:
+            if handle not in self._said and len(self._said) < MOST and self._now() >= self._sent + EVERY_SECONDS:
+                self._say([*self._said, handle])
+
+    def is_due(self) -> bool:
+        """Whether it is time to look at the queue."""
+        return self._now() >= self._looked + EVERY_SECONDS
+
+    def follow(self, waiting: Iterable[int]) -> None:
+        """What waits now, in order."""
+        handles = list(dict.fromkeys(waiting))[:MOST]
+        with self._lock:
+            self._looked = self._now()
+            if handles != self._said or (handles and self._looked >= self._sent + AGAIN_SECONDS):
+                self._say(handles)
+
+    def _say(self, handles: list[int]) -> None:
+        self._said, self._sent = handles, self._now()
+        self._send({handle: place * SPACING_SECONDS for place, handle in enumerate(handles)})
