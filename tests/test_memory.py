@@ -20,7 +20,7 @@ from lora_server.memory.store import WeightStore
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.serving import until
-from tests.stores import SECONDS, Gate, cpu_store, gather, load, paged_store, source_of
+from tests.stores import SECONDS, Done, Gate, cpu_store, gather, load, paged_store, source_of
 from tests.workload import spec_of
 
 QKV, DTYPE = Site(0, "qkv"), torch.bfloat16
@@ -200,6 +200,36 @@ def test_a_step_at_a_late_layer_gets_that_layer_first(adapters):
     store.unpin(pinned_by(store, 8, 2))
     until(lambda: store.layers_ready(8) == 4, "the rest")
     store.close()
+
+
+def test_who_is_kept_never_makes_room(adapters, sizes):
+    """Brought in though others have to go; all that are kept fit together, and steps fit beside them."""
+    store = make("cpu", 2 * sizes[4])
+    for handle in (1, 2, 3):
+        assert load(store, handle, adapters[4]).result() is None
+    assert store.layers_ready(1) == 0, "the last took its place"
+    store.keep(1, kept := Done())
+    assert kept.result() is None
+    for handle in (2, 3, 2, 3):
+        store.unpin(pinned_by(store, handle))
+        assert store.layers_ready(1) == 4
+    with pytest.raises(AdapterLoadError, match=f"of which {sizes[4]} are pinned"):
+        store.pin([2, 3], 0, "a step", later(SECONDS))
+    store.keep(2, second := Done())
+    store.keep(3, refused := Done())
+    store.keep(99, unknown := Done())
+    assert second.result() is None and "pinned already" in str(refused.result())
+    assert "unknown here" in str(unknown.result())
+    assert store.state(3, 0) is State.DISK, "a refusal is no failure"
+    store.unkeep(1)
+    store.unpin(pinned_by(store, 3))
+    assert store.layers_ready(1) == 0 and store.layers_ready(2) == 4
+    store.drop(2)
+    store.keep(3, again := Done())
+    store.keep(1, beside := Done())
+    assert again.result() is None and beside.result() is None, "what is gone takes nothing"
+    store.close()
+    store.check_integrity()
 
 
 def test_an_adapter_larger_than_the_pool_is_refused_by_name_and_size(adapters, sizes):

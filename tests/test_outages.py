@@ -69,10 +69,14 @@ def _weights(address):
     return [shard.stats.weight_bytes for shard in status(address).shards]
 
 
-def test_what_was_added_removed_and_held_survives_a_controller(tmp_path):
+def test_what_was_added_removed_pinned_and_held_survives_a_controller(tmp_path):
+    """With room for half of it; what was pinned survives a shard, too."""
     load = workload("mixtral")
-    with running_server(tmp_path / "log", flags(load)) as server:
+    with running_server(tmp_path / "log", flags(load, "--device-pool", "256KiB")) as server:
         at = ("--server", server.address)
+        assert _pinned(server.address, "per-expert") == (False, "disk")
+        assert cli("adapters", "pin", "per-expert", *at).returncode == 0
+        assert _pinned(server.address, "per-expert") == (True, "ready")
         assert cli("adapters", "add", "late", str(load.paths["qv"]), *at).returncode == 0
         assert cli("adapters", "remove", "gate-up", *at).returncode == 0
         index = load.names.index("fused")
@@ -90,6 +94,24 @@ def test_what_was_added_removed_and_held_survives_a_controller(tmp_path):
             with lora.adapters(["late"]):
                 (answer,) = generate(load.model, [load.batch[load.names.index("qv")]], NEW_TOKENS)
                 assert answer.tokens == load.expected[load.names.index("qv")].tokens
+        assert _pinned(server.address, "per-expert") == (True, "ready"), "nobody took its place"
+        os.kill(status(server.address).shards[0].pid, signal.SIGKILL)
+        until(lambda: _restarts(server.address) == [1, 0, 0, 0], "the shard is there again", PATIENCE)
+        until(lambda: _pinned(server.address, "per-expert") == (True, "ready"), "it comes back", PATIENCE)
+        assert cli("adapters", "unpin", "per-expert", *at).returncode == 0
+        shards = json.loads(cli("adapters", "show", "per-expert", *at, "--json").stdout)["shards"]
+        assert [(one["device_layers"], one["layers"]) for one in shards] == [(2, 2)] * 4
+        assert _pinned(server.address, "per-expert") == (False, "ready")
+
+
+def _pinned(address, name):
+    shown = json.loads(cli("adapters", "show", name, "--server", address, "--json").stdout)
+    return shown["pinned"], shown["state"]
+
+
+def _restarts(address):
+    reply = settled(address)
+    return reply and [shard.restarts for shard in reply.shards]
 
 
 def _holders(address, name):

@@ -52,10 +52,11 @@ def show_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json
         found = [row for row in _rows(server) if row["name"] == name]
         if not found:
             raise UnknownAdapterError(f"adapter {name!r}: not registered at {server}; see lora-server adapters list")
+        row = found[0] | {"shards": _shards(server, found[0])}
         if as_json:
-            print_json(found[0])
+            print_json(row)
         else:
-            show_one(found[0], terminal.open_console())
+            show_one(row, terminal.open_console())
 
     run(command)
 
@@ -109,7 +110,51 @@ def remove_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_js
     run(command)
 
 
+@app.command("pin")
+def pin_adapter(
+    name: KnownName,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    wait: Annotated[float, typer.Option(help="Seconds for loading on every shard.")] = 120.0,
+) -> None:
+    """Bring an adapter in on every shard, and never let it make room for others.
+
+    Refused where all that are pinned do not fit a shard's pool together.
+    """
+
+    def command() -> None:
+        from lora_server.cli.loading import loading
+        from lora_server.wire import lora_server_pb2 as pb
+
+        with loading(server, name):
+            row = _adapter(
+                ask(server, "Adapters", "Pin", pb.PinAdapterRequest(name=name, wait_seconds=wait), wait + 10)
+            )
+        _show_pinned(row, as_json)
+
+    run(command)
+
+
+@app.command("unpin")
+def unpin_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Let an adapter make room as others do."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        _show_pinned(_adapter(ask(server, "Adapters", "Unpin", pb.UnpinAdapterRequest(name=name))), as_json)
+
+    run(command)
+
+
 # -- what is shown
+
+
+def _show_pinned(row: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(row)
+    else:
+        typer.echo(f"{row['name']}: {'pinned' if row['pinned'] else 'not pinned any more'}")
 
 
 def show_list(rows: list[dict[str, Any]], console: Console) -> None:
@@ -131,7 +176,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _state(row: dict[str, Any]) -> str:
-    return f"loading {row['resident_layers']}/{row['layers']}" if row["state"] == "loading" else row["state"]
+    state = f"loading {row['resident_layers']}/{row['layers']}" if row["state"] == "loading" else row["state"]
+    return f"{state}, pinned" if row["pinned"] else state
 
 
 def show_one(row: dict[str, Any], console: Console) -> None:
@@ -140,7 +186,7 @@ def show_one(row: dict[str, Any], console: Console) -> None:
 
     tokens = " ".join(map(str, row["invocation_tokens"] or ()))
     lines = {
-        "state": row["state"],
+        "state": f"{row['state']}, pinned" if row["pinned"] else row["state"],
         "layers": f"{row['resident_layers']} of {row['layers']}" if row["layers"] else "",
         "rank": str(row["lora_rank"] or ""),
         "size": size(row["bytes"]) if row["bytes"] else "",
@@ -149,13 +195,20 @@ def show_one(row: dict[str, Any], console: Console) -> None:
         "handle": str(row["handle"] or ""),
         "invoked by": row["invocation_text"] or tokens,
         "directory": row["uri"],
-    }
+    } | {f"shard {one['shard']}": _where(one) for one in row.get("shards", ())}
     console.print(row["name"], style="bold", markup=False)
     terminal.pairs(console, {name: value for name, value in lines.items() if value})
     for warning in row["warnings"]:
         terminal.say(console, warning, "warning")
     if row["error"]:
         terminal.say(console, row["error"], row["state"])
+
+
+def _where(one: dict[str, int]) -> str:
+    """What a shard has where."""
+    device, host, layers = one["device_layers"], one["host_layers"], one["layers"]
+    places = {"device": device, "host": host, "disk": layers - max(device, host)}
+    return ", ".join(f"{place} {num}/{layers}" for place, num in places.items() if num) or "nothing of it"
 
 
 # -- replies as plain values
@@ -167,6 +220,19 @@ def _rows(server: str) -> list[dict[str, Any]]:
 
     reply = ask(server, "Adapters", "List", pb.ListAdaptersRequest())
     return [*map(_adapter, reply.adapters), *map(_refused, reply.refused)]
+
+
+def _shards(server: str, row: dict[str, Any]) -> list[dict[str, int]]:
+    """How much of its layers each shard has in its device pool, and in its host pool."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    if row["state"] in ("refused", "draining"):
+        return []
+    reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"]))
+    return [
+        {"shard": one.shard, "device_layers": one.ready, "host_layers": one.host, "layers": one.layers}
+        for one in reply.shards
+    ]
 
 
 def _refused(refusal: pb.Refusal) -> dict[str, Any]:
@@ -186,7 +252,7 @@ def _adapter(message: pb.Adapter) -> dict[str, Any]:
         "resident_layers": message.resident_layers,
         "layers": message.layers,
         "holders": message.holders,
-        "pinned": False,
+        "pinned": message.pinned,
         "tenant": None,
         "handle": message.handle,
         "uri": message.uri,

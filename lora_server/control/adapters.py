@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,8 @@ from lora_server.errors import (
     LoraServerError,
     ServerUnavailableError,
     ShardUnavailableError,
+    UnknownAdapterError,
+    rebuild,
 )
 from lora_server.placement import Placement
 from lora_server.wire import lora_server_pb2 as pb
@@ -185,10 +188,7 @@ class Adapters:
             if served is not None:
                 holders = self._holds.count(served.handle)
                 notes += self._unlist(served)
-        try:
-            wait_all(notes, NOTE_SECONDS, f"removing {name!r}")
-        except LoraServerError as error:  # it is going away: it is told when it registers
-            log.debug("a shard has not noted a removal", name=name, error=str(error))
+        _wait_noted(notes, name)
         with self._lock:
             self._collect()
         return holders
@@ -207,6 +207,49 @@ class Adapters:
         self._registry.unlist(record.name)
         log.info("adapter removed", **described(record), holders=self._holds.count(record.handle), **why)
         return self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
+
+    # -- pins
+
+    def pin(self, name: str, seconds: float) -> None:
+        """Bring it in on every shard, where it makes room for nobody from now on; a new version under the name neither.
+
+        Raises AdapterLoadError, and changes nothing, where all that are pinned do not fit a shard together.
+        """
+        self._shards.require_up()
+        with self._lock:
+            self._require_settled()
+            record = self._registry.get(name)
+            sent = self._shards.broadcast(pb.ShardCommand(pin=record.handle))
+        try:
+            wait_all(sent, seconds, f"pinning {name!r}")
+        except LoraServerError as error:
+            self._note(record)
+            log.warning("adapter not pinned", name=name, error=str(error))
+            raise rebuild(error.code, f"adapter {name!r} was not pinned: {error}") from error
+        self._set_pinned(record, True)
+
+    def unpin(self, name: str) -> None:
+        """It makes room as others do."""
+        with self._lock:
+            self._require_settled()
+            record = self._registry.get(name)
+        self._set_pinned(record, False)
+
+    def _set_pinned(self, record: Record, pinned: bool) -> None:
+        """Shards keep it, for themselves and for the next controller."""
+        with self._lock:
+            if not self._registry.is_listed(record):
+                raise UnknownAdapterError(f"adapter {record.name!r}: was removed or replaced meanwhile; try again")
+            self._registry.update(replace(self._registry.get(record.name), pinned=pinned))
+            notes = self._note(record)
+        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
+        _wait_noted(notes, record.name)
+
+    def _note(self, record: Record) -> list[PendingCommand]:
+        """Every shard keeps what is known of it now."""
+        with self._lock:
+            known = self._registry.by_handle(record.handle)
+            return self._shards.broadcast(pb.ShardCommand(note=self._load(known))) if known is not None else []
 
     # -- refusals
 
@@ -266,6 +309,7 @@ class Adapters:
             stamp=record.stamp,
             record=record.encode(),
             listed=self._is_wanted(record),
+            pinned=record.pinned and self._registry.is_listed(record),
         )
 
     def adopt_refused(self, told: pb.Refusals) -> None:
@@ -283,6 +327,8 @@ class Adapters:
                 known = self._registry.by_handle(record.handle)
                 if known is None:
                     self._registry.add(record, load.listed)
+                elif load.pinned and not known.pinned:  # the other shard was away
+                    self._registry.update(replace(known, pinned=True))
                 elif not load.listed and self._registry.is_listed(known):
                     self._registry.unlist(known.name)
             for handle in self._gone:
@@ -340,7 +386,7 @@ class Adapters:
             self._require_settled()
             return self._listing(self._registry.get(name))
 
-    def by_shard(self, name: str) -> list[tuple[int, int, int]]:
+    def by_shard(self, name: str) -> list[tuple[int, int, int, int]]:
         """How far each shard is with a listed adapter: see Residency."""
         with self._lock:
             return self._residency.by_shard(self._registry.get(name).handle)
@@ -427,6 +473,13 @@ class Adapters:
                 self._registry.remove(record.handle)
                 self._residency.forget(record.handle)
                 self._shards.broadcast(pb.ShardCommand(drop=record.handle))
+
+
+def _wait_noted(notes: list[PendingCommand], name: str) -> None:
+    try:
+        wait_all(notes, NOTE_SECONDS, f"noting {name!r}")
+    except LoraServerError as error:  # it is going away: it is told when it registers
+        log.debug("a shard has not noted a change", name=name, error=str(error))
 
 
 def _by_handle(record: Record) -> int:

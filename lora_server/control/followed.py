@@ -92,9 +92,11 @@ class FollowedAdapters(Adapters):
             wait_all(loads, REPLACE_SECONDS, f"loading {record.name!r}")
             with self._lock:
                 if self._registry.is_listed(served):  # it may have been removed meanwhile
+                    record = replace(record, pinned=self._registry.get(record.name).pinned)
                     self._registry.add(record)
                     self._take_back_refusal(record.name)
-                    self._shards.broadcast(pb.ShardCommand(note=self._load(served)))
+                    for one in (served, record):  # first the old one makes room
+                        self._shards.broadcast(pb.ShardCommand(note=self._load(one)))
                     was = {"replaced": served.version[:12], "holders": self._holds.count(served.handle)}
                     log.info("adapter replaced", **described(record), **was)
         finally:

@@ -22,7 +22,7 @@ class Record:
     """One registered version of an adapter; `stamp` tells whether its files were touched since.
 
     `path` is what shards read; `uri` is where it was found, which may be a link to it. `found` is the stamp of
-    what lay there (adapters/scan.py), empty where nobody follows it.
+    what lay there (adapters/scan.py), empty where nobody follows it. `pinned`: it never makes room for others.
     """
 
     handle: int
@@ -37,6 +37,7 @@ class Record:
     invocation: Invocation | None = None
     uri: str = ""
     found: str = ""
+    pinned: bool = False
 
     def encode(self) -> bytes:
         """For a shard to keep."""
@@ -95,7 +96,7 @@ class Registry:
             self._by_name[record.name] = record
 
     def update(self, record: Record) -> None:
-        """The same version lies elsewhere now, or its files were touched."""
+        """The same version lies elsewhere now, its files were touched, or it was pinned or unpinned."""
         if self.is_listed(record):
             self._by_name[record.name] = record
         self._by_handle[record.handle] = record

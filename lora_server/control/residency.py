@@ -49,11 +49,12 @@ class Residency:
             resident.known.discard(shard)
             resident.errors.pop(shard, None)
 
-    def by_shard(self, handle: int) -> list[tuple[int, int, int]]:
-        """(shard, layers that it has ready, layers that it owns)."""
-        ready, placement = self.of(handle).layers, self._placement
+    def by_shard(self, handle: int) -> list[tuple[int, int, int, int]]:
+        """(shard, layers that it has ready, that it has in the host pool, that it owns)."""
+        resident, placement = self.of(handle), self._placement
+        ready, host = resident.layers, resident.host_layers
         shards = range(placement.layout.num_shards)
-        return [(shard, ready.get(shard, 0), len(placement.layers(shard))) for shard in shards]
+        return [(one, ready.get(one, 0), host.get(one, 0), len(placement.layers(one))) for one in shards]
 
     def num_layers(self, handle: int) -> int:
         """Layers that all their shards have READY."""

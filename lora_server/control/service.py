@@ -73,14 +73,26 @@ class AdaptersService(rpc.AdaptersServicer):
     @_guard
     def Get(self, request: pb.GetAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
         reply = _adapter(self._adapters.get(request.name))
-        for shard, ready, layers in self._adapters.by_shard(request.name):
-            reply.shards.add(shard=shard, ready=ready, layers=layers)
+        for shard, ready, host, layers in self._adapters.by_shard(request.name):
+            reply.shards.add(shard=shard, ready=ready, host=host, layers=layers)
         return reply
 
     @override
     @_guard
     def Remove(self, request: pb.RemoveAdapterRequest, context: grpc.ServicerContext) -> pb.RemoveAdapterReply:
         return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name))
+
+    @override
+    @_guard
+    def Pin(self, request: pb.PinAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
+        self._adapters.pin(request.name, min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS))
+        return _adapter(self._adapters.get(request.name))
+
+    @override
+    @_guard
+    def Unpin(self, request: pb.UnpinAdapterRequest, context: grpc.ServicerContext) -> pb.Adapter:
+        self._adapters.unpin(request.name)
+        return _adapter(self._adapters.get(request.name))
 
 
 def _adapter(listing: Listing) -> pb.Adapter:
@@ -99,6 +111,7 @@ def _adapter(listing: Listing) -> pb.Adapter:
         error=listing.error,
         holders=listing.holders,
         invocation=_invocation(record),
+        pinned=record.pinned and listing.state != "draining",
     )
 
 

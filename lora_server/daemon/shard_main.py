@@ -213,6 +213,9 @@ class ShardProcess:
         if kind == "load":
             self._load(command.load, done)
             return
+        if kind == "pin":
+            self.store.keep(command.pin, done)
+            return
         if kind == "grant":
             self._grant(command.grant)
         elif kind == "revoke":
@@ -224,6 +227,7 @@ class ShardProcess:
             self._prefetch(command.prefetch)
         elif kind == "note":
             self.store.relocate(command.note.handle, _source(command.note))
+            self._keep(command.note)
         elif kind == "follow" and isinstance(self.coordinator, Follower):
             self.coordinator.follow(command.follow)
         done(None)
@@ -234,6 +238,19 @@ class ShardProcess:
             done(error)
 
         self.store.load(load.handle, _source(load), loaded, load.eager)
+        self._keep(load)
+
+    def _keep(self, load: pb.Load) -> None:
+        """As the controller says, which asked whether it fits when it was pinned (and it may be larger since)."""
+
+        def kept(error: LoraServerError | None) -> None:
+            if error is not None:
+                log.error("a pinned adapter makes room for others", handle=load.handle, error=str(error))
+
+        if load.pinned:
+            self.store.keep(load.handle, kept)
+        else:
+            self.store.unkeep(load.handle)
 
     def _prefetch(self, asked: pb.Prefetch) -> None:
         """Under the client's own name, so that its steps fulfil it."""

@@ -81,6 +81,7 @@ class Entry:
     ready: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)  # layers in `host`
     demands: dict[Hashable, float] = field(default_factory=dict)
+    stays: bool = False  # it never makes room (`adapters pin`)
     in_part: bool = False  # a step has used a layer of it: the others follow
     first: int = 0  # index of the layer that was asked for last: loading begins there
     looking: list[Done] = field(default_factory=list)  # who waits for a look at its files

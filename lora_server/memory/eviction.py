@@ -1,7 +1,8 @@
 """Who makes room, and for whom: pure functions of entries, apart from where their bytes lie.
 
-Never: one that is needed earlier, one in use whose turn is not over; the store leaves out those that steps read. Of
-the others those go first that nobody has asked for, and among them the one that the policy values least.
+Never: one that is to stay (`adapters pin`), one that is needed earlier, one in use whose turn is not over; the store
+leaves out those that steps read. Of the others those go first that nobody has asked for, and among them the one that
+the policy values least.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def victims(
 def may_go(entry: Entry, mine: tuple[float, int], now: float) -> bool:
     """Whether it has to make room for one that is needed at `mine` (deadline, order)."""
     entry.forget_demands(now)
-    if entry.is_wanted() and (entry.deadline(), entry.order) <= mine:
+    if entry.stays or (entry.is_wanted() and (entry.deadline(), entry.order) <= mine):
         return False
     in_use = now - entry.usage.last < IN_USE_SECONDS
     return not (in_use and now < entry.stays_until())

@@ -76,6 +76,7 @@ class WeightStore:
         self._pins = Pins()
         self._demanded: dict[Hashable, set[Entry]] = {}  # by whom
         self._dropped: set[Entry] = set()  # and not free yet
+        self._kept: set[Entry] = set()
         self._busy: Entry | None = None  # the thread works on it, without the lock
         self._starved = False  # the thread waits for memory
         self._moved: set[int] = set()
@@ -113,6 +114,50 @@ class WeightStore:
                 self._unasked.append(entry)
                 self._changed.notify()
 
+    def keep(self, handle: int, done: Done) -> None:
+        """Bring an adapter in, and let it never make room until `unkeep`; `done` is called as by an eager `load`.
+
+        AdapterLoadError, and nothing changed, where all that are kept do not fit together.
+        """
+
+        def looked(error: LoraServerError | None) -> None:
+            if error is None:
+                self.keep(handle, done)
+            else:
+                done(error)
+
+        with self._changed:
+            entry = self._entries.get(handle)
+            if entry is None:
+                done(UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"))
+                return
+            entry.retry()
+            if entry.failure is not None:
+                done(entry.failure)
+            elif entry.size is None:
+                entry.looking.append(looked)
+                self._unasked.append(entry)
+                self._changed.notify()
+            elif (error := self._too_many_kept(entry)) is not None:
+                done(error)
+            else:
+                entry.stays = True
+                self._kept.add(entry)
+                if entry.is_whole():
+                    done(None)
+                else:
+                    entry.waiting.append(done)
+                    self._want(entry)
+
+    def unkeep(self, handle: int) -> None:
+        """It makes room as others do. Unknown handles are ignored."""
+        with self._changed:
+            entry = self._entries.get(handle)
+            if entry is not None and entry.stays:
+                entry.stays = False
+                self._kept.discard(entry)
+                self._changed.notify()
+
     def relocate(self, handle: int, source: Source) -> None:
         """The same content lies elsewhere, or in other files. Unknown handles, and other content, are ignored."""
         with self._changed:
@@ -135,6 +180,7 @@ class WeightStore:
             self._dropped.add(entry)
             for demanded in self._demanded.values():
                 demanded.discard(entry)
+            self._kept.discard(entry)
             self._free_if_dropped(entry)
             waiting, entry.waiting, entry.looking = entry.waiting + entry.looking, [], []
         for done in waiting:
@@ -269,7 +315,7 @@ class WeightStore:
         for entry in entries:
             entry.retry()
         if any(entry.lacks(layer) for entry in entries):
-            self._check_fit(entries)
+            self._check_fit(entries, self._kept)
             self._demand(entries, layer, owner, deadline)
             return False
         for entry in entries:
@@ -302,13 +348,24 @@ class WeightStore:
             if not entry.is_whole() and entry.failure is None:
                 self._want(entry)
 
-    def _check_fit(self, entries: Iterable[Entry]) -> None:
-        size, capacity = sum(entry.size or 0 for entry in entries), self.tier.pool.capacity
-        if size > capacity:
+    def _too_many_kept(self, entry: Entry) -> AdapterLoadError | None:
+        kept, capacity = self._kept - {entry}, self.tier.pool.capacity
+        size = _size_of(kept)
+        if size + (entry.size or 0) <= capacity:
+            return None
+        return AdapterLoadError(
+            f"shard {self._shard}: it takes {entry.size} bytes there, the {len(kept)} adapters that are pinned already "
+            f"take {size}, and the pool has {capacity}; unpin others, or start the server with a larger --device-pool"
+        )
+
+    def _check_fit(self, entries: Iterable[Entry], kept: Collection[Entry] = ()) -> None:
+        size, beside, capacity = _size_of(entries), _size_of(set(kept).difference(entries)), self.tier.pool.capacity
+        if size + beside > capacity:
+            pinned = f", of which {beside} are pinned" if beside else ""
             raise AdapterLoadError(
                 f"shard {self._shard}: the adapters of one step take {size} bytes together, and its pool "
-                f"has {capacity}; put fewer adapters into a batch, or start the server with a larger --device-pool or "
-                "more shards"
+                f"has {capacity}{pinned}; put fewer adapters into a batch, or start the server with a larger "
+                "--device-pool or more shards"
             )
 
     def _next(self) -> Entry | None:
@@ -466,3 +523,7 @@ class WeightStore:
             if not entry.ready and not entry.dropped:
                 self._free_device(entry)
                 self._free_host(entry)
+
+
+def _size_of(entries: Iterable[Entry]) -> int:
+    return sum(entry.size or 0 for entry in entries)
