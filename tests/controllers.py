@@ -24,7 +24,7 @@ def make_controller(layout="ep1-pp1", settled=True, restarted=True):
     return controller
 
 
-def kept(name, handle, version="v1", listed=True):
+def kept(name, handle, version="v1", listed=True, pinned=False):
     """An adapter as a shard keeps it."""
     record = Record(
         handle=handle,
@@ -37,8 +37,10 @@ def kept(name, handle, version="v1", listed=True):
         sites=(Site(0, "qkv"),),
         warnings=("careful",),
         invocation=Invocation((1, 2)),
+        pinned=pinned,
     )
-    return pb.Load(handle=handle, path="/x", version=version, record=record.encode(), listed=listed)
+    encoded = record.encode()
+    return pb.Load(handle=handle, path="/x", version=version, record=encoded, listed=listed, pinned=pinned)
 
 
 def registration(shard, pid=1, **fields):
@@ -47,7 +49,7 @@ def registration(shard, pid=1, **fields):
 
 
 class ToldShard:
-    """What a shard process keeps for its controller, and answers it, without weights; `failure` answers loads."""
+    """What a shard process keeps for its controller, and answers it, no weights; `failure` answers loads and pins."""
 
     def __init__(self, controller, memory=None):
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
@@ -60,7 +62,7 @@ class ToldShard:
     def _run(self):
         for command in self.handle.commands():
             self.memory.note(command)
-            fails = command.HasField("load") and self.failure
+            fails = command.WhichOneof("command") in ("load", "pin") and self.failure
             self.handle.finish(pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure))
 
     def lives(self):

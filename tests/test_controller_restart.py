@@ -61,6 +61,17 @@ def test_what_only_one_shard_knew_reaches_the_others():
     assert [command.load.handle for command in drained(first) if command.HasField("load")] == [5]
 
 
+def test_a_pin_that_one_shard_was_away_for_is_told_to_it():
+    for first in (0, 1):
+        controller = make_controller("ep2-pp1", settled=False)
+        handles = {}
+        for shard in (first, 1 - first):
+            load = kept("law", 5, pinned=shard == 0)
+            handles[shard] = controller.arrivals.arrive(registration(shard, run="abc", epoch=1), [pb.Kept(load=load)])
+        assert controller.adapters.get("law").record.pinned
+        assert [command.load.pinned for command in drained(handles[1]) if command.HasField("load")] == [True]
+
+
 def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
     """It was away when the adapter was removed; its peers say that the handle is over, before or after it."""
     for first in (0, 1):

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lora_server import config
-from lora_server.errors import ConfigError, UnknownAdapterError
+from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
 from tests.followed import SETTLE, Followed, make_contents
 from tests.serving import until
 
@@ -52,6 +52,33 @@ def test_what_comes_changes_and_goes(followed):
     expected += [("replaced", "code"), ("replaced", "law"), ("refused", "bad")]
     expected += [("removed", name) for name in ("bad", "code", "law")]
     assert sorted(events(lines)) == sorted((f"adapter {what}", name) for what, name in expected)
+
+
+def test_a_pin_is_the_names_and_survives_a_new_version_and_a_controller(followed):
+    def pinned():
+        kept = {load.handle: load.pinned for load in followed.shard.memory.loads.values()}
+        assert kept == {one.record.handle: one.record.pinned for one in followed.adapters.listings()}
+        return {one.record.name: one.record.pinned for one in followed.adapters.listings()}
+
+    followed.put("law", "v1")
+    followed.put("code", "v1")
+    followed.settle()
+    followed.shard.failure = "it takes 5 bytes"
+    with pytest.raises(AdapterLoadError, match="'law' was not pinned: it takes 5 bytes"):
+        followed.adapters.pin("law", 10)
+    followed.shard.failure = ""
+    assert pinned() == {"law": False, "code": False} and followed.adapters.get("law").error == ""
+    followed.adapters.pin("law", 10)
+    followed.put("law", "v2")
+    followed.settle()
+    until(lambda: followed.shard.memory.loads.keys() == {1, 3}, "the old one is dropped")
+    assert followed.served() == {"law": "v2", "code": "v1"} and pinned() == {"law": True, "code": False}
+    followed.restart()
+    assert pinned() == {"law": True, "code": False}
+    followed.adapters.unpin("law")
+    assert pinned() == {"law": False, "code": False}
+    with pytest.raises(UnknownAdapterError):
+        followed.adapters.pin("nobody", 10)
 
 
 @pytest.mark.parametrize("first", ["adapter_config.json", "adapter_model.safetensors"])

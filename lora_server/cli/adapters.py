@@ -117,7 +117,7 @@ def pin_adapter(
     as_json: JsonOption = False,
     wait: Annotated[float, typer.Option(help="Seconds for loading on every shard.")] = 120.0,
 ) -> None:
-    """Bring an adapter in on every shard, and never let it make room for others.
+    """Bring an adapter in, and keep it in every shard's memory.
 
     Refused where all that are pinned do not fit a shard's pool together.
     """
