@@ -64,8 +64,10 @@ class ServeConfig(BaseSettings):
         Size(share=0.8),
         description="Memory per shard that steps read adapters from: 40GiB, or a share of what is free at the start.",
     )
-    host_pool: PoolSize = Field(
-        Size(), description="Host memory per shard for packed weights of adapters that had to make room; likewise."
+    host_pool: PoolSize | None = Field(
+        None,
+        description="Host memory per shard for packed weights of adapters that had to make room; likewise. Not given: "
+        "none with --device cpu; with cuda as much as the device pool, all shards of a node a quarter of it at most.",
     )
     eviction: Literal["lru", "value"] = Field(
         "lru", description="Who makes room: the least recently used, or who saves the least load time per byte."

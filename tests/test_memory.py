@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
+from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
-from lora_server.errors import AdapterLoadError
+from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.entry import Entry, Source, State
 from lora_server.memory.eviction import POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
@@ -19,6 +20,7 @@ from lora_server.memory.pages import PagePool
 from lora_server.memory.store import WeightStore
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
+from lora_server.units import Size
 from tests.serving import until
 from tests.stores import SECONDS, Done, Gate, cpu_store, gather, load, paged_store, source_of
 from tests.workload import spec_of
@@ -230,6 +232,17 @@ def test_who_is_kept_never_makes_room(adapters, sizes):
     assert again.result() is None and beside.result() is None, "what is gone takes nothing"
     store.close()
     store.check_integrity()
+
+
+def test_how_much_of_the_host_a_gpus_shard_pins():
+    """Unless told: as much as its device pool, and all shards of a node together a quarter at most."""
+    unless_told = Memory(sharing=8)
+    assert unless_told.pinned_bytes(2048 << 30, 60 << 30) == 60 << 30
+    assert unless_told.pinned_bytes(512 << 30, 60 << 30) == 16 << 30
+    assert Memory(sharing=8, host_pool=Size.parse("0")).pinned_bytes(2048 << 30, 60 << 30) == 0
+    assert Memory(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(2048 << 30, 60 << 30) == 90 << 30
+    with pytest.raises(ConfigError, match="--host-pool"):
+        Memory(sharing=8, host_pool=Size.parse("90GiB")).pinned_bytes(64 << 30, 60 << 30)
 
 
 def test_an_adapter_larger_than_the_pool_is_refused_by_name_and_size(adapters, sizes):

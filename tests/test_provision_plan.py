@@ -10,9 +10,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from lora_server import spec
+from lora_server.config import load as config_of
 from lora_server.placement import Layout
+from lora_server.units import Size
 from provisioning.cli import app
 from provisioning.inputs import InputError
+from provisioning.model import memory
 from provisioning.plan import slo
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
@@ -249,7 +253,10 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     assert outcome.exit_code == 0
     plan, config = json.loads(outcome.stdout), yaml.safe_load(out.read_text())
     layout = f"ep{plan['layout']['ep']}-pp{plan['layout']['pp']}"
-    assert config == {"base_model": "mixtral-8x7b", "layout": layout}
+    adapter = memory.fullest_shard_bytes(spec.load("mixtral-8x7b"), Layout.parse(layout), question().model.lora_rank)
+    pool = plan["cache_slots"] * adapter
+    assert config == {"base_model": "mixtral-8x7b", "layout": layout, "device_pool": pool}
+    assert config_of({}, out).device_pool == Size(pool)
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 5
     assert not re.search(r"https?://|<script|<link|width:\s*\d+px|\de[+-]\d\d", re.sub('base64,[^"]+', "", page))

@@ -31,7 +31,8 @@ from lora_server.units import Size
 log = structlog.get_logger()
 
 GIB = 1 << 30
-DEVICE_POOL, HOST_POOL = Size(share=0.8), Size()
+DEVICE_POOL = Size(share=0.8)
+HOST_POOL_OF_GPUS = Size(share=0.25)  # the most that they get unless told
 
 OnLayer = Callable[[int, int], None]
 
@@ -48,7 +49,7 @@ class Memory:
     """What a shard may take for adapters. A share is of what is free at the start, dealt to `sharing` shards."""
 
     device_pool: Size = DEVICE_POOL
-    host_pool: Size = HOST_POOL
+    host_pool: Size | None = None
     eviction: str = "lru"
     link_gbps: float = 0.0
     sharing: int = 1
@@ -59,6 +60,12 @@ class Memory:
         if nbytes > available:
             raise ConfigError(f"{flag}: {nbytes / GIB:.1f} GiB asked for, {available / GIB:.1f} GiB are free")
         return nbytes
+
+    def pinned_bytes(self, available: int, device_bytes: int) -> int:
+        """Of a GPU's host pool: as asked for, else as large as the device pool, but at most a quarter of the host."""
+        if self.host_pool is not None:
+            return self.bytes_of(self.host_pool, available, "--host-pool")
+        return min(device_bytes, self.bytes_of(HOST_POOL_OF_GPUS, available, "--host-pool"))
 
     def store(
         self, placement: Placement, shard: int, tier: Tier, host_pool: Pool | None, on_layer: OnLayer
@@ -80,7 +87,7 @@ def host(
     """Weights in host memory, torch on the CPU. Raises ConfigError where there is too little memory."""
     available = available_bytes()
     pool = MappedPool(memory.bytes_of(memory.device_pool, available, "--device-pool"))
-    packed = memory.bytes_of(memory.host_pool, available, "--host-pool")
+    packed = memory.bytes_of(memory.host_pool or Size(), available, "--host-pool")
     tier = CpuTier(placement, shard, dtype, pool)
     store = memory.store(placement, shard, tier, MappedPool(packed) if packed else None, on_layer)
     return Backend(store, HostCompute(cpu.lora_step))
@@ -143,7 +150,7 @@ def cuda(
         pool,
         compiled.launch,
         max_step_rows,
-        _pinned_pool(memory, local_shards),
+        _pinned_pool(dataclasses.replace(memory, sharing=local_shards), pool.capacity),
         memory,
         on_layer,
         lost,
@@ -188,7 +195,6 @@ def _device_pool(device: torch.device, memory: Memory, sharing: int) -> PagePool
         ) from error
 
 
-def _pinned_pool(memory: Memory, sharing: int) -> PagePool | None:
-    on_host = dataclasses.replace(memory, sharing=sharing)
-    nbytes = on_host.bytes_of(memory.host_pool, available_bytes(), "--host-pool")
+def _pinned_pool(memory: Memory, device_bytes: int) -> PagePool | None:
+    nbytes = memory.pinned_bytes(available_bytes(), device_bytes)
     return PagePool(nbytes // PAGE_BYTES, "cpu", pinned=True) if nbytes >= PAGE_BYTES else None

@@ -95,6 +95,11 @@ class Scenario:
         model = self.model
         return memory.kv_batch(model.spec, model.cluster, model.instance_gpus, model.context_tokens, share=1.0)
 
+    def adapter_bytes(self, layout: Layout) -> int:
+        """What a slot takes of the fullest shard."""
+        model = self.model
+        return memory.fullest_shard_bytes(model.spec, layout, model.lora_rank, model.shared_a)
+
     def slots(self, layout: Layout) -> int:
         """M of a layout."""
         model = self.model

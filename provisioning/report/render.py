@@ -115,6 +115,7 @@ def plan_yaml(result: Result) -> str:
     import yaml
 
     layout, name = str(result.candidate.layout), result.base_model
+    pool = result.candidate.slots * result.scenario.adapter_bytes(result.candidate.layout)
     comments = [
         question(result),
         headline(result),
@@ -127,7 +128,7 @@ def plan_yaml(result: Result) -> str:
     comments += [
         "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset."
     ]
-    settings: dict[str, object] = {"base_model": name, "layout": layout}
+    settings: dict[str, object] = {"base_model": name, "layout": layout, "device_pool": pool}
     if result.nodes > 1:
         comments += ["Each node also needs --node-rank I and --controller HOST:PORT."]
         settings["nodes"] = result.nodes
