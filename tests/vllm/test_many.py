@@ -14,6 +14,9 @@ from tests.workload import NEW_TOKENS
 
 NAMES = 200
 BLOCK = 128
+HOLDER = "s.lora_server_holder"
+WAITING = f"[{HOLDER}.use(r.request_id).held.handle for r in s.waiting if {HOLDER}.use(r.request_id)]"
+ANNOUNCED = f"(lambda s: [{HOLDER}._lookahead._said, {WAITING}])(llm.llm_engine.engine_core.engine_core.scheduler)"
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,9 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
         names = [
             engine.call("add", request={"prompt": s.prompt, "adapter": s.adapter, "new_tokens": 60}) for s in batch
         ]
+        engine.call("step", count=1)
+        said, waiting = engine.call("evaluate", expression=ANNOUNCED)
+        assert said == waiting and len(waiting) == 2, "the others with an adapter wait, and are announced in order"
         preempted, answers = 0, {}
         while engine.call("scheduler")["running"] or len(answers) < len(batch):
             stepped = engine.call("step", count=4)
