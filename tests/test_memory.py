@@ -306,6 +306,20 @@ def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp
     store.close()
 
 
+def test_loading_gives_way_to_steps_between_two_blocks(adapters, monkeypatch):
+    """They share one interpreter; without patience a layer in small blocks would be in the way all the time."""
+    monkeypatch.setattr("lora_server.memory.loading.PATIENCE_SECONDS", SECONDS)
+    store, waits = make("cpu", 1 << 28), threading.Event()
+    assert load(store, 4, adapters[4]).result() is None
+    pins, patient = pinned_by(store, 4), store._loader.give_way
+    store._loader.give_way = lambda seconds: (waits.set(), patient(seconds))
+    done = load(store, 8, adapters[8])
+    assert waits.wait(SECONDS) and store.layers_ready(8) == 0
+    store.unpin(pins)
+    assert done.result() is None
+    store.close()
+
+
 def entries(*described):
     """(bytes, last use, rate, load seconds, deadline) of each."""
     found = []

@@ -39,7 +39,7 @@ from lora_server.wire.region import RegionLayout
 STATS_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
 STEP_SECONDS = 30.0  # what was prefetched has the deadline of its step, and goes after all that wait already
-SWITCH_SECONDS = 5e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
+SWITCH_SECONDS = 1e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
 

@@ -16,18 +16,23 @@ from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.spec import Site
 
+PATIENCE_SECONDS = 5e-4  # and no less than a block took: steps that never end make loading twice as slow, or so
+
 
 @dataclass
 class Loader:
     """Used by the store's thread, and by others only to `close` an entry that the thread does not work on.
 
-    `pause` waits; `link_gbps` slows copies to the device down to so many 10^9 bits a second, for tests and benches.
+    `pause` waits; `give_way` waits until no step is there, at most so long, between two blocks: while a step runs, a
+    second thread of this process would get in its way at each of its calls. `link_gbps` slows copies to the device
+    down to so many 10^9 bits a second, for tests and benches.
     """
 
     placement: Placement
     shard: int
     tier: Tier
     pause: Callable[[float], object]
+    give_way: Callable[[float], object]
     link_gbps: float = 0.0
     _open: dict[Entry, Adapter] = field(default_factory=dict)
 
@@ -70,10 +75,12 @@ class Loader:
         adapter, device = self._opened(entry), self.tier.device
         for site, blocks in manifest.blocks.items():
             for expert, placed in blocks.items() if site.layer == layer else ():
+                began = time.monotonic()
                 with self.tier.on_stream():
                     target.write(
                         placed.begin, self.tier.format.pack(_pairs(adapter, site, expert), placed.shape, device)
                     )
+                self.give_way(max(PATIENCE_SECONDS, time.monotonic() - began))
 
     def _opened(self, entry: Entry) -> Adapter:
         if entry not in self._open:

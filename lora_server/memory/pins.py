@@ -6,6 +6,7 @@ Not thread-safe: the store's lock guards it.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Collection, Iterator
 
@@ -13,10 +14,12 @@ MOST_USES = 100_000  # noted between two looks at them
 
 
 class Pins:
-    """One pin for all adapters of a step."""
+    """One pin for all adapters of a step; `none` is set while there is no pin."""
 
     def __init__(self) -> None:
         self._handles: dict[int, Collection[int]] = {}
+        self.none = threading.Event()
+        self.none.set()
         self._tokens = itertools.count(1)
         self._uses: deque[tuple[float, Collection[int]]] = deque(maxlen=MOST_USES)
 
@@ -25,11 +28,14 @@ class Pins:
         token = next(self._tokens)
         self._handles[token] = handles
         self._uses.append((now, handles))
+        self.none.clear()
         return token
 
     def remove(self, token: int) -> None:
         """The step was answered."""
         del self._handles[token]
+        if not self._handles:
+            self.none.set()
 
     def __contains__(self, handle: int) -> bool:
         return any(handle in handles for handles in self._handles.values())

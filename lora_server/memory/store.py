@@ -82,7 +82,7 @@ class WeightStore:
         self._moved: set[int] = set()
         self._loads = self._loaded_bytes = self._evictions = self._orders = 0
         self._closing = threading.Event()
-        self._loader = Loader(placement, shard, tier, self._closing.wait, link_gbps)
+        self._loader = Loader(placement, shard, tier, self._closing.wait, self._pins.none.wait, link_gbps)
         self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
 

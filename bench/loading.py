@@ -1,0 +1,184 @@
+"""Latency of a resident adapter's steps, with and without loading beside it.
+
+    python -m bench.loading [--json] [--windows N] [--seconds S]
+
+One shard, whose pool holds a quarter of the adapters. A client steps (8 rows of one resident adapter, one step after
+the other) in three kinds of windows that take turns:
+
+    alone    nobody else is there
+    loading  another client steps with one row of each of the others in turn, so that the shard's loader never rests
+    apart    a process beside the server loads them, in a store of its own: what a busy core and the memory's traffic
+             cost where no Python is shared
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.memory_client import Caller
+from lora_server import spec
+from lora_server.adapters import open_adapter
+from lora_server.demo import children, tiny
+from lora_server.demo.launch import running_server
+from lora_server.memory.entry import Source
+from lora_server.memory.mapped import MappedPool
+from lora_server.memory.on_cpu import CpuTier
+from lora_server.memory.store import WeightStore
+from lora_server.placement import Layout, Placement
+from lora_server.spec import Site
+from lora_server.transport.session import Held
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import open_channel
+
+GEOMETRIES = {
+    "mixtral": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_local_experts": 8},
+    "qwen3_moe": {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts": 64},
+}
+ADAPTERS, RESIDENT, RANK, ROWS = 24, 6, 16, 8
+SETTLE_SECONDS = 1.5  # until the shard has reported what it loaded
+SITE = Site(0, "gate_up")
+
+
+def make(kind: str, work: Path) -> int:
+    """A model and its adapters; returns the bytes of one of them in memory, at the most."""
+    model = tiny.make_model(kind, **GEOMETRIES[kind])
+    tiny.save_model(model, work / "base")
+    for seed in range(ADAPTERS):
+        tiny.make_adapter(model, work / "adapters" / f"a{seed}", lora_rank=RANK, seed=seed, targets="experts")
+    (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
+    return weights.stat().st_size
+
+
+def load_forever(address: str) -> None:
+    """The neighbour: a line once its first adapter is there, then on until killed."""
+    caller = Caller(address, 1, 1)
+    held = [caller.hold(f"a{index}") for index in range(1, ADAPTERS)]
+    for one in itertools.cycle(held):
+        caller.step(one, SITE)
+        print("loading", flush=True)
+
+
+def load_apart(work: Path, pool: int) -> None:
+    """The neighbour of its own: the same loads as a shard's, without the shard; a line after the first."""
+    model = spec.load(work / "base")
+    placement = Placement(model, Layout(1, 1))
+    store = WeightStore(placement, 0, CpuTier(placement, 0, torch.float32, MappedPool(pool)))
+    paths = sorted((work / "adapters").iterdir())
+    for handle, path in enumerate(paths, start=1):
+        with open_adapter(path, model) as adapter:
+            source = Source(path, adapter.version(), adapter.stamp)
+        store.load(handle, source, lambda error: None, eager=False)
+    for handle in itertools.cycle(range(1, len(paths) + 1)):
+        while (pins := store.pin([handle], 0, "us", time.monotonic() + 60)) is None:
+            time.sleep(1e-3)
+        store.unpin(pins)
+        print("loading", flush=True)
+
+
+def window(caller: Caller, held: Held, seconds: float) -> list[float]:
+    """Milliseconds of each step."""
+    times, end = [], time.perf_counter() + seconds
+    while (began := time.perf_counter()) < end:
+        caller.step(held, SITE)
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def loaded_bytes(address: str) -> int:
+    """By the shard since its start."""
+    with open_channel(address) as channel:
+        (shard,) = rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10).shards
+    return int(shard.stats.loaded_bytes)
+
+
+def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
+    """Percentiles of both kinds of windows, in milliseconds."""
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        size = make(kind, work)
+        pool = round(size * (RESIDENT + 0.5))
+        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), "--device-pool", str(pool)]
+        with running_server(work / "log", flags) as server:
+            caller = Caller(server.address, ROWS, 0)
+            held = caller.hold("a0")
+            window(caller, held, 2.0)
+            neighbours = {
+                "apart": _child(f"load_apart(pathlib.Path({str(work)!r}), {pool})"),
+                "loading": _child(f"load_forever({server.address!r})"),
+            }
+            times: dict[str, list[float]] = {"alone": [], "loading": [], "apart": []}
+            moved = 0
+            for _ in track(range(windows), kind, console=Console(stderr=True)):
+                for name, seen in times.items():
+                    if name in neighbours:
+                        neighbours[name].send_signal(signal.SIGCONT)
+                    time.sleep(SETTLE_SECONDS)
+                    before = loaded_bytes(server.address)
+                    seen += window(caller, held, seconds)
+                    if name in neighbours:
+                        neighbours[name].send_signal(signal.SIGSTOP)
+                    moved += (loaded_bytes(server.address) - before) * (name == "loading")
+            for neighbour in neighbours.values():
+                neighbour.kill()
+                neighbour.communicate()
+            caller.client.close()
+    row: dict[str, Any] = {"model": kind, "loaded_mb_per_s": moved / 1e6 / (windows * seconds)}
+    for name, seen in times.items():
+        p50, p90, p99 = np.percentile(seen, [50, 90, 99]).tolist()
+        row |= {f"{name}_p50_ms": p50, f"{name}_p90_ms": p90, f"{name}_p99_ms": p99}
+    return row | {f"{name}_ratio": row[f"{name}_p99_ms"] / row["alone_p99_ms"] for name in times}
+
+
+def _child(call: str) -> subprocess.Popen[bytes]:
+    """Stopped, once its first load is through."""
+    command = [sys.executable, "-c", f"import pathlib; import bench.loading as b; b.{call}"]
+    process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    process.send_signal(signal.SIGSTOP)
+    return process
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    rows = [measure(kind, arguments.windows, arguments.seconds) for kind in GEOMETRIES]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"Steps of {ROWS} rows of a resident adapter, ms", title_justify="left")
+    for column in ("model", "windows", "p50", "p90", "p99", "p99 / alone"):
+        table.add_column(column, justify="left" if column in ("model", "windows") else "right")
+    for row in rows:
+        for name in ("alone", "loading", "apart"):
+            times = [f"{row[f'{name}_{quantile}_ms']:.2f}" for quantile in ("p50", "p90", "p99")]
+            table.add_row(row["model"], name, *times, f"{row[f'{name}_ratio']:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
