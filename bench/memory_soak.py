@@ -1,0 +1,266 @@
+"""Many adapters, little memory, several engines, and shards that are killed: is every answer right, is anything lost?
+
+    python -m bench.memory_soak [--json] [--adapters N] [--pool N] [--engines N] [--steps N] [--kills N] [--host-pool N]
+
+One `lora-server serve` process over shared memory; the adapters are links to twenty of mixed ranks and sites, their
+popularity is Zipf 1.2, and --device-pool holds --pool of them. Every engine is a process that compares each of its
+steps with the same product in float64. What processes of the server hold (resident memory, descriptors, shared memory)
+is read all the time, and compared between the first and the last tenth after a warm-up of a quarter. With --kills the
+shard is killed by SIGKILL that often at seeded moments while it loads; back means that every engine has had a right
+answer since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.memory_client import Job, Seen
+from lora_server.demo import children, tiny
+from lora_server.demo.launch import RunningServer, running_server
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import open_channel
+
+CONTENTS = 20
+TARGETS = ("attention", "experts", "down", "all")
+WARM_UP, EDGE = 0.25, 0.1
+SAMPLE_SECONDS = 0.5
+LIMIT_SECONDS = 3600.0
+
+
+def make(work: Path, adapters: int) -> tuple[list[str], dict[str, str], int]:
+    """Names by falling popularity, the contents by the ends of names, and the mean bytes of one."""
+    model = tiny.make_model("mixtral")
+    tiny.save_model(model, work / "base")
+    sources = {}
+    for seed in range(CONTENTS):
+        path = work / "contents" / str(seed)
+        tiny.make_adapter(model, path, lora_rank=1 + seed % 7, seed=seed, targets=TARGETS[seed % len(TARGETS)])
+        sources[str(seed)] = str(path)
+    (work / "adapters").mkdir()
+    names = [f"tenant-{index}-{index % CONTENTS}" for index in range(adapters)]
+    for name in names:
+        (work / "adapters" / name).symlink_to(sources[name.rpartition("-")[2]])
+    sizes = [(Path(path) / "adapter_model.safetensors").stat().st_size for path in sources.values()]
+    return names, sources, round(statistics.mean(sizes))
+
+
+def status(address: str) -> pb.StatusReply:
+    """Of the server; raises grpc.RpcError."""
+    with open_channel(address) as channel:
+        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
+
+
+class Engine:
+    """A process of bench.memory_client, whose newest line a thread reads."""
+
+    def __init__(self, job: Job, log: Path) -> None:
+        self.seen = Seen()
+        self._log = log.open("wb")
+        command = [sys.executable, "-m", "bench.memory_client", msgspec.json.encode(job).decode()]
+        self.process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, stderr=self._log)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.seen = msgspec.json.decode(line, type=Seen)
+
+    def stop(self) -> None:
+        """Whether it is done or not."""
+        children.stop(self.process)
+        self._log.close()
+
+
+class Held:
+    """What the server's processes hold, over time: one row of resident bytes, descriptors and shared memory each."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self.rows: list[tuple[float, int, int, int]] = []
+
+    def sample(self) -> None:
+        """One row; a process that is just dying counts as gone."""
+        resident = descriptors = shared = 0
+        for process in [self._root, *self._root.children(recursive=True)]:
+            try:
+                resident += process.memory_info().rss
+                descriptors += process.num_fds()
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                shared += sum("memfd:" in line or "/dev/shm/" in line for line in maps)
+            except (psutil.Error, OSError):
+                continue
+        self.rows.append((time.time(), resident, descriptors, shared))
+
+    def growth(self) -> dict[str, float]:
+        """First and last tenth after the warm-up, medians."""
+        rows = self.rows[int(len(self.rows) * WARM_UP) :]
+        edge = max(1, int(len(rows) * EDGE))
+        found = {}
+        for column, name in ((1, "resident_mb"), (2, "descriptors"), (3, "shared_mappings")):
+            first, last = (statistics.median(row[column] for row in part) for part in (rows[:edge], rows[-edge:]))
+            scale = 1e6 if column == 1 else 1
+            found |= {f"{name}_first": first / scale, f"{name}_last": last / scale}
+        return found
+
+
+def kill(server: RunningServer, engines: list[Engine], dice: random.Random) -> dict[str, float]:
+    """SIGKILL at a random moment while it loads; seconds until it is up, and until all engines had a right answer."""
+    time.sleep(dice.uniform(0.2, 1.5))
+    (shard,) = status(server.address).shards
+    os.kill(shard.pid, signal.SIGKILL)
+    killed, up = time.time(), 0.0
+    running = [engine for engine in engines if not engine.seen.done]
+    while any(engine.seen.last_right < killed + 0.001 for engine in running if engine.process.poll() is None):
+        if not up:
+            (now,) = status(server.address).shards
+            up = time.time() if now.state == "up" and now.pid != shard.pid else 0.0
+        if time.time() > killed + 60:
+            raise TimeoutError(f"no right answer within 60 s of a kill: {server.tail()}")
+        time.sleep(0.02)
+    return {"up_s": (up or time.time()) - killed, "right_s": time.time() - killed}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All of it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        names, sources, mean = make(work, options.adapters)
+        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters")]
+        flags += ["--device-pool", str(mean * options.pool), "--host-pool", str(mean * options.host_pool)]
+        flags += ["--eviction", options.eviction]
+        with running_server(work / "log", flags) as server:
+            (began_pid,) = [shard.pid for shard in status(server.address).shards]
+            engines = [
+                Engine(
+                    Job(server.address, names, sources, options.steps // options.engines, seed),
+                    work / f"engine-{seed}",
+                )
+                for seed in range(options.engines)
+            ]
+            try:
+                found = _watch(server, engines, options)
+            finally:
+                for engine in engines:
+                    engine.stop()
+            found |= _after(server.address, began_pid)
+        found["errors_text"] = sorted({line for seed in range(options.engines) for line in _errors(work, seed)})[:10]
+    return found
+
+
+def _errors(work: Path, seed: int) -> list[str]:
+    lines = (work / f"engine-{seed}").read_text(errors="replace").splitlines()
+    return [line[:300] for line in lines if line.startswith("{") or "Error" in line]
+
+
+def _watch(server: RunningServer, engines: list[Engine], options: argparse.Namespace) -> dict[str, Any]:
+    held, dice, kills = Held(server.process.pid), random.Random(options.seed), []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(SAMPLE_SECONDS):
+            held.sample()
+
+    threading.Thread(target=watch, daemon=True).start()
+    deadline, began = time.time() + LIMIT_SECONDS, time.time()
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("stepping", total=options.steps)
+        while not all(engine.seen.done for engine in engines):
+            progress.update(task, completed=sum(engine.seen.steps for engine in engines))
+            if any(engine.process.poll() for engine in engines) or time.time() > deadline:
+                raise RuntimeError("an engine died, or nothing comes any more")
+            if len(kills) < options.kills and all(engine.seen.steps for engine in engines):
+                kills.append(kill(server, engines, dice))
+            time.sleep(0.1)
+    stop.set()
+    seen = [engine.seen for engine in engines]
+    errors: dict[str, int] = {}
+    for one in seen:
+        for code, count in one.errors.items():
+            errors[code] = errors.get(code, 0) + count
+    return {
+        "steps": sum(one.steps for one in seen),
+        "seconds": time.time() - began,
+        "wrong": sum(one.wrong for one in seen),
+        "worst_error": max(one.worst for one in seen),
+        "slowest_step_s": max(one.slowest for one in seen),
+        "errors": errors,
+        "kills": kills,
+        **held.growth(),
+    }
+
+
+def _after(address: str, pid: int) -> dict[str, Any]:
+    """Once everybody has left: leases, and what the pools hold beside what is said to be in them."""
+    deadline = time.time() + 30
+    while (reply := status(address)).clients and time.time() < deadline:
+        time.sleep(0.2)
+    time.sleep(1.5)  # the next report
+    with open_channel(address) as channel:
+        listed = rpc.AdaptersStub(channel).List(pb.ListAdaptersRequest(), timeout=30).adapters
+    (shard,) = status(address).shards
+    return {
+        "leases_left": reply.clients,
+        "holders_left": sum(one.holders for one in listed),
+        "restarts": shard.restarts,
+        "loads": shard.stats.loads,
+        "evictions": shard.stats.evictions,
+        "loaded_mb": shard.stats.loaded_bytes / 1e6,
+        "pool_used_mb": shard.stats.weight_bytes / 1e6,
+        "pool_mb": shard.stats.total_bytes / 1e6,
+        "ready": sum(one.state == "ready" for one in listed),
+        "failed": sum(one.state == "failed" for one in listed),
+    }
+
+
+def main() -> None:
+    """Entry point; exits with 1 if an answer was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--pool", type=int, default=100, help="mean adapters that the device pool holds")
+    parser.add_argument("--host-pool", type=int, default=0, help="likewise of the host pool")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eviction", default="lru")
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    found = measure(options)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        table = Table("what", "seen", title=f"{options.adapters:,} adapters, a pool for {options.pool}")
+        for key, value in found.items():
+            if key == "kills":
+                for name in ("up_s", "right_s"):
+                    times = sorted(one[name] for one in value) or [0.0]
+                    table.add_row(f"{len(value)} kills: {name}", f"median {statistics.median(times):.2f}, most {times[-1]:.2f}")
+            else:
+                table.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
+        Console().print(table)
+    sys.exit(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    main()
