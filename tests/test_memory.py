@@ -12,7 +12,7 @@ import torch
 from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
-from lora_server.memory.entry import Entry, Source, State
+from lora_server.memory.entry import Demand, Entry, Source, State
 from lora_server.memory.eviction import POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
 from lora_server.memory.on_cpu import CpuTier
@@ -306,6 +306,17 @@ def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp
     store.close()
 
 
+def test_a_step_waits_for_nothing_that_was_only_prefetched(adapters, sizes):
+    """Steps need theirs now, however long their clients would wait."""
+    store = make("cpu", max(sizes[4], sizes[8]))
+    for handle in (4, 8):
+        assert load(store, handle, adapters[handle], eager=False).result() is None
+    store.prefetch([4], "prefetch", later(2 * SECONDS))
+    until(lambda: store.layers_ready(4) == 4, "what was prefetched")
+    until(lambda: store.pin([8], 0, "a step", later(3 * SECONDS)), "what a step needs", SECONDS)
+    store.close()
+
+
 def test_loading_gives_way_to_steps_between_two_blocks(adapters, monkeypatch):
     """They share one interpreter; without patience a layer in small blocks would be in the way all the time."""
     monkeypatch.setattr("lora_server.memory.loading.PATIENCE_SECONDS", SECONDS)
@@ -327,7 +338,7 @@ def entries(*described):
         entry = Entry(order, Source(None, "", ""), (0,), order, nbytes=nbytes)
         entry.usage.last, entry.usage.rate, entry.usage.load_seconds = last, rate, seconds
         if deadline is not None:
-            entry.demands["somebody"] = deadline
+            entry.demands["somebody"] = Demand(deadline, deadline)
         found.append(entry)
     return found
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from lora_server.errors import LoraServerError
 from lora_server.memory.manifest import Manifest
@@ -62,11 +63,18 @@ class Usage:
         self.last = now
 
 
+class Demand(NamedTuple):
+    """Somebody needs an adapter at `due`, which for a step is when it came, and not any more after `until`."""
+
+    due: float
+    until: float
+
+
 @dataclass(eq=False)
 class Entry:
     """From the command to know it to the one to drop it; the store's lock guards it.
 
-    `demands` has until when whom it is needed by.
+    `demands` has who needs it.
     """
 
     handle: int
@@ -80,7 +88,7 @@ class Entry:
     host: Extent | None = None
     ready: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)  # layers in `host`
-    demands: dict[Hashable, float] = field(default_factory=dict)
+    demands: dict[Hashable, Demand] = field(default_factory=dict)
     stays: bool = False  # it never makes room (`adapters pin`)
     in_part: bool = False  # a step has used a layer of it: the others follow
     first: int = 0  # index of the layer that was asked for last: loading begins there
@@ -123,12 +131,12 @@ class Entry:
 
     def deadline(self) -> float:
         """When it is needed first; infinite where nobody said."""
-        return min(self.demands.values(), default=float("inf"))
+        return min((demand.due for demand in self.demands.values()), default=float("inf"))
 
     def forget_demands(self, now: float) -> None:
         """Those that are over."""
-        if any(until < now for until in self.demands.values()):
-            self.demands = {owner: until for owner, until in self.demands.items() if until >= now}
+        if any(demand.until < now for demand in self.demands.values()):
+            self.demands = {owner: demand for owner, demand in self.demands.items() if demand.until >= now}
 
     def stays_until(self) -> float:
         """A turn in memory that is worth its load: nobody takes an adapter that is in use before its time."""

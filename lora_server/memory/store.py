@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.entry import Done, Entry, Source, State
+from lora_server.memory.entry import Demand, Done, Entry, Source, State
 from lora_server.memory.eviction import Policy, lru, may_go, victims
 from lora_server.memory.loading import Loader
 from lora_server.memory.pins import Pins
@@ -340,8 +340,10 @@ class WeightStore:
         self._changed.notify()
 
     def _demand(self, entries: Iterable[Entry], layer: int | None, owner: Hashable, deadline: float) -> None:
+        now = time.monotonic()
         for entry in entries:
-            entry.demands[owner] = deadline
+            due = deadline if layer is None else min(now, entry.demands.get(owner, Demand(now, now)).due)
+            entry.demands[owner] = Demand(due, deadline)
             self._demanded.setdefault(owner, set()).add(entry)
             if layer in entry.layers and layer not in entry.ready:
                 entry.first = entry.layers.index(layer)
