@@ -12,7 +12,7 @@ import torch
 from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
-from lora_server.memory.entry import Demand, Entry, Source, State
+from lora_server.memory.entry import HALF_LIFE, Demand, Entry, Source, State
 from lora_server.memory.eviction import POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
 from lora_server.memory.on_cpu import CpuTier
@@ -354,6 +354,18 @@ def test_policies_choose_whom_they_value_least_and_no_more_than_needed():
     assert victims(112, everyone, size, POLICIES["lru"]) == [old, big, small_hot]
     assert victims(120, everyone, size, POLICIES["lru"]) == [big, wanted], "whom somebody demands goes last"
     assert victims(166, everyone, size, POLICIES["lru"]) is None
+
+
+def test_uses_of_long_ago_are_worth_less():
+    """At whatever time one asks; and to come back is no use."""
+    once_hot, in_use = entries((10, 0, 0, 1, None), (10, 0, 0, 1, None))
+    for _ in range(1000):
+        once_hot.usage.count(1e6)
+    for second in range(10):
+        in_use.usage.count(1e6 + 20 * HALF_LIFE + second)
+    assert victims(10, [once_hot, in_use], lambda entry: entry.nbytes, POLICIES["value"]) == [once_hot]
+    once_hot.arrived(1e6 + 20 * HALF_LIFE + 20)
+    assert victims(10, [once_hot, in_use], lambda entry: entry.nbytes, POLICIES["value"]) == [once_hot]
 
 
 def test_copies_are_as_slow_as_the_link(adapters, sizes):

@@ -54,13 +54,13 @@ class Usage:
     """What eviction policies judge by. Times are time.monotonic()."""
 
     last: float = 0.0
-    rate: float = 0.0  # uses, fewer by half each HALF_LIFE
+    rate: float = 0.0  # uses up to `last`, fewer by half each HALF_LIFE
     load_seconds: float = 0.0  # of all layers, the last time
 
-    def count(self, now: float) -> None:
-        """It is used now."""
-        self.rate = self.rate * 0.5 ** ((now - self.last) / HALF_LIFE) + 1.0
-        self.last = now
+    def count(self, now: float, uses: int = 1) -> None:
+        """So many uses, now."""
+        self.rate = self.rate * 0.5 ** (max(0.0, now - self.last) / HALF_LIFE) + uses
+        self.last = max(self.last, now)
 
 
 class Demand(NamedTuple):
@@ -144,7 +144,7 @@ class Entry:
 
     def arrived(self, now: float) -> None:
         """A layer is READY, perhaps the last."""
-        self.usage.last = now
+        self.usage.count(now, 0)
         if self.is_whole():
             self.in_part = False
             self.whole_since, self.usage.load_seconds = now, now - self.began

@@ -7,11 +7,13 @@ the policy values least.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
-from lora_server.memory.entry import Entry
+from lora_server.memory.entry import HALF_LIFE, Entry
 
 IN_USE_SECONDS = 0.25  # since the last step that read it
+LEAST = 1e-300  # what an adapter that nobody has used yet is worth
 
 Policy = Callable[[Entry], float]  # what an adapter is worth
 
@@ -22,8 +24,13 @@ def lru(entry: Entry) -> float:
 
 
 def value_density(entry: Entry) -> float:
-    """Seconds of loading that a byte saves: rate of use x load time / bytes."""
-    return entry.usage.rate * entry.usage.load_seconds / max(1, entry.nbytes)
+    """Seconds of loading that a byte saves: rate of use x load time / bytes.
+
+    As a logarithm, in which rates of different times can be compared: all of them halve alike.
+    """
+    usage = entry.usage
+    worth = usage.rate * usage.load_seconds / max(1, entry.nbytes)
+    return math.log2(max(worth, LEAST)) + usage.last / HALF_LIFE
 
 
 POLICIES: Mapping[str, Policy] = {"lru": lru, "value": value_density}
