@@ -317,6 +317,25 @@ def test_a_step_waits_for_nothing_that_was_only_prefetched(adapters, sizes):
     store.close()
 
 
+def test_what_a_step_has_used_in_part_comes_before_what_was_prefetched(adapters):
+    """Its next step is about to come."""
+    gate = Gate()
+    store = make("cpu", 1 << 28, on_layer=gate)
+    gate.shut()
+    assert load(store, 12, adapters[12]).calls == []
+    assert gate.arrived.wait(SECONDS)
+    for handle in (4, 8):
+        load(store, handle, adapters[handle], eager=False)
+    store.prefetch([8], "prefetch", later(SECONDS))
+    assert store.pin([4], 0, "a step", later(2 * SECONDS)) is None
+    gate.then = lambda handle, layers: store.pin([4], 0, "a step", later(SECONDS)) if handle == 4 else None
+    gate.open()
+    until(lambda: store.layers_ready(8) == 4, "both")
+    order = [handle for handle, layers in gate.loaded if handle in (4, 8) and layers]
+    assert order == [4] * 4 + [8] * 4
+    store.close()
+
+
 def test_loading_gives_way_to_steps_between_two_blocks(adapters, monkeypatch):
     """They share one interpreter; without patience a layer in small blocks would be in the way all the time."""
     monkeypatch.setattr("lora_server.memory.loading.PATIENCE_SECONDS", SECONDS)

@@ -90,7 +90,7 @@ class Entry:
     packed: set[int] = field(default_factory=set)  # layers in `host`
     demands: dict[Hashable, Demand] = field(default_factory=dict)
     stays: bool = False  # it never makes room (`adapters pin`)
-    in_part: bool = False  # a step has used a layer of it: the others follow
+    in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
     first: int = 0  # index of the layer that was asked for last: loading begins there
     looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
     waiting: list[Done] = field(default_factory=list)  # for all of its layers
@@ -127,11 +127,12 @@ class Entry:
 
     def is_wanted(self) -> bool:
         """Whether somebody needs it, or waits for all of it."""
-        return bool(self.demands or self.waiting or self.in_part)
+        return bool(self.demands or self.waiting or self.in_part is not None)
 
     def deadline(self) -> float:
         """When it is needed first; infinite where nobody said."""
-        return min((demand.due for demand in self.demands.values()), default=float("inf"))
+        first = min((demand.due for demand in self.demands.values()), default=float("inf"))
+        return first if self.in_part is None else min(first, self.in_part)
 
     def forget_demands(self, now: float) -> None:
         """Those that are over."""
@@ -146,7 +147,7 @@ class Entry:
         """A layer is READY, perhaps the last."""
         self.usage.count(now, 0)
         if self.is_whole():
-            self.in_part = False
+            self.in_part = None
             self.whole_since, self.usage.load_seconds = now, now - self.began
 
     def answered(self) -> list[Done]:

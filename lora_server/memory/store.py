@@ -311,7 +311,7 @@ class WeightStore:
 
     def _have(self, handles: Iterable[int], layer: int, owner: Hashable, deadline: float) -> bool:
         """Whether a step can be served; otherwise what it lacks is demanded."""
-        entries = [entry for handle in handles if (entry := self._entries.get(handle)) is not None]
+        entries, now = [one for handle in handles if (one := self._entries.get(handle)) is not None], time.monotonic()
         for entry in entries:
             entry.retry()
         if any(entry.lacks(layer) for entry in entries):
@@ -319,7 +319,7 @@ class WeightStore:
             self._demand(entries, layer, owner, deadline)
             return False
         for entry in entries:
-            entry.in_part = not entry.is_whole() and entry.failure is None
+            entry.in_part = None if entry.is_whole() or entry.failure is not None else now
         return True
 
     def _withdraw(self, owner: Hashable, over: set[Entry]) -> None:
@@ -442,7 +442,7 @@ class WeightStore:
     def _free_device(self, entry: Entry) -> None:
         if entry.device is not None:
             self.tier.pool.deallocate(entry.device)
-        entry.device, entry.first, entry.in_part = None, 0, False
+        entry.device, entry.first, entry.in_part = None, 0, None
         entry.ready.clear()
         if not entry.dropped:
             self._whole.discard(entry.handle)
@@ -519,7 +519,7 @@ class WeightStore:
         if not isinstance(error, LoraServerError):
             error = AdapterLoadError(f"{entry.source.path}: {error!r}")
         with self._changed:
-            entry.failure, entry.failed_at = error, time.monotonic()
+            entry.failure, entry.failed_at, entry.in_part = error, time.monotonic(), None
             self._loader.close(entry)
             self._moved.add(entry.handle)
             if not entry.ready and not entry.dropped:
