@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -129,13 +130,16 @@ def zipf(count: int, exponent: float) -> np.ndarray:
     return weights / weights.sum()
 
 
-def work(job: Job, tell: Callable[[Seen], None]) -> None:
-    """Requests of random adapters, each some steps at random sites of rising layers; goes on after errors."""
+def work(job: Job, tell: Callable[[Seen], None], enough: threading.Event) -> None:
+    """Requests of random adapters, each some steps at random sites of rising layers; goes on after errors.
+
+    Until its steps are done, and it is `enough`.
+    """
     caller, dice = Caller(job.server, job.rows, job.seed, job.timeout), random.Random(job.seed)
     popular = iter(_drawn(job))
     oracles = {end: Oracle(Path(path), caller.spec) for end, path in job.sources.items()}
     seen = Seen()
-    while seen.steps < job.steps:
+    while seen.steps < job.steps or not enough.is_set():
         name = job.names[next(popular)]
         began = time.time()
         try:
@@ -166,10 +170,13 @@ def _drawn(job: Job) -> Iterator[int]:
 
 
 def main() -> None:
-    """Works on the job, with a line of JSON after each request."""
+    """Works on the job until standard input ends, with a line of JSON after each request."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    work(msgspec.json.decode(sys.argv[1], type=Job), lambda seen: print(msgspec.json.encode(seen).decode(), flush=True))
+    enough = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), enough.set()), daemon=True).start()
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    work(job, lambda seen: print(msgspec.json.encode(seen).decode(), flush=True), enough)
 
 
 if __name__ == "__main__":

@@ -77,18 +77,28 @@ class Engine:
         self.seen = Seen()
         self._log = log.open("wb")
         command = [sys.executable, "-m", "bench.memory_client", msgspec.json.encode(job).decode()]
-        self.process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, stderr=self._log)
-        threading.Thread(target=self._read, daemon=True).start()
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(children.own(command), stdin=pipe, stdout=pipe, stderr=self._log)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.seen = msgspec.json.decode(line, type=Seen)
 
+    def enough(self) -> None:
+        """It may end when its steps are done."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
     def stop(self) -> None:
         """Whether it is done or not."""
         children.stop(self.process)
-        self._log.close()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout, self._log):
+            assert pipe is not None
+            pipe.close()
 
 
 class Held:
@@ -174,7 +184,7 @@ def _errors(work: Path, seed: int) -> list[str]:
 
 def _watch(server: RunningServer, engines: list[Engine], options: argparse.Namespace) -> dict[str, Any]:
     held, dice, kills = Held(server.process.pid), random.Random(options.seed), []
-    stop = threading.Event()
+    stop, told = threading.Event(), False
 
     def watch() -> None:
         while not stop.wait(SAMPLE_SECONDS):
@@ -190,6 +200,10 @@ def _watch(server: RunningServer, engines: list[Engine], options: argparse.Names
                 raise RuntimeError("an engine died, or nothing comes any more")
             if len(kills) < options.kills and all(engine.seen.steps for engine in engines):
                 kills.append(kill(server, engines, dice))
+            if len(kills) == options.kills and not told:
+                told = True
+                for engine in engines:
+                    engine.enough()
             time.sleep(0.1)
     stop.set()
     seen = [engine.seen for engine in engines]
@@ -255,7 +269,9 @@ def main() -> None:
             if key == "kills":
                 for name in ("up_s", "right_s"):
                     times = sorted(one[name] for one in value) or [0.0]
-                    table.add_row(f"{len(value)} kills: {name}", f"median {statistics.median(times):.2f}, most {times[-1]:.2f}")
+                    table.add_row(
+                        f"{len(value)} kills: {name}", f"median {statistics.median(times):.2f}, most {times[-1]:.2f}"
+                    )
             else:
                 table.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
         Console().print(table)

@@ -1,0 +1,218 @@
+"""Who should make room? The policies of --eviction on recorded traffic, in virtual time.
+
+    python -m bench.eviction [--json] [--traces DIR] [--requests N] [--adapters N]
+
+Each request of a trace needs one adapter: from its arrival on, once that is there, for its output tokens. Adapters of
+running requests stay; of the others the shard's own functions choose (lora_server/memory/eviction.py: may_go, victims,
+POLICIES), by what the shard's own Usage counts, here once a second. One loader brings one adapter after the other, in
+the order of need, over a link; an adapter has a rank of 8 to 64. A request waits cold from its arrival until its
+adapter is there, for the link or for room. Pools are shares of the bytes of all adapters that are asked for. ServeGen's
+clients are adapters; Azure's and Mooncake's requests get theirs from Zipf 1.2. Traces that are not there are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lora_server.memory.entry import Demand, Entry, Source
+from lora_server.memory.eviction import POLICIES, Policy, may_go, victims
+from provisioning.workload import servegen, traces
+from provisioning.workload.requests import Lengths, Requests
+
+FILES = {
+    "servegen m-small": "servegen/m-small",
+    "servegen m-mid": "servegen/m-mid",
+    "azure conv": "AzureLLMInferenceTrace_conv_2023.csv",
+    "azure code": "AzureLLMInferenceTrace_code_2023.csv",
+    "mooncake": "mooncake_conversation_trace.jsonl",
+}
+POOLS = (0.05, 0.1, 0.2, 0.4)
+RANKS, BYTES_PER_RANK = (8, 16, 32, 64), 12_000_000  # of Mixtral-8x7B on all experts, 16-bit: some 100 MB and more
+LINK_BYTES, OPEN_SECONDS = 12e9 / 8, 0.02  # a network file system's; opening the files
+TOKEN_SECONDS = 0.03
+SERVEGEN_START, SERVEGEN_RATE = 36_000.0, 4.0  # ten in the morning; requests/s
+
+
+@dataclass
+class Outcome:
+    """Of one trace, pool and policy."""
+
+    hits: int = 0
+    waits: list[float] = field(default_factory=list)  # of requests whose adapter was not there
+    nbytes: int = 0
+
+
+class Simulation:
+    """One shard's memory, in virtual time."""
+
+    def __init__(self, requests: Requests, capacity: int, policy: Policy) -> None:
+        dice = np.random.default_rng(0)
+        sizes = dice.choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
+        self._entries = [Entry(i, Source(Path(), "", ""), (0,), i, nbytes=int(size)) for i, size in enumerate(sizes)]
+        self._requests, self._free, self._policy = requests, capacity, policy
+        self._resident: set[Entry] = set()
+        self._running = [0] * len(self._entries)
+        self._waiting: dict[Entry, list[int]] = {}  # requests, for adapters that are not there
+        self._queue: deque[Entry] = deque()
+        self._loading: Entry | None = None
+        self._events: list[tuple[float, int, str, int]] = []
+        self._ids = itertools.count()
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        """Until every request has had its adapter."""
+        for index, arrival in enumerate(self._requests.arrival_s.tolist()):
+            self._at(arrival, "arrives", index)
+        while self._events:
+            now, _, kind, index = heapq.heappop(self._events)
+            getattr(self, f"_{kind}")(now, index)
+            self._load(now)
+        return self.outcome
+
+    def _at(self, now: float, kind: str, index: int) -> None:
+        heapq.heappush(self._events, (now, next(self._ids), kind, index))
+
+    def _arrives(self, now: float, index: int) -> None:
+        entry = self._entries[self._requests.adapter[index]]
+        if entry in self._resident:
+            self.outcome.hits += 1
+            self._begin(now, entry, index)
+            return
+        if entry not in self._waiting:
+            self._waiting[entry] = []
+            entry.demands["requests"] = Demand(now, float("inf"))
+            if entry is not self._loading:
+                self._queue.append(entry)
+        self._waiting[entry].append(index)
+
+    def _begin(self, now: float, entry: Entry, index: int) -> None:
+        self._running[entry.handle] += 1
+        end = now + int(self._requests.output_tokens[index]) * TOKEN_SECONDS
+        for second in np.arange(now, end, 1.0).tolist():
+            self._at(second, "used", entry.handle)
+        self._at(end, "ends", entry.handle)
+
+    def _used(self, now: float, handle: int) -> None:
+        self._entries[handle].usage.count(now)
+
+    def _ends(self, now: float, handle: int) -> None:
+        self._running[handle] -= 1
+        self._entries[handle].usage.count(now)
+
+    def _load(self, now: float) -> None:
+        """The next one that gets room, if the link is free."""
+        if self._loading is not None:
+            return
+        for entry in self._queue:
+            if self._make_room(entry, now):
+                self._queue.remove(entry)
+                self._loading, entry.began = entry, now
+                self._free -= entry.nbytes
+                self.outcome.nbytes += entry.nbytes
+                self._at(now + OPEN_SECONDS + entry.nbytes / LINK_BYTES, "there", entry.handle)
+                return
+
+    def _make_room(self, entry: Entry, now: float) -> bool:
+        missing, mine = entry.nbytes - self._free, (entry.deadline(), entry.order)
+        if missing > 0:
+            idle = [one for one in self._resident if not self._running[one.handle] and may_go(one, mine, now)]
+            chosen = victims(missing, idle, lambda one: one.nbytes, self._policy)
+            for one in chosen or ():
+                self._resident.remove(one)
+                one.ready.clear()
+                self._free += one.nbytes
+            return chosen is not None
+        return True
+
+    def _there(self, now: float, handle: int) -> None:
+        entry, self._loading = self._entries[handle], None
+        entry.ready.add(0)
+        entry.arrived(now)
+        entry.demands.clear()
+        self._resident.add(entry)
+        for index in self._waiting.pop(entry):
+            self.outcome.waits.append(now - float(self._requests.arrival_s[index]))
+            self._begin(now, entry, index)
+
+
+def requests_of(path: Path, num: int, adapters: int) -> Requests:
+    """The first of a trace."""
+    if path.is_dir():
+        found = servegen.load(path).requests(
+            start_s=SERVEGEN_START, span_s=num / SERVEGEN_RATE, seed=0, rate=SERVEGEN_RATE, lengths=Lengths()
+        )
+    else:
+        found, _ = traces.read(path, traces.ZipfAdapters(num_adapters=adapters))
+    return Requests(
+        arrival_s=found.arrival_s[:num],
+        adapter=found.adapter[:num],
+        output_tokens=found.output_tokens[:num],
+        num_adapters=found.num_adapters,
+    )
+
+
+def simulate(requests: Requests, pool: float, policy: str) -> dict[str, Any]:
+    """One row; the pool has room for the largest adapter twice, at the least."""
+    sizes = np.random.default_rng(0).choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
+    asked = int(sizes[np.unique(requests.adapter)].sum())
+    capacity = max(round(asked * pool), 2 * max(RANKS) * BYTES_PER_RANK)
+    outcome = Simulation(requests, capacity, POLICIES[policy]).run()
+    waits = np.array(outcome.waits or [0.0])
+    return {
+        "pool": pool,
+        "pool_gb": capacity / 1e9,
+        "policy": policy,
+        "hit_rate": outcome.hits / len(requests),
+        "cold_seconds": float(waits.sum()),
+        "cold_p99_s": float(np.percentile(waits, 99)),
+        "loaded_gb": outcome.nbytes / 1e9,
+    }
+
+
+def measure(directory: Path, num: int, adapters: int) -> list[dict[str, Any]]:
+    """All traces that are there, by pool and policy."""
+    rows = []
+    there = {name: directory / file for name, file in FILES.items() if (directory / file).exists()}
+    for name, path in there.items():
+        requests = requests_of(path, num, adapters)
+        for pool, policy in track(list(itertools.product(POOLS, POLICIES)), name, console=Console(stderr=True)):
+            rows.append({"trace": name} | simulate(requests, pool, policy))
+    return rows
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--adapters", type=int, default=256)
+    options = parser.parse_args()
+    rows = measure(options.traces, options.requests, options.adapters)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = Table(title=f"{options.requests:,} requests; cold waits in seconds", title_justify="left")
+    for column in ("trace", "pool", "GB", "policy", "hit rate", "cold, all", "cold, p99", "loaded GB"):
+        table.add_column(column, justify="left" if column in ("trace", "policy") else "right")
+    for row in rows:
+        cells = [f"{row['cold_seconds']:,.0f}", f"{row['cold_p99_s']:.2f}", f"{row['loaded_gb']:,.0f}"]
+        share = f"{row['pool']:.0%}", f"{row['pool_gb']:.1f}", row["policy"]
+        table.add_row(row["trace"], *share, f"{row['hit_rate']:.3f}", *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
