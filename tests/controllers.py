@@ -62,7 +62,11 @@ class ToldShard:
     def _run(self):
         for command in self.handle.commands():
             self.memory.note(command)
-            fails = command.WhichOneof("command") in ("load", "pin") and self.failure
+            kind = command.WhichOneof("command")
+            fails = kind in ("load", "pin") and self.failure
+            if kind == "load" and not fails:
+                all_of_it = pb.Residency(handle=command.load.handle, layers=self.controller.agreement.spec.layers)
+                self.controller.adapters.on_moved(0, [all_of_it])
             self.handle.finish(pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure))
 
     def lives(self):
