@@ -10,8 +10,8 @@ adapter that is not in memory and times, from before its first step:
     ahead    a pass with the adapter prefetched by the time of its load before: nothing is waited for
     whole    what the link alone takes for the adapter; `warm` is a pass when all of it is there
 
-Others make room all the time: the pool holds two adapters of six. A round begins when nothing is loaded any more, as a
-prefetch counts for five seconds. Medians of all rounds.
+Others make room all the time: the pool holds two adapters of six. A round begins when nothing is loaded any more.
+Medians of all rounds.
 """
 
 from __future__ import annotations

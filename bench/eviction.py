@@ -38,11 +38,11 @@ FILES = {
     "azure code": "AzureLLMInferenceTrace_code_2023.csv",
     "mooncake": "mooncake_conversation_trace.jsonl",
 }
-POOLS = (0.05, 0.1, 0.2, 0.4)
+POOLS = (0.1, 0.2, 0.4, 0.6)
 RANKS, BYTES_PER_RANK = (8, 16, 32, 64), 12_000_000  # of Mixtral-8x7B on all experts, 16-bit: some 100 MB and more
 LINK_BYTES, OPEN_SECONDS = 12e9 / 8, 0.02  # a network file system's; opening the files
 TOKEN_SECONDS = 0.03
-SERVEGEN_START, SERVEGEN_RATE = 36_000.0, 4.0  # ten in the morning; requests/s
+SERVEGEN_START, SERVEGEN_RATE = 36_000.0, 1.0  # ten in the morning; requests/s
 
 
 @dataclass
@@ -197,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
-    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--adapters", type=int, default=256)
     options = parser.parse_args()
     rows = measure(options.traces, options.requests, options.adapters)
