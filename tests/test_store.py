@@ -218,6 +218,7 @@ def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
     waiting = load(store, 2, tiny_adapters["down"])
     closer = threading.Thread(target=store.close)
     closer.start()
+    until(store._closing.is_set, "the end to begin")
     gate.open()
     closer.join(SECONDS)
     assert not closer.is_alive() and store.use().weight_bytes == 0

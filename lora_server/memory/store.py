@@ -300,11 +300,11 @@ class WeightStore:
 
     def close(self) -> None:
         """Drop everything and stop."""
+        with self._changed:
+            self._closing.set()  # first: no other load begins
+            self._changed.notify()
         for handle in list(self._entries):
             self.drop(handle)
-        with self._changed:
-            self._closing.set()
-            self._changed.notify()
         self._thread.join()
 
     # -- under the lock
