@@ -63,6 +63,7 @@ def test_a_pin_is_the_names_and_survives_a_new_version_and_a_controller(followed
     followed.put("law", "v1")
     followed.put("code", "v1")
     followed.settle()
+    until(lambda: {one.state for one in followed.adapters.listings()} == {"ready"}, "no load is under way any more")
     followed.shard.failure = "it takes 5 bytes"
     with pytest.raises(AdapterLoadError, match="'law' was not pinned: it takes 5 bytes"):
         followed.adapters.pin("law", 10)
