@@ -217,7 +217,13 @@ def test_foreign_regions_are_refused():
         Region.read_geometry(memoryview(bytearray(4096)))
 
 
-MESSAGES = [Hello(1, 2, b"k"), Welcome(4, 4096, 8192), Refused("lease", "no"), Order(1, 2, 3, 4), Prefetch([2, 3])]
+MESSAGES = [
+    Hello(1, 2, b"k"),
+    Welcome(4, 4096, 8192),
+    Refused("lease", "no"),
+    Order(1, 2, 3, 4),
+    Prefetch(1, 2, b"k", [(3, 4)]),
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
