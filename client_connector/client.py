@@ -97,8 +97,10 @@ class Client:
         }
 
     def acquire(self, names: Sequence[str]) -> list[Held]:
-        """Hold adapters and tell the server that they are needed soon; waits for a controller that restarts."""
-        held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names)
+        """Hold adapters and tell the server that they are needed soon; waits for a place, and for a controller that
+        restarts."""
+        deadline = time.monotonic() + self.timeout_seconds
+        held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names, deadline)
         self.session.prefetch({one.handle: 0.0 for one in held})
         return held
 

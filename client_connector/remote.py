@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
 from client_connector.prefetch import PrefetchSender
 from client_connector.retry import while_away
-from lora_server.errors import LeaseError, LoraServerError, ShardUnavailableError
+from lora_server.errors import AdmissionError, LeaseError, LoraServerError, ShardUnavailableError
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
@@ -27,7 +29,23 @@ from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
 CALL_SECONDS, LEAVE_SECONDS = 10.0, 1.0
+LOOK_SECONDS = 0.05  # between two looks at a place in the queue, where the server cannot tell
 HEARTBEAT_SECONDS = 1.0  # or a quarter of the lease: a restarted controller soon knows what is held
+
+
+class Queued(NamedTuple):
+    """No place yet; `held` is what was asked for, as it will be if nobody replaces it."""
+
+    position: int  # from 1 on
+    reason: str
+    held: list[Held]
+
+    def refusal(self, names: Sequence[str]) -> str:
+        """What to say to who cannot wait any longer."""
+        return (
+            f"adapters {list(names)}: still queued, at position {self.position}: {self.reason}; wait longer "
+            "(timeout_seconds), use fewer adapters at once, or start the server with a larger --device-pool"
+        )
 
 
 class RemoteServer(Server):
@@ -70,7 +88,10 @@ class RemoteSession(Session):
         self._prefetches: PrefetchSender | None = None
         self._holding: Counter[int] = Counter()  # handle -> times acquired and not released
         self._unreleased: list[int] = []  # let go while the controller was away
-        self._lock = threading.Lock()  # the two above, and the calls that tell of them
+        self._tickets = itertools.count(1)
+        self._cancelled: list[int] = []  # tickets that the controller still has to hear of
+        self._settled: list[int] = []  # tickets that it may forget
+        self._lock = threading.Lock()  # these five, and the calls that tell of them
         self.links: list[Link] = []
         instance = f"{socket.gethostname()}:{os.getpid()}"
         request = pb.JoinRequest(instance=instance, served_names=server.served_names)
@@ -107,11 +128,14 @@ class RemoteSession(Session):
         return call(method, request, server=self._server.address, seconds=seconds)
 
     def _heartbeat(self, lease_seconds: float) -> None:
-        beat = pb.HeartbeatRequest(client=self.terms.client, epoch=self.terms.epoch)
         while not self._left.wait(min(lease_seconds / 4, HEARTBEAT_SECONDS)):
             try:
+                settled = list(self._settled)
+                beat = pb.HeartbeatRequest(client=self.terms.client, epoch=self.terms.epoch, settled=settled)
                 reply = self._call(self._clients.Heartbeat, beat, lease_seconds / 2)
                 self._tell(reply.forgot)
+                with self._lock:
+                    del self._settled[: len(settled)]
                 if self._prefetches is not None:
                     self._prefetches.move(reply.prefetch_address)
             except LeaseError as error:
@@ -121,7 +145,7 @@ class RemoteSession(Session):
                 continue
 
     def _tell(self, forgot: bool) -> None:
-        """What is held, to a controller that does not know; what was let go, to one that was away."""
+        """What is held, to a controller that does not know; what was let go or cancelled, to one that was away."""
         client = {"client": self.terms.client, "epoch": self.terms.epoch}
         with self._lock:
             if forgot:
@@ -130,19 +154,61 @@ class RemoteSession(Session):
             elif self._unreleased:
                 self._call(self._clients.Release, pb.ReleaseRequest(**client, handles=self._unreleased))
                 self._unreleased = []
+            if self._cancelled:
+                self._call(self._clients.Cancel, pb.CancelRequest(**client, tickets=self._cancelled))
+                self._settled += self._cancelled
+                self._cancelled = []
 
     @override
-    def acquire(self, names: Sequence[str]) -> list[Held]:
-        request = pb.AcquireRequest(client=self.terms.client, epoch=self.terms.epoch, names=names)
+    def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
+        ticket = self.ticket()
+        try:
+            while isinstance(answer := self.ask(ticket, names), Queued):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise AdmissionError(answer.refusal(names))
+                self.wait([ticket], left)
+            return answer
+        except BaseException:
+            self.cancel(ticket)
+            raise
+
+    def ticket(self) -> int:
+        """For a new request; whoever asked with it and did not get an answer cancels it."""
+        return next(self._tickets)
+
+    def ask(self, ticket: int, names: Sequence[str]) -> list[Held] | Queued:
+        """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued."""
+        request = pb.AcquireRequest(client=self.terms.client, epoch=self.terms.epoch, names=names, ticket=ticket)
         try:
             reply = self._call(self._clients.Acquire, request)
         except LeaseError as error:
             self._lost = error
             raise
         held = [_held(one) for one in reply.adapters]
+        if reply.position:
+            return Queued(reply.position, reply.reason, held)
         with self._lock:
             self._holding.update(one.handle for one in held)
+            self._settled.append(ticket)
         return held
+
+    def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
+        """Those of these that are not queued any more, as soon as there is one; none after a while."""
+        began = time.monotonic()
+        request = pb.AwaitRequest(client=self.terms.client, epoch=self.terms.epoch, tickets=tickets, seconds=seconds)
+        reply = self._call(self._clients.Await, request)
+        if not reply.tickets and time.monotonic() - began < LOOK_SECONDS:  # more clients wait than it has threads for
+            self._left.wait(min(seconds, LOOK_SECONDS))
+        return list(reply.tickets)
+
+    def cancel(self, ticket: int) -> None:
+        """Nobody waits for this ticket's answer; a controller that is away is told later."""
+        if self._left.is_set():
+            return
+        with self._lock:
+            self._cancelled.append(ticket)
+        self._try_to_tell()
 
     @override
     def release(self, handles: Sequence[int]) -> None:
@@ -153,6 +219,9 @@ class RemoteSession(Session):
             self._holding.subtract(handles)
             self._holding = +self._holding
             self._unreleased += handles
+        self._try_to_tell()
+
+    def _try_to_tell(self) -> None:
         try:
             self._tell(forgot=False)
         except LeaseError as error:

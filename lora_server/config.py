@@ -72,6 +72,9 @@ class ServeConfig(BaseSettings):
     eviction: Literal["lru", "value"] = Field(
         "lru", description="Who makes room: the least recently used, or who saves the least load time per byte."
     )
+    max_active_adapters: int = Field(
+        0, ge=0, description="Adapters that may be in use together; 0: as many as the device pools hold."
+    )
     host_link_gbps: float = Field(
         0.0, ge=0, description="Gbit/s to which copies into the device pool are slowed down, to try things; 0: not."
     )

@@ -7,6 +7,7 @@ LoraServerError
 │   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
 │   ├── AdapterExistsError   the name is taken
 │   └── AdapterLoadError     a shard could not bring the weights into memory
+├── AdmissionError           the adapters in use leave no place for another, yet
 ├── GeometryMismatchError    engine and server do not run the same base model
 ├── LeaseError               the client's lease is gone (expired, revoked, or never granted)
 ├── StepError
@@ -59,6 +60,12 @@ class AdapterLoadError(AdapterError):
     """A shard could not bring the weights into memory."""
 
     code = "adapter_load"
+
+
+class AdmissionError(LoraServerError):
+    """The adapters that are in use leave no place for another; the same request may succeed later."""
+
+    code = "admission"
 
 
 class GeometryMismatchError(LoraServerError):

@@ -16,9 +16,9 @@ from lora_server.wire import lora_server_pb2 as pb
 SPEC = spec.load("mixtral-8x7b")
 
 
-def make_controller(layout="ep1-pp1", settled=True, restarted=True):
+def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=0):
     agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
-    controller = Controller(agreement, restarted=restarted)
+    controller = Controller(agreement, restarted=restarted, max_active_adapters=most_active)
     if settled:
         controller.arrivals.settled.set()
     return controller
@@ -51,9 +51,9 @@ def registration(shard, pid=1, **fields):
 class ToldShard:
     """What a shard process keeps for its controller, and answers it, no weights; `failure` answers loads and pins."""
 
-    def __init__(self, controller, memory=None):
+    def __init__(self, controller, memory=None, **fields):
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
-        own = self.memory.sign(registration(0, agreement=controller.agreement.digest()))
+        own = self.memory.sign(registration(0, agreement=controller.agreement.digest(), **fields))
         reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
         self.handle = controller.arrivals.arrive(own, reports)
         self._thread = threading.Thread(target=self._run, daemon=True)

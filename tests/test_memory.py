@@ -190,6 +190,26 @@ def test_what_is_prefetched_goes_after_who_waits_and_is_fulfilled_by_its_clients
     store.close()
 
 
+def test_active_ones_stay_and_come_in_and_others_wait_for_them(adapters, sizes):
+    """A prefetch does not move them, an add is told that there is no room, and comes when fewer are active."""
+    store = make("cpu", sizes[4] + sizes[8])
+    store.set_active([4, 8], [])
+    for handle in (4, 8):
+        assert load(store, handle, adapters[handle], eager=False).result() is None
+    until(lambda: store.layers_ready(4) == store.layers_ready(8) == 4, "whom clients hold comes in unasked")
+    assert load(store, 12, adapters[8]).result() is None, "known, though there is no room"
+    store.prefetch([12], "somebody", time.monotonic() + 0.3)
+    until(lambda: store._entries[12].deadline() == float("inf"), "the prefetch is over")
+    assert store.layers_ready(12) == 0 and store.use().evictions == 0
+    store.set_active([], [4])
+    until(lambda: store.layers_ready(12) == 4, "the add")
+    assert store.layers_ready(8) == 4 and store.layers_ready(4) == 0
+    store.set_active([4], [], anew=True)
+    until(lambda: store.layers_ready(4) == 4, "an active one, in the place of whoever is not")
+    store.check_integrity()
+    store.close()
+
+
 def test_a_step_at_a_late_layer_gets_that_layer_first(adapters):
     gate = Gate()
     store = make("cpu", 1 << 28, on_layer=gate)

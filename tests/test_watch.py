@@ -134,10 +134,10 @@ def test_hidden_and_temporary_names_are_nobodys(followed, name):
 def test_what_is_held_stays_until_it_is_released(followed):
     followed.put("law", "v1")
     followed.settle()
-    (old,) = followed.adapters.acquire(7, ["law"])
+    ((old,), _) = followed.adapters.acquire(7, ["law"])
     followed.put("law", "v2")
     followed.settle()
-    (new,) = followed.adapters.acquire(8, ["law"])
+    ((new,), _) = followed.adapters.acquire(8, ["law"])
     assert new.version == followed.versions["v2"] and new.handle > old.handle
     states = {one.record.handle: (one.state, one.holders) for one in followed.adapters.listings()}
     assert states == {old.handle: ("draining", 1), new.handle: ("ready", 1)}

@@ -43,6 +43,9 @@ def show(reply: pb.StatusReply, console: Console) -> None:
 
     what = f"{reply.model} {reply.layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
     terminal.say(console, what, "ready" if reply.ready else "not ready")
+    if reply.queued:
+        text = f"{count(reply.queued)} requests wait for a place; adapters in use: {count(reply.active)}"
+        terminal.say(console, text, "queued")
     if reply.reason:
         terminal.say(console, reply.reason, "reason")
     for one in reply.refused:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +14,13 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from lora_server.adapters import Adapter, validate_adapter
+from lora_server.control.admission import Admission, Queued
 from lora_server.control.agreement import Agreement
-from lora_server.control.holds import Holds
 from lora_server.control.leases import Leases
 from lora_server.control.refusals import REMOVED, Refusal
 from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.residency import Residency
+from lora_server.control.room import Room
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
     AdapterError,
@@ -71,15 +72,21 @@ def uri_of(where: Path) -> str:
 class Adapters:
     """Thread-safe. `registered` is set once the start-up directory is listed."""
 
-    def __init__(self, agreement: Agreement, shards: ShardTable, settled: threading.Event, leases: Leases) -> None:
-        """`settled`: all shards have said what they keep, so that an unknown name is none."""
+    def __init__(
+        self, agreement: Agreement, shards: ShardTable, settled: threading.Event, leases: Leases, most_active: int = 0
+    ) -> None:
+        """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room."""
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
-        self._registry, self._holds = Registry(), Holds()
+        self._registry = Registry()
+        self._room = Room(most_active)
+        self.admission = Admission(self._resolve, self._room, changed=self._tell_active)
+        self._holds = self.admission.holds
         self._refusals = self._registry.refusals
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
         self._lock = threading.RLock()  # outcomes of commands may come while it is held
+        self._admitted = threading.Condition(self._lock)
         self.registered = threading.Event()
         self.progress = 0, 0  # of registering the start-up directory: done, all
 
@@ -242,6 +249,7 @@ class Adapters:
                 raise UnknownAdapterError(f"adapter {record.name!r}: was removed or replaced meanwhile; try again")
             self._registry.update(replace(self._registry.get(record.name), pinned=pinned))
             notes = self._note(record)
+            self._collect()
         log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
         _wait_noted(notes, record.name)
 
@@ -293,6 +301,7 @@ class Adapters:
                 elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
                     resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
                     log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
+                    self._admit()
 
         load = self._load(record)
         load.eager = eager
@@ -342,6 +351,7 @@ class Adapters:
         """
         with self._lock:
             self._residency.forget_shard(handle.shard)
+            self._room.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
                 if self._registry.by_handle(one.load.handle) is None:
                     handle.send(pb.ShardCommand(drop=one.load.handle))
@@ -349,8 +359,10 @@ class Adapters:
                     self._residency.of(one.load.handle).layers[handle.shard] = one.layers
             if self._settled.is_set():
                 self._load_all_on(handle)
+            handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self._room.active), anew=True)))
             if self.registered.is_set():
                 handle.send(pb.ShardCommand(refused=self._refusals.tell()))
+            self._admit()
 
     def settle(self) -> None:
         """Every shard has said what it keeps: now each gets what only others knew of."""
@@ -372,6 +384,10 @@ class Adapters:
                 if self._registry.by_handle(one.handle) is not None:
                     resident = self._residency.of(one.handle)
                     resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
+                    if one.measured:
+                        self._room.set_size(one.handle, shard, one.bytes)
+            if self.admission.num_queued:
+                self._admit()
 
     # -- users
 
@@ -423,21 +439,50 @@ class Adapters:
 
     # -- holds
 
-    def acquire(self, client: int, names: Iterable[str]) -> list[Record]:
-        """Hold all of `names`, or none; raises UnknownAdapterError, or why one failed to load."""
+    def acquire(self, client: int, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
+        """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load."""
         with self._lock:
             self._require_settled()
-            records = [self._registry.get(name) for name in names]
-            for record in records:
-                if error := self._residency.of(record.handle).error:
-                    raise AdapterLoadError(f"adapter {record.name!r}: {error}")
-            self._holds.acquire(client, [record.handle for record in records])
-            return records
+            answer = self.admission.acquire(client, ticket, names)
+            queued = answer if isinstance(answer, Queued) else None
+            handles = self._resolve(names) if isinstance(answer, Queued) else answer
+            records = [record for handle in handles if (record := self._registry.by_handle(handle)) is not None]
+            for record in records if queued is not None else ():
+                if self._room.unmeasured([record.handle]) is not None:  # it is looked at before the others
+                    self._load_everywhere(record, eager=False)
+            return records, queued
+
+    def _resolve(self, names: Sequence[str]) -> list[int]:
+        records = [self._registry.get(name) for name in names]
+        for record in records:
+            if error := self._residency.of(record.handle).error:
+                raise AdapterLoadError(f"adapter {record.name!r}: {error}")
+        return [record.handle for record in records]
+
+    def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
+        """Until one of these does not wait any more, but no longer than that: those that do not."""
+
+        def decided() -> list[int]:
+            return [ticket for ticket in tickets if not self.admission.is_queued(client, ticket)]
+
+        with self._admitted:
+            return self._admitted.wait_for(decided, seconds)
+
+    def settle_tickets(self, client: int, tickets: Iterable[int]) -> None:
+        """The client has their answers."""
+        with self._lock:
+            self.admission.settle(client, tickets)
+
+    def cancel(self, client: int, tickets: Iterable[int]) -> None:
+        """Nobody wants what these asked for."""
+        with self._lock:
+            self.admission.cancel(client, tickets)
+            self._collect()
 
     def release(self, client: int, handles: Iterable[int]) -> None:
         """Let go."""
         with self._lock:
-            self._holds.release(client, handles)
+            self.admission.release(client, handles)
             self._collect()
 
     def holds(self, client: int, handles: Iterable[int]) -> set[int]:
@@ -448,8 +493,20 @@ class Adapters:
     def forget_client(self, client: int) -> None:
         """A client is gone."""
         with self._lock:
-            self._holds.forget_client(client)
+            self.admission.forget_client(client)
             self._collect()
+
+    def presume(self, handles: Iterable[int]) -> None:
+        """A shard was told by an earlier controller that clients hold these."""
+        with self._lock:
+            self.admission.presume(handles)
+
+    def _admit(self) -> None:
+        self.admission.admit()
+        self._admitted.notify_all()
+
+    def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
+        self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))
 
     def expect(self, client: int) -> None:
         """A client of an earlier controller will say what it holds; until then nothing is given up."""
@@ -464,14 +521,21 @@ class Adapters:
     def restore(self, client: int, handles: Iterable[int]) -> None:
         """It says so."""
         with self._lock:
-            self._holds.restore(client, handles)
+            self.admission.restore(client, handles)
             self._collect()
 
     def _collect(self) -> None:
+        """After a change: what nobody needs is dropped, and who waits looks again."""
+        pinned = frozenset(record.handle for record in self._registry.listed() if record.pinned)
+        if pinned != self._room.pinned:
+            self._room.pinned = pinned
+            self.admission.admit()
+        self._admitted.notify_all()
         for record in self._registry.records():
             if not self._is_wanted(record) and not self._holds.is_held(record.handle):
                 self._registry.remove(record.handle)
                 self._residency.forget(record.handle)
+                self._room.forget(record.handle)
                 self._shards.broadcast(pb.ShardCommand(drop=record.handle))
 
 

@@ -77,6 +77,7 @@ class Arrivals:
                     self._adapters.adopt_refused(registration.refused)
             self._adapters.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
+            self._adapters.presume(registration.active)
         handle.send(self._claim(handle, self.run if settled else ""))
         self._adapters.introduce(handle, loads)
         self._clients.introduce(handle, grants)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import structlog
 
 from lora_server.control.adapters import RESTARTED, Adapters
+from lora_server.control.admission import Queued
 from lora_server.control.leases import ClientLease, Leases
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
@@ -16,6 +17,7 @@ from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableErr
 from lora_server.wire import lora_server_pb2 as pb
 
 GRANT_SECONDS = 10.0
+MAX_WAITERS, AWAIT_SECONDS = 64, 1.0  # clients that wait for a place on a thread of ours, and for how long at a time
 log = structlog.get_logger()
 
 
@@ -25,6 +27,7 @@ class Clients:
     def __init__(self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event) -> None:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
         self.prefetches = Prefetches(leases, adapters, shards)
+        self._waiters = threading.Semaphore(MAX_WAITERS)
 
     def join(self, instance: str, served_names: Sequence[str] = ()) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
@@ -42,9 +45,13 @@ class Clients:
         log.info("client joined", client=lease.client, instance=instance)
         return lease, live
 
-    def renew(self, client: int, epoch: int) -> bool:
-        """A client is alive; whether it has to say what it holds. Raises LeaseError if its lease is gone."""
+    def renew(self, client: int, epoch: int, settled: Iterable[int] = ()) -> bool:
+        """A client is alive; whether it has to say what it holds. Raises LeaseError if its lease is gone.
+
+        settled: tickets whose answer it has.
+        """
         self._known(lambda: self.leases.renew(client, epoch))
+        self._adapters.settle_tickets(client, settled)
         return self._adapters.is_unknown(client)
 
     def end(self, client: int, epoch: int) -> None:
@@ -58,10 +65,27 @@ class Clients:
             log.warning("lease expired", client=lease.client, instance=lease.instance)
             self._forget(lease.client)
 
-    def acquire(self, client: int, epoch: int, names: Iterable[str]) -> list[Record]:
-        """Hold adapters; raises UnknownAdapterError, LeaseError."""
+    def acquire(
+        self, client: int, epoch: int, names: Sequence[str], ticket: int = 0
+    ) -> tuple[list[Record], Queued | None]:
+        """Hold adapters, or be queued for them; raises UnknownAdapterError, LeaseError."""
         self.renew(client, epoch)
-        return self._adapters.acquire(client, names)
+        return self._adapters.acquire(client, names, ticket)
+
+    def wait_admitted(self, client: int, epoch: int, tickets: Sequence[int], seconds: float) -> list[int]:
+        """See Adapters; where as many wait already as may, at once. Raises LeaseError."""
+        self.renew(client, epoch)
+        if not self._waiters.acquire(blocking=False):
+            return self._adapters.wait_admitted(client, tickets, 0.0)
+        try:
+            return self._adapters.wait_admitted(client, tickets, min(seconds, AWAIT_SECONDS))
+        finally:
+            self._waiters.release()
+
+    def cancel(self, client: int, epoch: int, tickets: Sequence[int]) -> None:
+        """Take back what was asked for; raises LeaseError."""
+        self.renew(client, epoch)
+        self._adapters.cancel(client, tickets)
 
     def release(self, client: int, epoch: int, handles: Iterable[int]) -> None:
         """Let go of adapters; raises LeaseError."""

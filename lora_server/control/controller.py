@@ -21,13 +21,14 @@ class Controller:
         leases: Leases | None = None,
         restarted: bool = False,
         require_all_adapters: bool = False,
+        max_active_adapters: int = 0,
     ) -> None:
         """`restarted`: an earlier one of the same node may have registered the start-up directory."""
         settled = threading.Event()
         self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
-        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases)
+        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters)
         self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 

@@ -51,6 +51,14 @@ class Holds:
             holders = self._holders.setdefault(handle, Counter())
             holders[client] = max(holders[client], times)
 
+    def handles(self) -> set[int]:
+        """All that somebody holds, as far as is known."""
+        return set(self._holders)
+
+    def anybody_unknown(self) -> bool:
+        """Whether a client still has to say what it holds."""
+        return bool(self._unknown)
+
     def count(self, handle: int) -> int:
         """Clients that hold it, as far as is known."""
         return len(self._holders.get(handle, ()))

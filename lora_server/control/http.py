@@ -13,7 +13,7 @@ import structlog
 import uvicorn
 from anyio import CapacityLimiter, to_thread
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from lora_server.control.admission import Admission
 from lora_server.control.controller import Controller
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
 from lora_server.errors import AdapterFormatError
@@ -85,6 +86,7 @@ class ControllerCollector(Collector):
         yield ignored
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
+        yield from _admission(controller.adapters.admission)
         help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
         codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
@@ -92,6 +94,20 @@ class ControllerCollector(Collector):
         for code, count in codes.items():
             refused.add_metric([code], count)
         yield refused
+
+
+def _admission(admission: Admission) -> Iterable[Metric]:
+    counters = admission.counters
+    admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
+    admitted.add_metric(["immediate"], counters.immediate)
+    admitted.add_metric(["queued"], counters.queued)
+    waited = "Time that queued requests waited until they were admitted"
+    yield from (
+        admitted,
+        SummaryMetricFamily("lora_server_admission_wait_seconds", waited, counters.queued, counters.wait_seconds),
+        GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
+        GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
+    )
 
 
 class HttpServer:

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from typing_extensions import override
 
 from lora_server.control.adapters import Adapters, Listing
+from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.controller import Controller
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle
@@ -149,7 +150,7 @@ class ClientsService(rpc.ClientsServicer):
     @override
     @_guard
     def Heartbeat(self, request: pb.HeartbeatRequest, context: grpc.ServicerContext) -> pb.HeartbeatReply:
-        forgot = self._clients.renew(request.client, request.epoch)
+        forgot = self._clients.renew(request.client, request.epoch, request.settled)
         return pb.HeartbeatReply(forgot=forgot, prefetch_address=self._prefetch_address)
 
     @override
@@ -161,8 +162,23 @@ class ClientsService(rpc.ClientsServicer):
     @override
     @_guard
     def Acquire(self, request: pb.AcquireRequest, context: grpc.ServicerContext) -> pb.AcquireReply:
-        records = self._clients.acquire(request.client, request.epoch, request.names)
-        return pb.AcquireReply(adapters=[_held(record) for record in records])
+        records, queued = self._clients.acquire(request.client, request.epoch, request.names, request.ticket)
+        reply = pb.AcquireReply(adapters=[_held(record) for record in records])
+        if queued is not None:
+            reply.position, reply.reason = queued
+        return reply
+
+    @override
+    @_guard
+    def Await(self, request: pb.AwaitRequest, context: grpc.ServicerContext) -> pb.AwaitReply:
+        waited = self._clients.wait_admitted(request.client, request.epoch, request.tickets, request.seconds)
+        return pb.AwaitReply(tickets=waited)
+
+    @override
+    @_guard
+    def Cancel(self, request: pb.CancelRequest, context: grpc.ServicerContext) -> pb.CancelReply:
+        self._clients.cancel(request.client, request.epoch, request.tickets)
+        return pb.CancelReply()
 
     @override
     @_guard
@@ -254,7 +270,7 @@ class ControlServer:
     """The listening gRPC server."""
 
     def __init__(self, controller: Controller, address: str, prefetch_address: str) -> None:
-        threads = RPC_THREADS + controller.agreement.layout.num_shards  # a stream occupies one for good
+        threads = RPC_THREADS + MAX_WAITERS + controller.agreement.layout.num_shards  # a stream occupies one for good
         pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="rpc")
         # without so_reuseport=0 a second server on the same port would start, and clients land on either
         self._server = grpc.server(pool, options=(*KEEPALIVE, ("grpc.so_reuseport", 0)))

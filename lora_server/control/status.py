@@ -21,6 +21,8 @@ def status(controller: Controller) -> pb.StatusReply:
         warned=sum(bool(one.warnings) for one in controller.adapters.listings()),
         clients=len(controller.clients.leases),
         adapters=len(controller.adapters),
+        active=len(controller.adapters.admission.room.active),
+        queued=controller.adapters.admission.num_queued,
         pid=os.getpid(),
         run=controller.arrivals.run,
         shards=_shards(controller),

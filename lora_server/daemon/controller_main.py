@@ -43,7 +43,11 @@ class ControllerProcess:
         self._found = self._find_adapters()
         agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
         self.controller = controller = Controller(
-            agreement, Leases(config.lease_seconds), config.restarted, config.require_all_adapters
+            agreement,
+            Leases(config.lease_seconds),
+            config.restarted,
+            config.require_all_adapters,
+            config.max_active_adapters,
         )
         prefetch = PrefetchListener(
             config.bind_host, config.advertise, controller.clients.prefetches.receive, config.data_ports.prefetch()

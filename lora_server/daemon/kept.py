@@ -18,6 +18,7 @@ class Kept:
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
         self.gone: set[int] = set()
+        self.active: set[int] = set()  # handles that clients hold
         self.refused: pb.Refusals | None = None  # start-up adapters that are not served
         self.last_handle = self.last_client = 0
 
@@ -39,6 +40,10 @@ class Kept:
         elif kind == "drop":
             self.loads.pop(command.drop, None)
             self.gone.add(command.drop)
+            self.active.discard(command.drop)
+        elif kind == "active":
+            known = set() if command.active.anew else self.active - set(command.active.fewer)
+            self.active = known | set(command.active.more)
         elif kind == "refused":
             self.refused = command.refused
         elif kind == "grant":
@@ -55,6 +60,7 @@ class Kept:
         """Handles and clients of a run that is over; they are not kept any more."""
         gone = list(self.loads), list(self.grants)
         self.loads, self.grants, self.gone, self.refused, self.claim = {}, {}, set(), None, pb.Claim()
+        self.active = set()
         self.last_handle = self.last_client = 0
         return gone
 
@@ -65,6 +71,7 @@ class Kept:
         registration.restarts, registration.kept = self.claim.restarts, self.count()
         registration.last_handle, registration.last_client = self.last_handle, self.last_client
         registration.gone.extend(sorted(self.gone))
+        registration.active.extend(sorted(self.active))
         if self.refused is not None:
             registration.refused.CopyFrom(self.refused)
         return registration

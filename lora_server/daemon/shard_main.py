@@ -169,7 +169,9 @@ class ShardProcess:
         return self.store.layers_ready(handle)
 
     def _report_moved(self) -> None:
-        moved = [pb.Residency(handle=h, layers=r, host_layers=p, bytes=n) for h, r, p, n in self.store.moved()]
+        moved = [
+            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m) for h, r, p, n, m in self.store.moved()
+        ]
         if moved:
             self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
 
@@ -203,6 +205,7 @@ class ShardProcess:
             pid=os.getpid(),
             agreement=self._agreement,
             endpoint=endpoint,
+            pool_bytes=self.store.tier.pool.capacity,
             order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
         )
 
@@ -225,6 +228,8 @@ class ShardProcess:
             self.store.drop(command.drop)
         elif kind == "prefetch":
             self._prefetch(command.prefetch)
+        elif kind == "active":
+            self.store.set_active(command.active.more, command.active.fewer, command.active.anew)
         elif kind == "note":
             self.store.relocate(command.note.handle, _source(command.note))
             self._keep(command.note)

@@ -91,6 +91,8 @@ class Entry:
     demands: dict[Hashable, Demand] = field(default_factory=dict)
     stays: bool = False  # it never makes room (`adapters pin`)
     in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
+    active: bool = False  # a client holds it: it makes room for nobody who is not
+    eager: bool = False  # to be brought in, though nobody waits
     first: int = 0  # index of the layer that was asked for last: loading begins there
     looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
     waiting: list[Done] = field(default_factory=list)  # for all of its layers
@@ -127,7 +129,7 @@ class Entry:
 
     def is_wanted(self) -> bool:
         """Whether somebody needs it, or waits for all of it."""
-        return bool(self.demands or self.waiting or self.in_part is not None)
+        return bool(self.demands or self.waiting or self.in_part is not None or self.active or self.eager)
 
     def deadline(self) -> float:
         """When it is needed first; infinite where nobody said."""
@@ -147,7 +149,7 @@ class Entry:
         """A layer is READY, perhaps the last."""
         self.usage.count(now, 0)
         if self.is_whole():
-            self.in_part = None
+            self.in_part, self.eager = None, False
             self.whole_since, self.usage.load_seconds = now, now - self.began
 
     def answered(self) -> list[Done]:

@@ -2,7 +2,8 @@
 
 Never: one that is to stay (`adapters pin`), one that is needed earlier, one in use whose turn is not over; the store
 leaves out those that steps read. Of the others those go first that nobody has asked for, and among them the one that
-the policy values least.
+the policy values least. Active ones, which clients hold, make room for nobody as long as they fit together, and every
+other one makes room for them at once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def victims(
 ) -> list[Entry] | None:
     """Whose memory together has `missing` bytes, least wanted first; None where all have less."""
     chosen = []
-    for entry in sorted(resident, key=lambda entry: (entry.is_wanted(), -entry.deadline(), policy(entry))):
+    for entry in sorted(resident, key=lambda one: (one.active, one.is_wanted(), -one.deadline(), policy(one))):
         if missing <= 0:
             break
         chosen.append(entry)
@@ -55,10 +56,14 @@ def victims(
     return chosen
 
 
-def may_go(entry: Entry, mine: tuple[float, int], now: float) -> bool:
-    """Whether it has to make room for one that is needed at `mine` (deadline, order)."""
+def may_go(entry: Entry, newcomer: Entry, now: float, active_fit: bool = True) -> bool:
+    """Whether it has to make room; `active_fit`: all active ones have room together."""
     entry.forget_demands(now)
-    if entry.stays or (entry.is_wanted() and (entry.deadline(), entry.order) <= mine):
+    if entry.stays or (entry.active and (active_fit or not newcomer.active)):
+        return False
+    if newcomer.active and not entry.active:
+        return True
+    if entry.is_wanted() and (entry.deadline(), entry.order) <= (newcomer.deadline(), newcomer.order):
         return False
     in_use = now - entry.usage.last < IN_USE_SECONDS
     return not (in_use and now < entry.stays_until())

@@ -48,7 +48,8 @@ class Residency(NamedTuple):
     handle: int
     ready: int  # layers
     packed: int  # layers in the host pool
-    nbytes: int
+    nbytes: int  # that it takes of the device pool
+    measured: bool  # its files were looked at: `nbytes` is true
 
 
 class WeightStore:
@@ -77,6 +78,8 @@ class WeightStore:
         self._demanded: dict[Hashable, set[Entry]] = {}  # by whom
         self._dropped: set[Entry] = set()  # and not free yet
         self._kept: set[Entry] = set()
+        self._active: set[int] = set()  # handles that clients hold
+        self._postponed: dict[int, Entry] = {}  # eager ones, until fewer are active
         self._busy: Entry | None = None  # the thread works on it, without the lock
         self._starved = False  # the thread waits for memory
         self._moved: set[int] = set()
@@ -91,27 +94,32 @@ class WeightStore:
     def load(self, handle: int, source: Source, done: Done, eager: bool = True) -> None:
         """Know an adapter from now on; `done` is called once, from any thread.
 
-        Eager: it is brought in, others make room, and `done` comes when all of it is READY. Otherwise `done` comes
-        when its files were looked at, and it is brought in if there is room, or when somebody asks.
+        Eager: it is brought in, others make room, and `done` comes when all of it is READY; where active ones leave no
+        room, it comes when that is known, and the adapter follows when they do. Otherwise `done` comes when its files
+        were looked at, and it is brought in if there is room, or when somebody asks.
         """
         with self._changed:
             entry = self._entries.get(handle)
+            again = entry is not None
             if entry is None:
                 self._orders += 1
                 entry = self._entries[handle] = Entry(handle, source, self._layers, self._orders)
+                self._note_active(entry)
             elif entry.source.version != source.version:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
                 return
             entry.retry()
+            self._moved.add(handle)
             if entry.failure is not None or entry.is_whole() or not (eager or entry.size is None):
                 done(entry.failure)
                 return
             if eager:
+                entry.eager = True
                 entry.waiting.append(done)
                 self._want(entry)
             else:
                 entry.looking.append(done)
-                self._unasked.append(entry)
+                (self._unasked.appendleft if again else self._unasked.append)(entry)
                 self._changed.notify()
 
     def keep(self, handle: int, done: Done) -> None:
@@ -181,10 +189,27 @@ class WeightStore:
             for demanded in self._demanded.values():
                 demanded.discard(entry)
             self._kept.discard(entry)
+            self._postponed.pop(handle, None)
+            self._active.discard(handle)
             self._free_if_dropped(entry)
             waiting, entry.waiting, entry.looking = entry.waiting + entry.looking, [], []
         for done in waiting:
             done(AdapterLoadError(f"handle {handle}: dropped while it loaded"))
+
+    def set_active(self, more: Iterable[int], fewer: Iterable[int], anew: bool = False) -> None:
+        """Which handles clients hold: these too, or with `anew` only these. They are brought in, and stay."""
+        with self._changed:
+            before = self._active
+            self._active = (set() if anew else before - set(fewer)) | set(more)
+            for handle in before ^ self._active:
+                if handle in self._entries:
+                    self._note_active(self._entries[handle])
+            if before - self._active:
+                postponed, self._postponed = self._postponed, {}
+                for entry in postponed.values():
+                    entry.eager = True
+                    self._want(entry)
+            self._changed.notify()
 
     # -- steps
 
@@ -269,7 +294,12 @@ class WeightStore:
         with self._changed:
             moved, self._moved = self._moved, set()
             entries = [self._entries[handle] for handle in moved if handle in self._entries]
-            return [Residency(one.handle, len(one.ready), len(one.packed), one.nbytes) for one in entries]
+            return [
+                Residency(
+                    one.handle, len(one.ready), len(one.packed), one.size or 0, one.size is not None or one.is_whole()
+                )
+                for one in entries
+            ]
 
     def use(self) -> MemoryUse:
         """What the pools hold."""
@@ -335,6 +365,11 @@ class WeightStore:
                 if handle in self._entries:
                     self._entries[handle].usage.count(now)
 
+    def _note_active(self, entry: Entry) -> None:
+        entry.active = entry.handle in self._active
+        if entry.active and not entry.is_whole() and entry.failure is None:
+            self._want(entry)
+
     def _want(self, entry: Entry) -> None:
         self._wanted[entry.handle] = entry
         self._changed.notify()
@@ -380,23 +415,39 @@ class WeightStore:
                     if entry.size is None or self._make_room(entry, now):
                         self._busy = entry
                         return entry
+                    if (
+                        entry.eager
+                        and not entry.active
+                        and self._size_of_active() + entry.size > self.tier.pool.capacity
+                    ):
+                        self._postpone(entry)
                 self._starved = bool(self._wanted)
                 self._changed.wait(LOOK_SECONDS if self._starved else None)
             return None
+
+    def _postpone(self, entry: Entry) -> None:
+        """Active ones leave no room; whoever waits is told that it is known."""
+        entry.eager = False
+        self._postponed[entry.handle] = entry
+        waiting, entry.waiting = entry.waiting, []
+        for done in waiting:
+            done(None)
+
+    def _size_of_active(self) -> int:
+        return sum(self._entries[handle].size or 0 for handle in self._active if handle in self._entries)
 
     def _in_order(self, now: float) -> list[Entry]:
         for entry in list(self._wanted.values()):
             entry.forget_demands(now)
             if entry.is_whole() or entry.failure is not None or not entry.is_wanted():
                 del self._wanted[entry.handle]
-        if self._wanted:
-            return sorted(self._wanted.values(), key=lambda one: (one.deadline(), len(one.ready), one.order))
+        wanted = sorted(self._wanted.values(), key=lambda one: (one.deadline(), len(one.ready), one.order))
         while self._unasked:
             entry = self._unasked[0]
             if not (entry.dropped or entry.failure is not None or entry.is_whole()) and self._has_room(entry):
-                return [entry]
+                return [*wanted, entry] if entry.size is None or not wanted else wanted
             self._unasked.popleft()
-        return []
+        return wanted
 
     def _has_room(self, entry: Entry) -> bool:
         return entry.size is None or entry.device is not None or self.tier.pool.can_allocate(entry.nbytes)
@@ -418,9 +469,9 @@ class WeightStore:
         self._note_uses()
         others = [one for one in self._entries.values() if one is not entry]
         if pool is self.tier.pool:
-            mine = entry.deadline(), entry.order
+            active_fit = self._size_of_active() <= pool.capacity
             there = [one for one in others if one.device is not None and one.handle not in self._pins]
-            resident = [one for one in there if may_go(one, mine, now)]
+            resident = [one for one in there if may_go(one, entry, now, active_fit)]
         else:
             resident = [one for one in others if one.host is not None]
         chosen = victims(missing, resident, lambda one: pool.size_of(one.nbytes), self._policy)
@@ -495,6 +546,7 @@ class WeightStore:
             self._loader.measure(entry)
             self._check_fit([entry])
             with self._changed:
+                self._moved.add(entry.handle)
                 if not (entry.dropped or self._make_room(entry, time.monotonic())):
                     self._tidy(entry)
             return False
@@ -520,6 +572,7 @@ class WeightStore:
             error = AdapterLoadError(f"{entry.source.path}: {error!r}")
         with self._changed:
             entry.failure, entry.failed_at, entry.in_part = error, time.monotonic(), None
+            entry.eager = False
             self._loader.close(entry)
             self._moved.add(entry.handle)
             if not entry.ready and not entry.dropped:

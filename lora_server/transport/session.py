@@ -54,8 +54,11 @@ class Session(ABC):
     links: Sequence[Link]
 
     @abstractmethod
-    def acquire(self, names: Sequence[str]) -> list[Held]:
-        """Hold adapters, in the order of `names`. Raises UnknownAdapterError, LeaseError."""
+    def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
+        """Hold adapters, in the order of `names`; where there is no place, wait until `deadline` (time.monotonic()).
+
+        Raises UnknownAdapterError, LeaseError, AdmissionError.
+        """
 
     @abstractmethod
     def release(self, handles: Sequence[int]) -> None:

@@ -189,12 +189,14 @@ class Endpoint(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., zmq: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("client", "epoch")
+    __slots__ = ("client", "epoch", "settled")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    settled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("forgot", "prefetch_address")
@@ -217,14 +219,16 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("client", "epoch", "names")
+    __slots__ = ("client", "epoch", "names", "ticket")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    ticket: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class HeldAdapter(_message.Message):
     __slots__ = ("name", "handle", "sites", "version", "invocation")
@@ -241,10 +245,46 @@ class HeldAdapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., handle: _Optional[int] = ..., sites: _Optional[_Iterable[int]] = ..., version: _Optional[str] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("adapters",)
+    __slots__ = ("adapters", "position", "reason")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[HeldAdapter]
-    def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ...) -> None: ...
+    position: int
+    reason: str
+    def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ..., position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AwaitRequest(_message.Message):
+    __slots__ = ("client", "epoch", "tickets", "seconds")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    tickets: _containers.RepeatedScalarFieldContainer[int]
+    seconds: float
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class AwaitReply(_message.Message):
+    __slots__ = ("tickets",)
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    tickets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tickets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("client", "epoch", "tickets")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    epoch: int
+    tickets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("client", "epoch", "handles")
@@ -299,7 +339,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -312,6 +352,8 @@ class StatusReply(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     WARNED_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -324,7 +366,9 @@ class StatusReply(_message.Message):
     refused: _containers.RepeatedCompositeFieldContainer[Refusal]
     warned: int
     joined: _containers.RepeatedCompositeFieldContainer[ClientStatus]
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ...) -> None: ...
+    active: int
+    queued: int
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
 
 class ClientStatus(_message.Message):
     __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds")
@@ -391,7 +435,7 @@ class Attached(_message.Message):
     def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -408,6 +452,8 @@ class Registration(_message.Message):
     LAST_CLIENT_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
     pid: int
@@ -424,7 +470,9 @@ class Registration(_message.Message):
     last_client: int
     gone: _containers.RepeatedScalarFieldContainer[int]
     refused: Refusals
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ...) -> None: ...
+    pool_bytes: int
+    active: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")
@@ -449,16 +497,18 @@ class Done(_message.Message):
     def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Residency(_message.Message):
-    __slots__ = ("handle", "layers", "host_layers", "bytes")
+    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
     handle: int
     layers: int
     host_layers: int
     bytes: int
-    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    measured: bool
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ...) -> None: ...
 
 class Residencies(_message.Message):
     __slots__ = ("moved",)
@@ -542,6 +592,16 @@ class Need(_message.Message):
     in_us: int
     def __init__(self, handle: _Optional[int] = ..., in_us: _Optional[int] = ...) -> None: ...
 
+class Active(_message.Message):
+    __slots__ = ("more", "fewer", "anew")
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    FEWER_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    more: _containers.RepeatedScalarFieldContainer[int]
+    fewer: _containers.RepeatedScalarFieldContainer[int]
+    anew: bool
+    def __init__(self, more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ...) -> None: ...
+
 class Claim(_message.Message):
     __slots__ = ("epoch", "run", "restarts", "registered")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -555,7 +615,7 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
 
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -567,6 +627,7 @@ class ShardCommand(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
     revoke: int
@@ -578,4 +639,5 @@ class ShardCommand(_message.Message):
     refused: Refusals
     prefetch: Prefetch
     pin: int
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ...) -> None: ...
+    active: Active
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ...) -> None: ...

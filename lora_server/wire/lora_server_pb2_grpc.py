@@ -345,6 +345,16 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireReply.FromString,
                 _registered_method=True)
+        self.Await = channel.unary_unary(
+                '/lora_server.v1.Clients/Await',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.AwaitRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AwaitReply.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/lora_server.v1.Clients/Cancel',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.CancelRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.CancelReply.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/lora_server.v1.Clients/Release',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
@@ -379,7 +389,21 @@ class ClientsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Acquire(self, request, context):
-        """Hold adapters by name until Release, Leave, or the end of the lease.
+        """Hold adapters by name until Release, Leave, or the end of the lease; or be told the place in the queue for them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Await(self, request, context):
+        """Wait, for a second at most, until one of these tickets is no longer queued; Acquire says what became of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Nobody wants what was asked for with a ticket: it leaves the queue, or what was admitted is let go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -420,6 +444,16 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Acquire,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.AcquireReply.SerializeToString,
+            ),
+            'Await': grpc.unary_unary_rpc_method_handler(
+                    servicer.Await,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AwaitRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.AwaitReply.SerializeToString,
+            ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.CancelRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.CancelReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -540,6 +574,60 @@ class Clients(object):
             '/lora_server.v1.Clients/Acquire',
             lora__server_dot_wire_dot_lora__server__pb2.AcquireRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.AcquireReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Await(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Await',
+            lora__server_dot_wire_dot_lora__server__pb2.AwaitRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.AwaitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Cancel',
+            lora__server_dot_wire_dot_lora__server__pb2.CancelRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.CancelReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ import grpc
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
+    AdmissionError,
     ConfigError,
     GeometryMismatchError,
     LeaseError,
@@ -42,6 +43,7 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (UnknownAdapterError, grpc.StatusCode.NOT_FOUND),
     (AdapterExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (AdapterError, grpc.StatusCode.INVALID_ARGUMENT),
+    (AdmissionError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
     (GeometryMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (LeaseError, grpc.StatusCode.FAILED_PRECONDITION),

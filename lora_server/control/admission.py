@@ -1,0 +1,196 @@
+"""Who may use its adapters now, and who waits until there is a place. Not thread-safe: `adapters` has the lock.
+
+An adapter is active while a client holds it, and the active ones fit the device pools of all shards together. Whoever
+asks for active ones alone, or for others that fit beside them, is admitted at once; others are queued.
+
+The rule: first come, first served. Nobody waits for one whose adapters no shard has measured yet. Who fits goes before
+those who came earlier and do not, until one of them has waited PASSED_SECONDS: from then on nobody passes that one.
+So whoever is first gets its place when those who hold theirs have let go, and nobody starves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lora_server.control.holds import Holds
+from lora_server.control.room import Room
+from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
+
+PASSED_SECONDS = 1.0
+
+Resolve = Callable[[Sequence[str]], list[int]]  # names to handles; raises why there is none
+Key = tuple[int, int]  # client, ticket
+
+
+class Queued(NamedTuple):
+    """No place yet: where in the queue, from 1 on, behind whom or what."""
+
+    position: int
+    reason: str
+
+
+@dataclass
+class Ticket:
+    """What a client asked for. Answered by `handles` that it holds, or by an error."""
+
+    names: tuple[str, ...]
+    since: float
+    waited: bool = False
+    handles: list[int] | None = None
+    error: LoraServerError | None = None
+
+
+@dataclass
+class Counters:
+    """What has happened since the start."""
+
+    immediate: int = 0
+    queued: int = 0  # admitted after they had waited
+    wait_seconds: float = 0.0  # of those
+
+
+@dataclass
+class Admission:
+    """`changed(more, fewer)` hears which handles became active, and which are not any more.
+
+    A ticket is known by its client and a number; asked again with the same, it is the same, until it is settled.
+    """
+
+    resolve: Resolve
+    room: Room = field(default_factory=Room)
+    holds: Holds = field(default_factory=Holds)
+    changed: Callable[[Collection[int], Collection[int]], object] = lambda more, fewer: None
+    clock: Callable[[], float] = time.monotonic
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        self._tickets: dict[Key, Ticket] = {}
+        self._queue: dict[Key, Ticket] = {}  # of these, who waits; first come first
+        self._presumed: set[int] = set()  # held when an earlier controller was last heard
+
+    # -- clients
+
+    def acquire(self, client: int, number: int, names: Sequence[str]) -> list[int] | Queued:
+        """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
+        ticket = self._tickets.get((client, number)) if number else None
+        if ticket is None:
+            ticket = self._ask((client, number), tuple(names))
+        if ticket.error is not None:
+            raise ticket.error
+        return list(ticket.handles) if ticket.handles is not None else self._queued((client, number), ticket)
+
+    def _ask(self, key: Key, names: tuple[str, ...]) -> Ticket:
+        ticket = Ticket(names, self.clock())
+        self.resolve(names)  # raises
+        self._tickets[key] = self._queue[key] = ticket
+        self.admit()
+        ticket.waited = True
+        if key[1] == 0 and key in self._queue:
+            ticket.error = AdmissionError(f"adapters {list(names)}: no place now: {self._queued(key, ticket).reason}")
+        if key[1] == 0 or ticket.error is not None:
+            del self._tickets[key]
+            self._queue.pop(key, None)
+        return ticket
+
+    def is_queued(self, client: int, number: int) -> bool:
+        """Whether a ticket still waits; one that is unknown does not."""
+        return (client, number) in self._queue
+
+    def settle(self, client: int, numbers: Iterable[int]) -> None:
+        """The client has the answers; those that wait do so on."""
+        for number in numbers:
+            if (client, number) not in self._queue:
+                self._tickets.pop((client, number), None)
+
+    def cancel(self, client: int, numbers: Iterable[int]) -> None:
+        """Nobody wants these: what is queued goes, what was admitted is let go. Also of one that is yet to come."""
+        for number in numbers:
+            key = client, number
+            ticket = self._tickets.setdefault(key, Ticket((), self.clock()))
+            self._queue.pop(key, None)
+            if ticket.handles is not None:
+                self.holds.release(client, ticket.handles)
+            ticket.handles, ticket.error = None, AdmissionError(f"adapters {list(ticket.names)}: not wanted any more")
+        self.admit()
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Let go; who waits may come."""
+        self.holds.release(client, handles)
+        self.admit()
+
+    def forget_client(self, client: int) -> None:
+        """It is gone, with all that it held or waited for."""
+        for key in [key for key in self._tickets if key[0] == client]:
+            del self._tickets[key]
+            self._queue.pop(key, None)
+        self.holds.forget_client(client)
+        self.admit()
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """What it held under an earlier controller."""
+        self.holds.restore(client, handles)
+        self.admit()
+
+    def presume(self, handles: Iterable[int]) -> None:
+        """Clients held these under an earlier controller; their places are theirs until all of them have spoken."""
+        self._presumed.update(handles)
+        self._update()
+
+    # -- the queue
+
+    def admit(self) -> None:
+        """All whose turn it is: to be called when there may be room."""
+        self._update()
+        now = self.clock()
+        for key, ticket in list(self._queue.items()):
+            try:
+                handles = self.resolve(ticket.names)
+                if self.room.unmeasured(handles) is not None:
+                    continue
+                if reason := self.room.too_large(set(handles)):
+                    raise AdapterLoadError(
+                        f"adapters {list(ticket.names)}: {reason}; put fewer adapters into a batch, or start the "
+                        "server with a larger --device-pool or more shards"
+                    )
+            except LoraServerError as error:
+                ticket.error = error
+                del self._queue[key]
+                continue
+            if not self.room.lacking(set(handles)):
+                self._admit(key, ticket, handles, now)
+            elif now - ticket.since >= PASSED_SECONDS:
+                return
+
+    def _admit(self, key: Key, ticket: Ticket, handles: list[int], now: float) -> None:
+        del self._queue[key]
+        ticket.handles = handles
+        self.holds.acquire(key[0], handles)
+        if ticket.waited:
+            self.counters.queued += 1
+            self.counters.wait_seconds += now - ticket.since
+        elif handles:
+            self.counters.immediate += 1
+        self._update()
+
+    def _update(self) -> None:
+        if not self.holds.anybody_unknown():
+            self._presumed.clear()
+        more, fewer = self.room.set_in_use(self.holds.handles() | self._presumed)
+        if more or fewer:
+            self.changed(more, fewer)
+
+    def _queued(self, key: Key, ticket: Ticket) -> Queued:
+        position = list(self._queue).index(key) + 1
+        handles = self.resolve(ticket.names)
+        shard = self.room.unmeasured(handles)
+        if shard is not None:
+            return Queued(position, f"shard {shard} has not looked at its files yet")
+        return Queued(position, self.room.lacking(set(handles)) or "those who came earlier go first")
+
+    @property
+    def num_queued(self) -> int:
+        """Tickets that wait."""
+        return len(self._queue)
