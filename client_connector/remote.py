@@ -16,7 +16,13 @@ from typing_extensions import override
 
 from client_connector.prefetch import PrefetchSender
 from client_connector.retry import while_away
-from lora_server.errors import AdmissionError, LeaseError, LoraServerError, ShardUnavailableError
+from lora_server.errors import (
+    AdmissionError,
+    LeaseError,
+    LoraServerError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+)
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
@@ -67,10 +73,10 @@ class RemoteServer(Server):
         self.served_names = served_names
 
     @override
-    def join(self, seconds: float = JOIN_SECONDS) -> Session:
+    def join(self, seconds: float = JOIN_SECONDS) -> RemoteSession:
         """Tries until all shards are up."""
         retry = while_away(seconds, ShardUnavailableError, LeaseError)
-        session: Session = retry(RemoteSession, self, min(CALL_SECONDS, seconds))
+        session: RemoteSession = retry(RemoteSession, self, min(CALL_SECONDS, seconds))
         return session
 
 
@@ -184,6 +190,12 @@ class RemoteSession(Session):
             reply = self._call(self._clients.Acquire, request)
         except LeaseError as error:
             self._lost = error
+            raise
+        except ServerUnavailableError:
+            raise
+        except LoraServerError:
+            with self._lock:
+                self._settled.append(ticket)
             raise
         held = [_held(one) for one in reply.adapters]
         if reply.position:

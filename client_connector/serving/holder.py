@@ -2,7 +2,7 @@
 
 A session without links: workers push the steps, under handles that they get with each step's plan.
 Holding talks to the server, so it happens in the thread that receives requests; letting go happens
-in a thread of its own. Neither is on a step's path.
+in a thread of its own, and so does waiting for a place. None is on a step's path.
 """
 
 from __future__ import annotations
@@ -10,36 +10,31 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import structlog
 
 from client_connector.alora import invocation_start
 from client_connector.directory import Directory
-from client_connector.remote import RemoteServer
+from client_connector.remote import Queued, RemoteServer, RemoteSession
 from client_connector.retry import while_away
 from client_connector.serving.lookahead import MOST, Lookahead
 from client_connector.serving.plan import PASSING, Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import BASE_MODEL, Settings
-from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
+from client_connector.serving.waiting import Use, Waiting
+from lora_server.errors import (
+    AdapterLoadError,
+    AdmissionError,
+    ConfigError,
+    LeaseError,
+    LoraServerError,
+    ServerUnavailableError,
+)
 from lora_server.transport.session import Held, Session
 
 log = structlog.get_logger()
 MOMENT = 1.0  # seconds that the first request of an outage waits
-
-
-@dataclass
-class Use:
-    """One request's adapter. `held` is None while preempted, after a failure, and for one that never acts."""
-
-    name: str
-    version: str = ""
-    held: Held | None = None
-    start: int = 0
-    failure: Failure | None = None
-    falls_back: bool = False  # the base model answers from now on, and the request says so
 
 
 class Holder:
@@ -52,11 +47,12 @@ class Holder:
         self._server = RemoteServer(settings.address, settings.transport, links=False, served_names=names)
         self._lock = threading.Lock()  # state
         self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
-        self._session: Session = self._server.join(settings.timeout_seconds)
+        self._session: RemoteSession = self._server.join(settings.timeout_seconds)
         if self._session.terms.hidden_adapters:
             self._session.leave()
             raise ConfigError(self._hidden())
         self._uses: dict[str, Use] = {}
+        self._waiting = Waiting(self._ask_again)
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
         self._rejoin = Rejoin(self._regain, "scheduler")
@@ -76,11 +72,11 @@ class Holder:
     # -- a request's life
 
     def hold(self, request_id: str, name: str, prompt: Sequence[int] | None) -> Use:
-        """Acquire and prefetch for a new request; a failure is in the Use, for the scheduler to end it with."""
+        """Acquire and prefetch for a new request, or queue it; a failure is in the Use, for the scheduler to end it
+        with."""
         use = Use(name)
         try:
-            held = self._acquire(name)
-            use.held, use.version = held, held.version
+            held = self._ask(use)
             self._activate(use, held, prompt)
             if use.held is not None:
                 self._lookahead.arrived(held.handle)
@@ -140,6 +136,20 @@ class Holder:
             uses = list(self._uses.items())
         return [(name, use.failure) for name, use in uses if use.failure is not None and not use.falls_back]
 
+    def is_ready(self, request_id: str) -> bool:
+        """Whether a request may be scheduled. One that was preempted is asked for again."""
+        use = self._uses.get(request_id)
+        if use is None or use.falls_back:
+            return True
+        if use.held is None and use.failure is None and not use.queued:
+            self._resume(use)
+        return use.held is not None or use.falls_back
+
+    @property
+    def num_queued(self) -> int:
+        """Requests without a place."""
+        return len(self._waiting)
+
     # -- a step
 
     def expect(self, waiting: Iterable[str]) -> None:
@@ -158,6 +168,9 @@ class Holder:
         for _, use in uses:
             if use.held is None and use.failure is None:
                 self._resume(use)
+            if use.queued:  # it was held under a lease that is gone, and its rows are scheduled
+                self._let_go(use)
+                self._fail(use, AdmissionError(f"adapter {use.name!r}: its place was lost; send the request again"))
         rows = {name: Assigned(use.held.handle, use.start) for name, use in uses if use.held is not None}
         held = {use.held.handle: use.held for _, use in uses if use.held is not None}
         new = tuple(one for handle, one in held.items() if handle not in self._known)
@@ -168,11 +181,23 @@ class Holder:
 
     def _resume(self, use: Use) -> None:
         try:
-            held = self._acquire(use.name)
+            self._ask(use)
         except LoraServerError as error:
             self._fail(use, error)
-            return
-        use.held = held
+
+    def _ask_again(self, use: Use) -> bool:
+        """In the thread that waits: whether its ticket is answered."""
+        if not use.queued:
+            return False
+        try:
+            return self._ask(use, again=True) is not None and not use.queued
+        except LoraServerError as error:
+            self._let_go(use)
+            self._fail(use, error)
+            return not isinstance(error, ServerUnavailableError)
+
+    def _check_version(self, use: Use, held: Held) -> None:
+        use.version = use.version or held.version
         if held.version != use.version:
             self._let_go(use)
             use.failure = Failure.of(
@@ -188,16 +213,47 @@ class Holder:
 
     # -- the session
 
-    def _acquire(self, name: str) -> Held:
+    def _ask(self, use: Use, again: bool = False) -> Held:
+        """Acquire, or be queued; what it holds, or will hold."""
+        if not again:
+            use.session = None
         with self._calls:
             if self._session_lost():
                 self._join_anew()
             try:
-                (held,) = self._session.acquire([name])
+                answer = self._ask_once(use)
             except (LeaseError, ServerUnavailableError):  # it restarted since, or is away: once more
-                self._join_anew()
-                (held,) = self._session.acquire([name])
+                try:
+                    self._join_anew()
+                    answer = self._ask_once(use)
+                except ServerUnavailableError:
+                    if not again:  # it may have been admitted all the same
+                        self._waiting.add(use)
+                    raise
+            if isinstance(answer, Queued):
+                (held,) = answer.held
+                if not again:
+                    use.queued = True
+                    self._waiting.add(use)
+            else:
+                (held,) = answer
+                self._take(use, held, again)
+        self._check_version(use, held)
         return held
+
+    def _ask_once(self, use: Use) -> list[Held] | Queued:
+        if use.session is not self._session:
+            use.session, use.ticket = self._session, self._session.ticket()
+        return self._session.ask(use.ticket, [use.name])
+
+    def _take(self, use: Use, held: Held, again: bool) -> None:
+        with self._lock:
+            wanted = use.queued or not again  # or its request ended while it was asked for
+            use.held, use.queued = held if wanted else None, False
+        if wanted and again:
+            self._lookahead.arrived(held.handle)
+        elif not wanted:
+            self._releases.put((self._session, held.handle))
 
     def _session_lost(self) -> bool:
         try:
@@ -246,7 +302,9 @@ class Holder:
             log.error("adapters are hidden", error=self._hidden())
 
     def _let_go(self, use: Use) -> None:
-        held, use.held = use.held, None
+        """One that is queued is cancelled by the thread that waits."""
+        with self._lock:
+            held, use.held, use.queued = use.held, None, False
         if held is not None:
             self._releases.put((self._session, held.handle))
 
@@ -262,6 +320,7 @@ class Holder:
         """Leave the server; idempotent."""
         self._rejoin.close()
         self._directory.close()
+        self._waiting.close()
         self._releases.put(None)
         with self._calls:
             self._session.leave()

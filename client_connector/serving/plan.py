@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lora_server.errors import BY_CODE, LeaseError, LoraServerError, ServerUnavailableError, StepError
+from lora_server.errors import (
+    BY_CODE,
+    AdmissionError,
+    LeaseError,
+    LoraServerError,
+    ServerUnavailableError,
+    StepError,
+)
 from lora_server.transport.session import Held
 
 PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carries a StepPlan
 FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
 RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
-PASSING = (LeaseError, ServerUnavailableError, StepError)  # an outage: the same request may succeed after it
+# an outage, or too many at once: the same request may succeed after it
+PASSING = (LeaseError, ServerUnavailableError, StepError, AdmissionError)
 
 
 class Assigned(NamedTuple):

@@ -72,6 +72,7 @@ CONTRACT = (
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("self",)),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output",)),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", ("request_ids", "finished_status")),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler._handle_blocked_waiting_request", ("request",)),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler._free_request", ("request",)),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", ("request", "drop_stale_output")),
     Touched("vllm.v1.core.sched.scheduler", "Scheduler.shutdown"),

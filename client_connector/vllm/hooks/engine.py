@@ -16,14 +16,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from client_connector.serving.holder import Holder, Use
+from client_connector.serving.holder import Holder
 from client_connector.serving.plan import FAILURES, PLAN, RETRY, Failure
 from client_connector.serving.settings import KEY
+from client_connector.serving.waiting import Use
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 from lora_server.logs import Repeats
 
 HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
+IDLE_SECONDS = 1e-3  # of a step in which all requests wait for a place
 log = structlog.get_logger()
 Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
@@ -33,6 +35,7 @@ def install(wrap: Wrap) -> None:
     wrap(Scheduler, "__init__", _init)
     wrap(Scheduler, "schedule", _schedule)
     wrap(Scheduler, "update_from_output", _update_from_output)
+    wrap(Scheduler, "_handle_blocked_waiting_request", _handle_blocked_waiting_request)
     wrap(Scheduler, "_free_request", _free_request)
     wrap(Scheduler, "_preempt_request", _preempt_request)
     wrap(Scheduler, "shutdown", _shutdown)
@@ -126,9 +129,34 @@ def _schedule(original: Any) -> Callable[..., Any]:
         output = original(self, *args, **kwargs)
         holder.expect(request.request_id for request in self.waiting)
         setattr(output, PLAN, holder.plan(output.num_scheduled_tokens.keys()))
+        if not output.num_scheduled_tokens and holder.num_queued:
+            time.sleep(IDLE_SECONDS)
         return output
 
     return schedule
+
+
+def _handle_blocked_waiting_request(original: Any) -> Callable[..., Any]:
+    """A request without a place is passed over, as vLLM does with one whose grammar is not ready: it takes no KV blocks
+    and holds up nobody."""
+
+    def handle_blocked_waiting_request(self: Any, request: Any) -> bool:
+        holder: Holder | None = getattr(self, HOLDER, None)
+        if not original(self, request) or (holder is not None and not holder.is_ready(request.request_id)):
+            return False
+        use = holder.use(request.request_id) if holder is not None else None
+        if use is not None and use.falls_back and request.lora_request is not None:  # it failed while it waited
+            _give_up_adapter(request)
+        return True
+
+    return handle_blocked_waiting_request
+
+
+def _give_up_adapter(request: Request) -> None:
+    """The base model answers from now on, with KV blocks of its own."""
+    request.lora_request = None
+    request.block_hashes = []
+    request.update_block_hashes()
 
 
 def _update_from_output(original: Any) -> Callable[..., Any]:
@@ -163,9 +191,7 @@ def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> lis
         if failure.code == RETRY:
             _start_over(scheduler, request)
         elif use.falls_back:
-            request.lora_request = None
-            request.block_hashes = []
-            request.update_block_hashes()
+            _give_up_adapter(request)
             _start_over(scheduler, request)
         else:
             ending.append((req_id, failure))

@@ -1,0 +1,86 @@
+"""Requests whose adapters have no place yet: a thread asks again when the server says that there is one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from client_connector.remote import RemoteSession
+from client_connector.serving.plan import Failure
+from lora_server.errors import LoraServerError
+from lora_server.transport.session import Held
+
+AWAIT_SECONDS = 0.1  # of one call: who comes or goes meanwhile is seen by the next
+
+
+@dataclass(eq=False)
+class Use:
+    """One request's adapter. `held` is None while queued or preempted, after a failure, and for one that never acts."""
+
+    name: str
+    version: str = ""
+    held: Held | None = None
+    start: int = 0
+    failure: Failure | None = None
+    falls_back: bool = False  # the base model answers from now on, and the request says so
+    queued: bool = False  # there is no place for it yet
+    session: RemoteSession | None = None  # in which it was asked for, with this ticket
+    ticket: int = 0
+
+
+class Waiting:
+    """Thread-safe. `again` asks for a use once more, and says whether that was answered; whoever is not queued any more
+    is cancelled."""
+
+    def __init__(self, again: Callable[[Use], bool]) -> None:
+        self._again = again
+        self._uses: list[Use] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="lora-admission", daemon=True).start()
+
+    def add(self, use: Use) -> None:
+        """From now on only this thread asks for it, or cancels it."""
+        with self._changed:
+            self._uses.append(use)
+            self._changed.notify()
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def close(self) -> None:
+        """The session is left: there is nothing to wait for."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._uses or self._closed)
+                uses = list(self._uses)
+            if self._closed:
+                return
+            given_up = [use for use in uses if not use.queued]
+            for use in given_up:
+                self._cancel(use)
+            done = given_up + self._look([use for use in uses if use not in given_up])
+            with self._changed:
+                self._uses = [use for use in self._uses if use not in done]
+
+    def _look(self, uses: list[Use]) -> list[Use]:
+        """Those that are answered."""
+        session = uses[-1].session if uses else None
+        if session is None:
+            return []
+        try:
+            decided = session.wait([use.ticket for use in uses if use.session is session], AWAIT_SECONDS)
+        except LoraServerError:  # asking again says what is the matter
+            decided = [use.ticket for use in uses]
+        asked = [use for use in uses if use.session is not session or use.ticket in decided]
+        return [use for use in asked if self._again(use)]
+
+    def _cancel(self, use: Use) -> None:
+        if use.session is not None:
+            use.session.cancel(use.ticket)

@@ -1,0 +1,58 @@
+"""A server with places for two adapters: requests for others wait in vLLM's queue, and hold up nobody."""
+
+from __future__ import annotations
+
+import pytest
+from engines import Engine
+
+from client_connector.serving.plan import parse_flag
+from lora_server.demo.engine import Sequence
+from lora_server.demo.launch import running_server
+from tests.serving import kill, status, until
+from tests.workload import NEW_TOKENS
+
+LONG = 60
+
+
+@pytest.fixture
+def crowded(load, scratch):
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--max-active-adapters", "2"]
+    with running_server(scratch / "server-crowded.log", flags) as server:
+        yield server
+
+
+def add(engine, load, name, new_tokens=NEW_TOKENS):
+    return engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": name, "new_tokens": new_tokens})
+
+
+def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch):
+    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log")
+    try:
+        load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)  # six adapters, two at a time
+        until(lambda: status(crowded.address).active == 0, "all places are back")
+
+        running = [add(engine, load, name, LONG) for name in ("fused", "experts")]
+        engine.call("step", count=3)
+        waiting, aborted = add(engine, load, "attention"), add(engine, load, "qv")
+        behind = add(engine, load, None)
+        seen = engine.call("step", count=NEW_TOKENS + 2)
+        assert seen[behind]["finish_reason"] == "length", "behind them in the queue, and served"
+        assert waiting not in seen and status(crowded.address).queued == 2
+        assert engine.call("scheduler")["running"] == 2 and engine.call("scheduler")["held"] == ["experts", "fused"]
+        engine.call("abort", name=aborted)
+        until(lambda: status(crowded.address).queued == 1, "the aborted one is cancelled")
+        engine.call("abort", name=running[0])
+        seen = engine.call("step", count=0)
+        assert len(seen[running[1]]["tokens"]) == LONG and len(seen[waiting]["tokens"]) == NEW_TOKENS
+        (alone,) = engine.generate([Sequence(load.batch[0].prompt, "attention")], NEW_TOKENS)
+        assert seen[waiting]["tokens"] == alone["tokens"]
+        until(lambda: status(crowded.address).active == 0, "all places are back")
+
+        running = [add(engine, load, name, 500) for name in ("fused", "experts")]
+        waiting = add(engine, load, "attention")
+        engine.call("step", count=2)
+        kill(crowded)
+        ended = engine.call("step", count=0)
+        assert parse_flag(ended[waiting]["stop_reason"])[:2] == ("error", "server_unavailable")
+    finally:
+        engine.close()
