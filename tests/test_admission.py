@@ -76,7 +76,7 @@ def test_admission_is_what_its_rule_says(seed):
             answer = admission.acquire(*key, [str(one) for one in wanted])
             assert isinstance(answer, Queued) and answer.position == position and answer.reason
         for client, number, _ in model.holds:
-            assert isinstance(admission.acquire(client, number, []), list), "asked again, it is the same"
+            assert isinstance(admission.acquire(client, number, ["1"]), list), "asked again, it is the same"
 
     for _ in range(250):
         model.now += dice.choice([0.0, 0.1, 0.3])
@@ -144,6 +144,7 @@ def test_a_small_one_goes_first_only_until_the_head_has_waited():
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
     now[0] = PASSED_SECONDS
     assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
+    assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
     assert admission.counters.immediate == 2 and admission.counters.queued == 1
@@ -252,6 +253,21 @@ def test_who_waits_for_one_that_is_removed_is_told():
         limited_to_one = make_controller(most_active=1)
         limited_to_one.adapters.adopt([kept("a", 1), kept("b", 2)], (), 0)
         limited_to_one.adapters.acquire(1, ["a", "b"])
+    shard.close()
+
+
+def test_pinned_ones_have_a_place_though_nobody_uses_them():
+    controller, shard = make_served(most_active=2)
+    shard.lives()
+    one = join(controller)
+    controller.adapters._set_pinned(controller.adapters.get("a").record, True)
+    until(lambda: shard.memory.active == {1}, "it stays")
+    assert controller.clients.acquire(*one, ["b"], 1)[1] is None, "it is not counted as one in use"
+    assert "4 are needed" in controller.clients.acquire(*one, ["c"], 2)[1].reason.replace(" B", "")
+    with pytest.raises(AdapterLoadError, match=r"8 bytes are needed together .* of which 4 are pinned"):
+        controller.clients.acquire(*one, ["b", "c"], 3)
+    controller.adapters.unpin("a")
+    assert controller.clients.acquire(*one, ["c"], 2)[1] is None
     shard.close()
 
 

@@ -75,6 +75,8 @@ class Admission:
 
     def acquire(self, client: int, number: int, names: Sequence[str]) -> list[int] | Queued:
         """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
+        if not names:  # a client that asks whether its lease is good
+            return []
         ticket = self._tickets.get((client, number)) if number else None
         if ticket is None:
             ticket = self._ask((client, number), tuple(names))
@@ -171,7 +173,7 @@ class Admission:
         if ticket.waited:
             self.counters.queued += 1
             self.counters.wait_seconds += now - ticket.since
-        elif handles:
+        else:
             self.counters.immediate += 1
         self._update()
 
