@@ -121,7 +121,7 @@ class RemoteSession(Session):
         self.terms = Terms(
             lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters
         )
-        self._key = lease.key
+        self._proof = pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
@@ -137,7 +137,7 @@ class RemoteSession(Session):
         while not self._left.wait(min(lease_seconds / 4, HEARTBEAT_SECONDS)):
             try:
                 settled = list(self._settled)
-                beat = pb.HeartbeatRequest(client=self.terms.client, epoch=self.terms.epoch, settled=settled)
+                beat = pb.HeartbeatRequest(proof=self._proof, settled=settled)
                 reply = self._call(self._clients.Heartbeat, beat, lease_seconds / 2)
                 self._tell(reply.forgot)
                 with self._lock:
@@ -152,16 +152,17 @@ class RemoteSession(Session):
 
     def _tell(self, forgot: bool) -> None:
         """What is held, to a controller that does not know; what was let go or cancelled, to one that was away."""
-        client = {"client": self.terms.client, "epoch": self.terms.epoch}
         with self._lock:
             if forgot:
-                self._call(self._clients.Restore, pb.RestoreRequest(**client, handles=self._holding.elements()))
+                self._call(
+                    self._clients.Restore, pb.RestoreRequest(proof=self._proof, handles=self._holding.elements())
+                )
                 self._unreleased = []
             elif self._unreleased:
-                self._call(self._clients.Release, pb.ReleaseRequest(**client, handles=self._unreleased))
+                self._call(self._clients.Release, pb.ReleaseRequest(proof=self._proof, handles=self._unreleased))
                 self._unreleased = []
             if self._cancelled:
-                self._call(self._clients.Cancel, pb.CancelRequest(**client, tickets=self._cancelled))
+                self._call(self._clients.Cancel, pb.CancelRequest(proof=self._proof, tickets=self._cancelled))
                 self._settled += self._cancelled
                 self._cancelled = []
 
@@ -185,7 +186,7 @@ class RemoteSession(Session):
 
     def ask(self, ticket: int, names: Sequence[str]) -> list[Held] | Queued:
         """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued."""
-        request = pb.AcquireRequest(client=self.terms.client, epoch=self.terms.epoch, names=names, ticket=ticket)
+        request = pb.AcquireRequest(proof=self._proof, names=names, ticket=ticket)
         try:
             reply = self._call(self._clients.Acquire, request)
         except LeaseError as error:
@@ -208,7 +209,7 @@ class RemoteSession(Session):
     def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
         """Those of these that are not queued any more, as soon as there is one; none after a while."""
         began = time.monotonic()
-        request = pb.AwaitRequest(client=self.terms.client, epoch=self.terms.epoch, tickets=tickets, seconds=seconds)
+        request = pb.AwaitRequest(proof=self._proof, tickets=tickets, seconds=seconds)
         reply = self._call(self._clients.Await, request)
         if not reply.tickets and time.monotonic() - began < LOOK_SECONDS:  # more clients wait than it has threads for
             self._left.wait(min(seconds, LOOK_SECONDS))
@@ -245,7 +246,7 @@ class RemoteSession(Session):
     def prefetch(self, expected: Mapping[int, float]) -> None:
         if self._prefetches is not None:
             needs = [(handle, int(seconds * 1e6)) for handle, seconds in islice(expected.items(), MAX_PREFETCHED)]
-            self._prefetches.send(Prefetch(self.terms.client, self.terms.epoch, self._key, needs))
+            self._prefetches.send(Prefetch(self.terms.client, self.terms.epoch, self._proof.key, needs))
 
     @override
     def check(self) -> None:
@@ -260,7 +261,7 @@ class RemoteSession(Session):
         self._left.set()
         for link in self.links:
             link.close()
-        request = pb.LeaveRequest(client=self.terms.client, epoch=self.terms.epoch)
+        request = pb.LeaveRequest(proof=self._proof)
         try:
             self._call(self._clients.Leave, request, LEAVE_SECONDS)
         except LoraServerError as error:

@@ -79,6 +79,7 @@ class ServeConfig(BaseSettings):
         0.0, ge=0, description="Gbit/s to which copies into the device pool are slowed down, to try things; 0: not."
     )
     listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
+    grpc_reflection: bool = Field(False, description="Tell whoever asks at --listen which calls there are (grpcurl).")
     http: Listens = Field(Address("127.0.0.1", 7401), description="Where /livez, /readyz and /metrics are.")
     data_port_base: int | None = Field(
         None, ge=1, le=HIGHEST, description="First of this server's ports for data, for firewalls; random unless given."
@@ -91,6 +92,9 @@ class ServeConfig(BaseSettings):
     controller: Listens | None = Field(None, description="Node 0's --listen, for the other nodes.")
     controller_seconds: float = Field(
         300.0, gt=0, description="Seconds for which a node may look for --controller at first."
+    )
+    join_token_file: Path | None = Field(
+        None, description="File with the token that nodes above rank 0 show; the same text on every node."
     )
     advertise: str = Field("", description="Address at which other hosts reach this node; without it, its own.")
     max_step_rows: int = Field(256, ge=1, le=65536, description="Rows times experts of one message.")
@@ -180,6 +184,7 @@ class ProcessConfig(ServeConfig):
     bind_host: str  # where shards listen; `advertise` is where others reach them, `controller` is rank 0's also there
     run_dir: Path  # of the node's sockets
     shard: int = -1  # of a shard process
+    secret: str = Field(repr=False)  # that its shards show to the controller
     restarted: bool = False  # in the place of one that died
 
     @classmethod

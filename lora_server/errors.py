@@ -15,6 +15,7 @@ LoraServerError
 │   ├── ShardUnavailableError  a shard died or cannot be reached
 │   └── ProtocolError        a slot, header or message that breaks the wire contract
 └── ServerUnavailableError   the controller does not answer, or is not ready in time
+    └── ServerBusyError      it has as many calls of this kind as it takes
 """
 
 from __future__ import annotations
@@ -108,6 +109,12 @@ class ServerUnavailableError(LoraServerError):
     """The controller does not answer, or is not ready in time."""
 
     code = "server_unavailable"
+
+
+class ServerBusyError(ServerUnavailableError):
+    """The controller has as many calls of this kind as it takes; try again soon."""
+
+    code = "server_busy"
 
 
 def _tree(root: type[LoraServerError]) -> dict[str, type[LoraServerError]]:

@@ -174,7 +174,7 @@ def make_served(memory=None, **fields):
 
 def join(controller):
     lease, _ = controller.clients.join("test")
-    return lease.client, lease.epoch
+    return lease.proof
 
 
 def test_who_waits_is_told_as_soon_as_there_is_a_place():
@@ -182,26 +182,26 @@ def test_who_waits_is_told_as_soon_as_there_is_a_place():
     clients, told = controller.clients, []
     shard.lives()
     one, other = join(controller), join(controller)
-    assert clients.acquire(*one, ["a", "b"], 1)[1] is None
-    records, queued = clients.acquire(*other, ["c"], 1)
+    assert clients.acquire(one, ["a", "b"], 1)[1] is None
+    records, queued = clients.acquire(other, ["c"], 1)
     assert [record.handle for record in records] == [3] and queued.position == 1
-    assert clients.wait_admitted(*other, [1], 0.01) == []
+    assert clients.wait_admitted(other, [1], 0.01) == []
 
     def wait():
-        while not clients.wait_admitted(*other, [1], 1.0):
+        while not clients.wait_admitted(other, [1], 1.0):
             pass
         told.append(time.monotonic())
 
     waiter = threading.Thread(target=wait)
     waiter.start()
     began = time.monotonic()
-    clients.release(*one, [1])
+    clients.release(one, [1])
     waiter.join(20)
     assert told and told[0] - began < 5
-    assert clients.acquire(*other, ["c"], 1)[1] is None, "it holds it now"
+    assert clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
     until(lambda: shard.memory.active == {2, 3}, "the shard knows who stays")
     assert [one.holders for one in controller.adapters.listings()] == [0, 1, 1]
-    clients.end(*other)
+    clients.leave(other)
     until(lambda: shard.memory.active == {2}, "a dead client's place")
     shard.close()
 
@@ -211,9 +211,9 @@ def test_more_clients_than_threads_wait_by_asking(monkeypatch):
     controller, shard = make_served()
     shard.lives()
     one = join(controller)
-    controller.clients.acquire(*one, ["a", "b"], 1)
-    assert controller.clients.acquire(*one, ["c"], 2)[1] is not None
-    assert controller.clients.wait_admitted(*one, [2], 100.0) == [], "at once"
+    controller.clients.acquire(one, ["a", "b"], 1)
+    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
+    assert controller.clients.wait_admitted(one, [2], 100.0) == [], "at once"
     shard.close()
 
 
@@ -222,7 +222,7 @@ def test_a_shard_that_comes_back_and_a_new_controller_know_who_is_active():
     shard.lives()
     clients = controller.clients
     one, other = join(controller), join(controller)
-    assert clients.acquire(*one, ["a", "b"], 1)[1] is None and clients.acquire(*other, ["c"], 1)[1] is not None
+    assert clients.acquire(one, ["a", "b"], 1)[1] is None and clients.acquire(other, ["c"], 1)[1] is not None
     shard.close()
     controller.arrivals.depart(shard.handle)
     fresh = ToldShard(controller, pool_bytes=10)
@@ -231,11 +231,11 @@ def test_a_shard_that_comes_back_and_a_new_controller_know_who_is_active():
     successor, shard = make_served(shard.memory)
     assert successor.arrivals.settled.is_set()
     assert successor.adapters.admission.room.active == {1, 2}, "as the shard was told, until the clients have spoken"
-    assert successor.clients.acquire(*other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
-    successor.clients.restore(*one, [2])
-    assert successor.clients.acquire(*other, ["c"], 1)[1] is not None, "the other has not said what it holds"
-    successor.clients.restore(*other, [])
-    assert successor.clients.acquire(*other, ["c"], 1)[1] is None
+    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
+    successor.clients.restore(one, [2])
+    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
+    successor.clients.restore(other, [])
+    assert successor.clients.acquire(other, ["c"], 1)[1] is None
     until(lambda: shard.memory.active == {2, 3}, "what was not restored is nobody's")
     shard.close()
 
@@ -244,11 +244,11 @@ def test_who_waits_for_one_that_is_removed_is_told():
     controller, shard = make_served()
     shard.lives()
     one = join(controller)
-    controller.clients.acquire(*one, ["a", "b"], 1)
-    assert controller.clients.acquire(*one, ["c"], 2)[1] is not None
+    controller.clients.acquire(one, ["a", "b"], 1)
+    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
     controller.adapters.remove("c")
     with pytest.raises(UnknownAdapterError, match="adapter 'c': not registered here"):
-        controller.clients.acquire(*one, ["c"], 2)
+        controller.clients.acquire(one, ["c"], 2)
     with pytest.raises(AdapterLoadError, match="more than --max-active-adapters 1"):
         limited_to_one = make_controller(most_active=1)
         limited_to_one.adapters.adopt([kept("a", 1), kept("b", 2)], (), 0)
@@ -262,12 +262,12 @@ def test_pinned_ones_have_a_place_though_nobody_uses_them():
     one = join(controller)
     controller.adapters._set_pinned(controller.adapters.get("a").record, True)
     until(lambda: shard.memory.active == {1}, "it stays")
-    assert controller.clients.acquire(*one, ["b"], 1)[1] is None, "it is not counted as one in use"
-    assert "4 are needed" in controller.clients.acquire(*one, ["c"], 2)[1].reason.replace(" B", "")
+    assert controller.clients.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
+    assert "4 are needed" in controller.clients.acquire(one, ["c"], 2)[1].reason.replace(" B", "")
     with pytest.raises(AdapterLoadError, match=r"8 bytes are needed together .* of which 4 are pinned"):
-        controller.clients.acquire(*one, ["b", "c"], 3)
+        controller.clients.acquire(one, ["b", "c"], 3)
     controller.adapters.unpin("a")
-    assert controller.clients.acquire(*one, ["c"], 2)[1] is None
+    assert controller.clients.acquire(one, ["c"], 2)[1] is None
     shard.close()
 
 

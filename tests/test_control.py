@@ -129,9 +129,11 @@ def test_leases_are_unique_and_end_once(count):
     granted = [leases.grant("test") for _ in range(count)]
     assert len({lease.client for lease in granted}) == len({lease.key for lease in granted}) == count
     for lease in granted:
-        leases.renew(lease.client, lease.epoch)
+        assert leases.renew(lease.proof) == lease.client
         with pytest.raises(LeaseError, match="join again"):
-            leases.renew(lease.client, lease.epoch + 1)
+            leases.renew(lease.proof._replace(epoch=lease.epoch + 1))
+        with pytest.raises(LeaseError, match="join again"):
+            leases.renew(lease.proof._replace(key=bytes(32)))
         assert not leases.end(lease.client, lease.epoch + 1)
         assert leases.end(lease.client, lease.epoch)
         assert not leases.end(lease.client, lease.epoch)
@@ -144,12 +146,20 @@ def test_silent_leases_expire_and_renewed_ones_do_not():
     expired = []
 
     def sweep():
-        leases.renew(lively.client, lively.epoch)
+        leases.renew(lively.proof)
         expired.extend(leases.take_expired())
         return expired
 
     until(sweep, "the silent one expires", 5)
     assert expired == [silent]
+
+
+def test_a_stall_of_the_controllers_own_ends_no_lease():
+    leases = Leases(seconds=0.2)
+    lease = leases.grant("engine")
+    time.sleep(0.3)  # it stalls for longer than a lease lasts
+    leases.excuse(0.3)
+    assert leases.take_expired() == [] and leases.renew(lease.proof)
 
 
 def handle_of(shard, pid=1, epoch=0):

@@ -7,6 +7,7 @@ import pytest
 
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
+from lora_server.control.leases import Proof
 from lora_server.control.refusals import Refusal, Refusals
 from lora_server.control.shards import ShardHandle
 from lora_server.daemon.kept import Kept
@@ -22,7 +23,7 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
     with pytest.raises(ServerUnavailableError, match="waits for its shards"):
         controller.adapters.get("law")
     with pytest.raises(ServerUnavailableError, match="waits for its shards"):
-        controller.clients.renew(3, 9)
+        controller.clients.renew(Proof(3, 9, b"k"))
     grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine", served_names=["base"])
     law, old = kept("law", 5), kept("old", 4, listed=False)
     state = {"run": "abc", "epoch": 2, "registered": True}
@@ -37,11 +38,12 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
         ("law", "loading"),
         ("old", "draining"),
     ]
-    assert controller.clients.renew(3, 9), "the client is asked what it holds"
+    proof = Proof(3, 9, b"k")
+    assert controller.clients.heartbeat(proof), "the client is asked what it holds"
     assert controller.clients.leases.serving("base") == "engine"
-    controller.clients.restore(3, 9, [4])
+    controller.clients.restore(proof, [4])
     assert controller.adapters.get("law").record.handle == 5
-    controller.clients.release(3, 9, [4])
+    controller.clients.release(proof, [4])
     assert [one.record.name for one in controller.adapters.listings()] == ["law"], "what drained is gone"
     assert [command.drop for command in drained(first) if command.HasField("drop")] == [4]
     assert controller.clients.leases.grant("new").client == 4, "ids are not used twice"

@@ -40,7 +40,7 @@ def rig():
     shard = Told(controller)
     shard.lives()
     lease, _ = controller.clients.join("an engine")
-    controller.clients.acquire(lease.client, lease.epoch, ["law", "art"])
+    controller.clients.acquire(lease.proof, ["law", "art"])
     yield controller.clients, shard, lease
     shard.close()
 
@@ -106,11 +106,11 @@ def test_only_what_is_held_is_passed_on_and_no_more_often_than_allowed(rig):
 def test_who_lets_go_of_all_that_it_announced_needs_nothing(rig):
     clients, shard, lease = rig
     clients.prefetches.receive(said(lease, (3, 0), (5, 0)))
-    clients.release(lease.client, lease.epoch, [3])
-    clients.release(lease.client, lease.epoch, [5])
+    clients.release(lease.proof, [3])
+    clients.release(lease.proof, [5])
     until(lambda: len(shard.prefetches) == 2, "the second", 60)
     assert shard.prefetches[1] == (lease.client, [])
-    clients.end(lease.client, lease.epoch)
+    clients.leave(lease.proof)
     soon_after(clients)
     clients.prefetches.receive(said(lease, (3, 0)))
     assert clients.prefetches.ignored["no lease"] == 1 and not clients.prefetches._announced

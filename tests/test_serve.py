@@ -57,7 +57,10 @@ def test_two_nodes_form_one_server(tmp_path, coordination):
     load = workload("mixtral")
     common = flags(load, "--layout", "ep2-pp2", "--nodes", "2", "--coordination", coordination)
     ports = DataPorts(free_base(7) if coordination == "leader" else None, Layout(2, 2))
-    common += ["--data-port-base", str(ports.base)] if ports.base else []
+    if ports.base:
+        token = tmp_path / "token"
+        token.write_text("the same on all nodes\n")
+        common += ["--data-port-base", str(ports.base), "--join-token-file", str(token)]
     first = launch(tmp_path / "log0", *common, "--node-rank", "0")
     second = launch(
         tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--http", "127.0.0.1:0"
@@ -242,7 +245,7 @@ def test_nothing_is_left_behind(tmp_path, number):
 
 def test_http(tmp_path):
     load = workload("mixtral")
-    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1")) as server:
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1", "--grpc-reflection")) as server:
         assert server.get("/livez") == (200, "ok\n")
         assert server.get("/nowhere")[0] == 404
         check(load, server.address, "auto")

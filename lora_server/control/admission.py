@@ -20,6 +20,7 @@ from lora_server.control.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
 
 PASSED_SECONDS = 1.0
+MAX_NAMES, MAX_TICKETS = 4096, 16_384  # of one call; of one client that are not settled
 
 Resolve = Callable[[Sequence[str]], list[int]]  # names to handles; raises why there is none
 Key = tuple[int, int]  # client, ticket
@@ -67,7 +68,7 @@ class Admission:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        self._tickets: dict[Key, Ticket] = {}
+        self._tickets: dict[int, dict[int, Ticket]] = {}  # by client and number
         self._queue: dict[Key, Ticket] = {}  # of these, who waits; first come first
         self._presumed: set[int] = set()  # held when an earlier controller was last heard
 
@@ -77,24 +78,32 @@ class Admission:
         """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
         if not names:  # a client that asks whether its lease is good
             return []
-        ticket = self._tickets.get((client, number)) if number else None
+        ticket = self._tickets.get(client, {}).get(number) if number else None
         if ticket is None:
+            self._check_bounds(client, names)
             ticket = self._ask((client, number), tuple(names))
         if ticket.error is not None:
             raise ticket.error
         return list(ticket.handles) if ticket.handles is not None else self._queued((client, number), ticket)
 
+    def _check_bounds(self, client: int, names: Sequence[str]) -> None:
+        if len(names) > MAX_NAMES:
+            raise AdmissionError(f"{len(names)} adapters in one call: expected at most {MAX_NAMES}; ask in parts")
+        if (tickets := len(self._tickets.get(client, ()))) >= MAX_TICKETS:
+            raise AdmissionError(f"client {client}: {tickets} requests of it are open, as many as may be; end some")
+
     def _ask(self, key: Key, names: tuple[str, ...]) -> Ticket:
         ticket = Ticket(names, self.clock())
         self.resolve(names)  # raises
-        self._tickets[key] = self._queue[key] = ticket
+        self._queue[key] = ticket
+        if key[1]:
+            self._tickets.setdefault(key[0], {})[key[1]] = ticket
         self.admit()
         ticket.waited = True
         if key[1] == 0 and key in self._queue:
             ticket.error = AdmissionError(f"adapters {list(names)}: no place now: {self._queued(key, ticket).reason}")
         if key[1] == 0 or ticket.error is not None:
-            del self._tickets[key]
-            self._queue.pop(key, None)
+            self._drop(key)
         return ticket
 
     def is_queued(self, client: int, number: int) -> bool:
@@ -105,13 +114,13 @@ class Admission:
         """The client has the answers; those that wait do so on."""
         for number in numbers:
             if (client, number) not in self._queue:
-                self._tickets.pop((client, number), None)
+                self._drop((client, number))
 
     def cancel(self, client: int, numbers: Iterable[int]) -> None:
         """Nobody wants these: what is queued goes, what was admitted is let go. Also of one that is yet to come."""
         for number in numbers:
             key = client, number
-            ticket = self._tickets.setdefault(key, Ticket((), self.clock()))
+            ticket = self._tickets.setdefault(client, {}).setdefault(number, Ticket((), self.clock()))
             self._queue.pop(key, None)
             if ticket.handles is not None:
                 self.holds.release(client, ticket.handles)
@@ -123,11 +132,18 @@ class Admission:
         self.holds.release(client, handles)
         self.admit()
 
+    def _drop(self, key: Key) -> None:
+        client, number = key
+        self._queue.pop(key, None)
+        tickets = self._tickets.get(client, {})
+        tickets.pop(number, None)
+        if not tickets:
+            self._tickets.pop(client, None)
+
     def forget_client(self, client: int) -> None:
         """It is gone, with all that it held or waited for."""
-        for key in [key for key in self._tickets if key[0] == client]:
-            del self._tickets[key]
-            self._queue.pop(key, None)
+        for number in self._tickets.pop(client, {}):
+            self._queue.pop((client, number), None)
         self.holds.forget_client(client)
         self.admit()
 

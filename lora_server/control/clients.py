@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 
 from lora_server.control.adapters import RESTARTED, Adapters
 from lora_server.control.admission import Queued
-from lora_server.control.leases import ClientLease, Leases
+from lora_server.control.leases import ClientLease, Leases, Proof
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
@@ -45,14 +45,25 @@ class Clients:
         log.info("client joined", client=lease.client, instance=instance)
         return lease, live
 
-    def renew(self, client: int, epoch: int, settled: Iterable[int] = ()) -> bool:
-        """A client is alive; whether it has to say what it holds. Raises LeaseError if its lease is gone.
+    def renew(self, proof: Proof) -> int:
+        """The client of a call is alive: its id. Raises LeaseError if its lease is gone, or is another's."""
+        try:
+            return self.leases.renew(proof)
+        except LeaseError:
+            if self._settled.is_set():
+                raise
+            raise ServerUnavailableError(RESTARTED) from None
 
-        settled: tickets whose answer it has.
-        """
-        self._known(lambda: self.leases.renew(client, epoch))
+    def heartbeat(self, proof: Proof, settled: Iterable[int] = ()) -> bool:
+        """Whether it has to say what it holds; settled: tickets whose answer it has. Raises LeaseError."""
+        client = self.renew(proof)
         self._adapters.settle_tickets(client, settled)
         return self._adapters.is_unknown(client)
+
+    def leave(self, proof: Proof) -> None:
+        """It goes, if it had not gone before."""
+        if self.leases.proven(proof) is not None:
+            self.end(proof.client, proof.epoch)
 
     def end(self, client: int, epoch: int) -> None:
         """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
@@ -65,16 +76,13 @@ class Clients:
             log.warning("lease expired", client=lease.client, instance=lease.instance)
             self._forget(lease.client)
 
-    def acquire(
-        self, client: int, epoch: int, names: Sequence[str], ticket: int = 0
-    ) -> tuple[list[Record], Queued | None]:
+    def acquire(self, proof: Proof, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
         """Hold adapters, or be queued for them; raises UnknownAdapterError, LeaseError."""
-        self.renew(client, epoch)
-        return self._adapters.acquire(client, names, ticket)
+        return self._adapters.acquire(self.renew(proof), names, ticket)
 
-    def wait_admitted(self, client: int, epoch: int, tickets: Sequence[int], seconds: float) -> list[int]:
+    def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """See Adapters; where as many wait already as may, at once. Raises LeaseError."""
-        self.renew(client, epoch)
+        client = self.renew(proof)
         if not self._waiters.acquire(blocking=False):
             return self._adapters.wait_admitted(client, tickets, 0.0)
         try:
@@ -82,21 +90,19 @@ class Clients:
         finally:
             self._waiters.release()
 
-    def cancel(self, client: int, epoch: int, tickets: Sequence[int]) -> None:
+    def cancel(self, proof: Proof, tickets: Sequence[int]) -> None:
         """Take back what was asked for; raises LeaseError."""
-        self.renew(client, epoch)
-        self._adapters.cancel(client, tickets)
+        self._adapters.cancel(self.renew(proof), tickets)
 
-    def release(self, client: int, epoch: int, handles: Iterable[int]) -> None:
+    def release(self, proof: Proof, handles: Iterable[int]) -> None:
         """Let go of adapters; raises LeaseError."""
-        self.renew(client, epoch)
+        client = self.renew(proof)
         self._adapters.release(client, handles)
         self.prefetches.released(client)
 
-    def restore(self, client: int, epoch: int, handles: Iterable[int]) -> None:
+    def restore(self, proof: Proof, handles: Iterable[int]) -> None:
         """What a client of an earlier controller holds; raises LeaseError."""
-        self.renew(client, epoch)
-        self._adapters.restore(client, handles)
+        self._adapters.restore(self.renew(proof), handles)
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Clients that a shard kept from an earlier controller of the same run."""
@@ -110,14 +116,6 @@ class Clients:
         for grant in grants:
             if not self.leases.is_known(grant.client, grant.epoch):
                 handle.send(pb.ShardCommand(revoke=grant.client))
-
-    def _known(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except LeaseError:
-            if self._settled.is_set():
-                raise
-            raise ServerUnavailableError(RESTARTED) from None
 
     def _forget(self, client: int) -> None:
         self.prefetches.forget(client)

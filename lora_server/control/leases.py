@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 import secrets
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lora_server.errors import LeaseError
 from lora_server.wire import lora_server_pb2 as pb
@@ -15,9 +17,17 @@ from lora_server.wire import lora_server_pb2 as pb
 LEASE_SECONDS = 10.0
 
 
+class Proof(NamedTuple):
+    """What a client sends along with every call."""
+
+    client: int
+    epoch: int
+    key: bytes
+
+
 @dataclass
 class ClientLease:
-    """One client's right to push; `key` proves it to the shards."""
+    """One client's right to push; `key`, which it alone was told, proves it."""
 
     client: int
     epoch: int
@@ -25,6 +35,11 @@ class ClientLease:
     instance: str
     expires: float
     served_names: tuple[str, ...] = ()  # the engine's names of its base model
+
+    @property
+    def proof(self) -> Proof:
+        """What its client says."""
+        return Proof(self.client, self.epoch, self.key)
 
 
 class Leases:
@@ -78,17 +93,21 @@ class Leases:
             lease = self._leases.get(client)
             return lease if lease is not None and lease.epoch == epoch else None
 
-    def renew(self, client: int, epoch: int) -> ClientLease:
-        """The client is alive; raises LeaseError if its lease is gone."""
-        with self._lock:
-            lease = self._leases.get(client)
-            if lease is None or lease.epoch != epoch:
-                raise LeaseError(
-                    f"client {client} epoch {epoch}: its lease is gone (it left, it was silent for more than "
-                    f"{self.seconds:g} s, or the server restarted); join again"
-                )
-            lease.expires = self._horizon()
-            return lease
+    def proven(self, proof: Proof) -> ClientLease | None:
+        """The lease that this proves, if it is good."""
+        lease = self.find(proof.client, proof.epoch)
+        return lease if lease is not None and hmac.compare_digest(lease.key, proof.key) else None
+
+    def renew(self, proof: Proof) -> int:
+        """The client is alive: its id. Raises LeaseError if its lease is gone, or is another's."""
+        lease = self.proven(proof)
+        if lease is None:
+            raise LeaseError(
+                f"client {proof.client} epoch {proof.epoch}: its lease is gone (it left, it was silent for more than "
+                f"{self.seconds:g} s, or the server restarted); join again"
+            )
+        lease.expires = self._horizon()
+        return lease.client
 
     def end(self, client: int, epoch: int) -> bool:
         """The client left or died; False if that was known."""
@@ -98,6 +117,12 @@ class Leases:
                 return False
             del self._leases[client]
             return True
+
+    def excuse(self, seconds: float) -> None:
+        """Nobody could be heard for so long: that is no silence of theirs."""
+        with self._lock:
+            for lease in self._leases.values():
+                lease.expires += seconds
 
     def take_expired(self) -> list[ClientLease]:
         """End the leases of those that have been silent for too long."""

@@ -6,7 +6,6 @@ nothing. It is counted, by why, and logged now and then.
 
 from __future__ import annotations
 
-import hmac
 import threading
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ import structlog
 import zmq
 
 from lora_server.control.adapters import Adapters
-from lora_server.control.leases import Leases
+from lora_server.control.leases import Leases, Proof
 from lora_server.control.shards import ShardTable
 from lora_server.errors import ProtocolError
 from lora_server.logs import Repeats
@@ -56,8 +55,7 @@ class Prefetches:
             self._ignore("malformed", error=str(error))
             return
         with self._lock:  # a client that goes is forgotten before it, or after it
-            lease = self._leases.find(asked.client, asked.epoch)
-            if lease is None or not hmac.compare_digest(lease.key, asked.key):
+            if self._leases.proven(Proof(asked.client, asked.epoch, asked.key)) is None:
                 self._ignore("no lease", client=asked.client)
             elif time.monotonic() < self._quiet_until.get(asked.client, 0.0):
                 self._ignore("too many", client=asked.client)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 import structlog
@@ -19,7 +20,8 @@ from lora_server.control.controller import Controller
 from lora_server.control.http import ControllerCollector
 from lora_server.control.leases import Leases
 from lora_server.control.prefetch import PrefetchListener
-from lora_server.control.service import ControlServer
+from lora_server.control.registration import Doorkeeper
+from lora_server.control.server import ControlServer
 from lora_server.control.watch import Watcher
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.http import listen_http
@@ -28,6 +30,7 @@ from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec
 
 SWEEP_SECONDS = 0.5
+STALL_SECONDS = 1.0  # what is heard later is heard late
 GRACE_SECONDS = 1.0
 log = structlog.get_logger()
 
@@ -54,15 +57,18 @@ class ControllerProcess:
         )
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
-        self.http = listen_http(config, self._stack, controller.not_ready, collector)
+        self.control: ControlServer | None = None
+        self.http = listen_http(config, self._stack, self._not_ready, collector)
         try:
-            self.control = ControlServer(controller, str(config.listen), prefetch.address)
+            door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
+            control = ControlServer(controller, str(config.listen), prefetch.address, door, config.grpc_reflection)
         except RuntimeError as error:
             raise ConfigError(
                 f"--listen {config.listen}: cannot listen there; expected a free port: end what listens there, or "
                 "choose another"
             ) from error
-        self._stack.callback(self.control.close, GRACE_SECONDS)
+        self.control = control
+        self._stack.callback(control.close, GRACE_SECONDS)
         self._stack.callback(controller.shards.close)
 
     def _find_adapters(self) -> dict[str, Path]:
@@ -79,19 +85,35 @@ class ControllerProcess:
 
     def run(self) -> int:
         """Until stopped."""
-        listen, http = self.config.listen, self.config.http
-        say(Up(listen=str(listen._replace(port=self.control.port)), http=str(http._replace(port=self.http.port))))
+        control, listen, http = self.control, self.config.listen, self.config.http
+        assert control is not None
+        say(Up(listen=str(listen._replace(port=control.port)), http=str(http._replace(port=self.http.port))))
         registering = threading.Thread(target=self._register, daemon=True, name="register")
         registering.start()
+        swept = time.monotonic()
         while not self._stopping.wait(SWEEP_SECONDS):
+            late, swept = time.monotonic() - swept - SWEEP_SECONDS, time.monotonic()
             try:
-                self.controller.clients.expire()
-                self.control.set_ready(not self.controller.not_ready())
+                self._sweep(control, late)
             except Exception:
                 log.exception("sweep failed; it goes on")
         self._stack.close()
         registering.join(GRACE_SECONDS)
         return 0
+
+    def _sweep(self, control: ControlServer, late: float) -> None:
+        stalled = control.stalled()
+        if STALL_SECONDS < stalled <= STALL_SECONDS + SWEEP_SECONDS:
+            log.warning("too busy to hear clients: no lease ends meanwhile")
+        if max(stalled, late) > STALL_SECONDS:
+            self.controller.clients.leases.excuse(SWEEP_SECONDS + max(0.0, late))
+        self.controller.clients.expire()
+        control.set_ready(not self._not_ready())
+
+    def _not_ready(self) -> str:
+        stalled = self.control.stalled() if self.control is not None else 0.0
+        busy = f"too busy to hear clients for {stalled:.1f} s" if stalled > STALL_SECONDS else ""
+        return self.controller.not_ready() or busy
 
     def stop(self) -> None:
         """From any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout
 
 UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
+MIN_TOKEN = 16
 MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
 log = structlog.get_logger()
 
@@ -126,7 +128,26 @@ def serve(config: ServeConfig) -> str:
 def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: threading.Event) -> ProcessConfig:
     bind_host, advertise = _hosts(config, stop)
     found = {"spec_json": spec_json, "bind_host": bind_host, "advertise": advertise, "run_dir": run_dir}
+    found["secret"] = _secret(config)
     return ProcessConfig.model_validate(config.model_dump() | found)
+
+
+def _secret(config: ServeConfig) -> str:
+    """What this node's shards show to the controller: the token that all nodes have, or rank 0's of this run."""
+    if config.join_token_file is None:
+        if config.nodes > 1:
+            log.warning("no --join-token-file: whoever reaches --listen can pose as a shard of another node")
+        return "" if config.node_rank else secrets.token_hex(32)
+    try:
+        token = config.join_token_file.read_text("utf-8").strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--join-token-file {config.join_token_file}: cannot be read: {error}") from error
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"--join-token-file {config.join_token_file}: got {len(token)} characters, expected {MIN_TOKEN} at least; "
+            "make one with: openssl rand -hex 32"
+        )
+    return token
 
 
 @contextlib.contextmanager

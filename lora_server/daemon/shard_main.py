@@ -206,6 +206,7 @@ class ShardProcess:
             agreement=self._agreement,
             endpoint=endpoint,
             pool_bytes=self.store.tier.pool.capacity,
+            secret=config.secret,
             order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
         )
 

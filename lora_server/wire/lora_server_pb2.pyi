@@ -188,15 +188,23 @@ class Endpoint(_message.Message):
     device: str
     def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., zmq: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
-class HeartbeatRequest(_message.Message):
-    __slots__ = ("client", "epoch", "settled")
+class Proof(_message.Message):
+    __slots__ = ("client", "epoch", "key")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
+    key: bytes
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("proof", "settled")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    proof: Proof
     settled: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("forgot", "prefetch_address")
@@ -207,28 +215,24 @@ class HeartbeatReply(_message.Message):
     def __init__(self, forgot: bool = ..., prefetch_address: _Optional[str] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("client", "epoch")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: Proof
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("client", "epoch", "names", "ticket")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proof", "names", "ticket")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
+    proof: Proof
     names: _containers.RepeatedScalarFieldContainer[str]
     ticket: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class HeldAdapter(_message.Message):
     __slots__ = ("name", "handle", "sites", "version", "invocation")
@@ -255,16 +259,14 @@ class AcquireReply(_message.Message):
     def __init__(self, adapters: _Optional[_Iterable[_Union[HeldAdapter, _Mapping]]] = ..., position: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class AwaitRequest(_message.Message):
-    __slots__ = ("client", "epoch", "tickets", "seconds")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proof", "tickets", "seconds")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
+    proof: Proof
     tickets: _containers.RepeatedScalarFieldContainer[int]
     seconds: float
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., tickets: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class AwaitReply(_message.Message):
     __slots__ = ("tickets",)
@@ -273,42 +275,36 @@ class AwaitReply(_message.Message):
     def __init__(self, tickets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("client", "epoch", "tickets")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proof", "tickets")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     TICKETS_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
+    proof: Proof
     tickets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., tickets: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., tickets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CancelReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("client", "epoch", "handles")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proof", "handles")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
+    proof: Proof
     handles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("client", "epoch", "handles")
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("proof", "handles")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
-    client: int
-    epoch: int
+    proof: Proof
     handles: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ()
@@ -435,7 +431,7 @@ class Attached(_message.Message):
     def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "secret")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -454,6 +450,7 @@ class Registration(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
     pid: int
@@ -472,7 +469,8 @@ class Registration(_message.Message):
     refused: Refusals
     pool_bytes: int
     active: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ...) -> None: ...
+    secret: str
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")

@@ -15,6 +15,8 @@ from lora_server.errors import (
     GeometryMismatchError,
     LeaseError,
     LoraServerError,
+    ProtocolError,
+    ServerBusyError,
     ServerUnavailableError,
     StepTimeoutError,
     UnknownAdapterError,
@@ -48,6 +50,8 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (GeometryMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (LeaseError, grpc.StatusCode.FAILED_PRECONDITION),
     (StepTimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ServerBusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ServerUnavailableError, grpc.StatusCode.UNAVAILABLE),
 )
 
@@ -83,4 +87,6 @@ def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServer
         return ServerUnavailableError(f"server {server}: the call was cancelled ({error.details()})")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ServerUnavailableError(f"server {server}: no answer within {seconds:g} s")
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
+        return ServerBusyError(f"server {server}: it takes no more calls now ({error.details()}); try again soon")
     return LoraServerError(f"server {server}: {error.code().name}: {error.details()}")

@@ -1,0 +1,83 @@
+"""The controller's gRPC server: every service at one address, and which calls may wait for which others."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from google.protobuf import message_factory
+from grpc_health.v1 import health_pb2
+
+from lora_server.control.clients import MAX_WAITERS
+from lora_server.control.controller import Controller
+from lora_server.control.listener import Listener, Service, Stream, Threads, Unary
+from lora_server.control.registration import Doorkeeper, ShardsService
+from lora_server.control.service import AdaptersService, ClientsService, HealthService, ServerService
+from lora_server.wire import lora_server_pb2 as pb
+
+_SHARDS = pb.DESCRIPTOR.services_by_name["Shards"].full_name
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+def _nothing() -> None:
+    """What a heartbeat comes to, without the heartbeat."""
+
+
+def _methods(service: str, servicer: object, threads: Threads, **apart: Threads) -> tuple[str, Service]:
+    """All of a service: each of its methods is one of the servicer's; on `threads` where none are named apart."""
+    described = pb.DESCRIPTOR.services_by_name[service]
+    return described.full_name, {
+        method.name: Unary(
+            message_factory.GetMessageClass(method.input_type),
+            getattr(servicer, method.name),
+            apart.get(method.name, threads),
+        )
+        for method in described.methods
+    }
+
+
+class ControlServer:
+    """Serves from its constructor on. A lease is renewed on threads that nothing slow runs on."""
+
+    def __init__(
+        self, controller: Controller, address: str, prefetch_address: str, door: Doorkeeper, reflection: bool = False
+    ) -> None:
+        """Raises RuntimeError where it cannot listen at `address`."""
+        leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
+        waits = Threads("waits", MAX_WAITERS + 8, 4096)
+        changes = Threads("changes", 16, 4096)  # files are read, loads are waited for
+        reads, shards = Threads("reads", 4, 1024), Threads("shards", 4, controller.agreement.layout.num_shards)
+        self._leases, self._asked = leases, 0.0
+        self._heard: Future[None] | None = None
+        self._threads = leases, joins, waits, changes, reads, shards
+        self._health = HealthService()
+        adapters, clients = AdaptersService(controller.adapters), ClientsService(controller, prefetch_address)
+        own = dict(
+            [
+                _methods("Adapters", adapters, changes, List=reads, Get=reads),
+                _methods("Clients", clients, leases, Join=joins, Await=waits),
+                _methods("Server", ServerService(controller), reads),
+            ]
+        )
+        public = tuple(own) if reflection else ()
+        own[_SHARDS] = {"Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register)}
+        own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
+        self._listener = Listener(address, own, public)
+        self.port = self._listener.port
+
+    def stalled(self) -> float:
+        """For how many seconds no call of a client has been heard; to be asked again and again."""
+        if self._heard is None or self._heard.done():
+            self._asked, self._heard = time.monotonic(), self._listener.run(self._leases.run(_nothing))
+            return 0.0
+        return time.monotonic() - self._asked
+
+    def set_ready(self, ready: bool) -> None:
+        """What grpc.health.v1 answers."""
+        self._health.ready = ready
+
+    def close(self, seconds: float) -> None:
+        """Refuse new calls, give running ones `seconds`."""
+        self._listener.close(seconds)
+        for threads in self._threads:
+            threads.close()
