@@ -271,7 +271,8 @@ def run(*arguments, **environment):
 
 def test_completion_can_be_installed_and_is_silent_without_a_server():
     own = dict(os.environ)
-    shown = run("--show-completion", "bash", **own)
+    told = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # whatever runs the tests may be no shell
+    shown = run("--show-completion", "bash", **own, **told)
     assert (shown.returncode, "complete -o default -F _lora_server_completion lora-server" in shown.stdout) == (0, True)
     words = {"COMP_WORDS": "lora-server adapters show ", "COMP_CWORD": "3", "LORA_SERVER_ADDRESS": "127.0.0.1:1"}
     none = run(**own, **words, _LORA_SERVER_COMPLETE="complete_bash")
