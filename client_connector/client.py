@@ -69,13 +69,17 @@ class Client:
             self.give_up(error)
         return self.broken
 
-    def recover(self) -> bool:
+    def deadline(self) -> float:
+        """Until when (time.monotonic()) something may take that begins now."""
+        return time.monotonic() + self.timeout_seconds
+
+    def recover(self, deadline: float | None = None) -> bool:
         """Join anew if a step broke the session or its lease is gone; whether it did."""
         if self.lost() is None:
             return False
-        served = self.terms.spec
+        served, deadline = self.terms.spec, self.deadline() if deadline is None else deadline
         self.session.leave()
-        self._adopt(self._server.join(self.timeout_seconds))
+        self._adopt(self._server.join(deadline - time.monotonic()))
         if self.terms.spec.fingerprint() != served.fingerprint():
             error = GeometryMismatchError(
                 f"the server now serves {self.terms.spec.name}, this engine was attached for {served.name}: "
@@ -96,11 +100,12 @@ class Client:
             "adapters": self.terms.num_adapters,
         }
 
-    def acquire(self, names: Sequence[str]) -> list[Held]:
+    def acquire(self, names: Sequence[str], deadline: float | None = None) -> list[Held]:
         """Hold adapters and tell the server that they are needed soon; waits for a place, and for a controller that
         restarts."""
-        deadline = time.monotonic() + self.timeout_seconds
-        held: list[Held] = while_away(self.timeout_seconds)(self.session.acquire, names, deadline)
+        deadline = self.deadline() if deadline is None else deadline
+        retry = while_away(deadline - time.monotonic())
+        held: list[Held] = retry(self.session.acquire, names, deadline)
         self.session.prefetch({one.handle: 0.0 for one in held})
         return held
 

@@ -26,7 +26,7 @@ from lora_server.errors import (
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
-from lora_server.transport.connect import check_transport, connect, tell_far
+from lora_server.transport.connect import HANDSHAKE_SECONDS, check_transport, connect, tell_far
 from lora_server.transport.session import Held, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -34,7 +34,8 @@ from lora_server.wire.messages import MAX_PREFETCHED, Hello, Prefetch
 from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
-CALL_SECONDS, LEAVE_SECONDS = 10.0, 1.0
+CALL_SECONDS, LET_GO_SECONDS = 10.0, 1.0
+LEAST_SECONDS = 0.05
 LOOK_SECONDS = 0.05  # between two looks at a place in the queue, where the server cannot tell
 HEARTBEAT_SECONDS = 1.0  # or a quarter of the lease: a restarted controller soon knows what is held
 
@@ -76,7 +77,7 @@ class RemoteServer(Server):
     def join(self, seconds: float = JOIN_SECONDS) -> RemoteSession:
         """Tries until all shards are up."""
         retry = while_away(seconds, ShardUnavailableError, LeaseError)
-        session: RemoteSession = retry(RemoteSession, self, min(CALL_SECONDS, seconds))
+        session: RemoteSession = retry(RemoteSession, self, time.monotonic() + seconds)
         return session
 
 
@@ -84,8 +85,8 @@ class RemoteSession(Session):
     """A lease on a running server, kept alive by a heartbeat thread. It outlives the server's controller: while
     that is away steps go on, and one that was restarted is told what is held here."""
 
-    def __init__(self, server: RemoteServer, seconds: float) -> None:
-        """One attempt; a call takes at most `seconds`."""
+    def __init__(self, server: RemoteServer, deadline: float) -> None:
+        """One attempt, until `deadline` (time.monotonic()) at most."""
         self._server = server
         self._channel = open_channel(server.address)
         self._clients = rpc.ClientsStub(self._channel)
@@ -97,23 +98,24 @@ class RemoteSession(Session):
         self._tickets = itertools.count(1)
         self._cancelled: list[int] = []  # tickets that the controller still has to hear of
         self._settled: list[int] = []  # tickets that it may forget
-        self._lock = threading.Lock()  # these five, and the calls that tell of them
+        self._lock = threading.Lock()  # these five
+        self._telling = threading.Lock()  # one at a time
         self.links: list[Link] = []
         instance = f"{socket.gethostname()}:{os.getpid()}"
         request = pb.JoinRequest(instance=instance, served_names=server.served_names)
         try:
-            lease: pb.Lease = call(self._clients.Join, request, server=server.address, seconds=seconds)
+            lease: pb.Lease = self._call(self._clients.Join, request, _left(deadline))
         except BaseException:
             self._close()
             raise
         try:
-            self._connect(lease)
+            self._connect(lease, deadline)
         except BaseException:
             self.leave()
             raise
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
 
-    def _connect(self, lease: pb.Lease) -> None:
+    def _connect(self, lease: pb.Lease, deadline: float) -> None:
         spec = ModelSpec.from_json(lease.spec_json)
         layout = Layout.parse(lease.layout)
         coordination, rows = lease.coordination, lease.max_step_rows
@@ -127,7 +129,8 @@ class RemoteSession(Session):
         if self._server.transport == "auto":
             tell_far(endpoints)
         for endpoint in endpoints:
-            self.links.append(connect(endpoint, hello, self._server.transport, self._server.device))
+            seconds = min(HANDSHAKE_SECONDS, _left(deadline))
+            self.links.append(connect(endpoint, hello, self._server.transport, self._server.device, seconds))
         self._prefetches = PrefetchSender(lease.prefetch_address)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
@@ -150,27 +153,38 @@ class RemoteSession(Session):
             except LoraServerError:  # it may come back: only the server itself ends a lease
                 continue
 
-    def _tell(self, forgot: bool) -> None:
+    def _tell(self, forgot: bool, seconds: float = CALL_SECONDS) -> None:
         """What is held, to a controller that does not know; what was let go or cancelled, to one that was away."""
-        with self._lock:
+        deadline = time.monotonic() + seconds
+        if not self._telling.acquire(timeout=seconds):
+            raise ServerUnavailableError(f"server {self._server.address}: an earlier call is not answered yet")
+        try:
+            with self._lock:
+                holding, unreleased, cancelled = list(self._holding.elements()), [*self._unreleased], [*self._cancelled]
             if forgot:
                 self._call(
-                    self._clients.Restore, pb.RestoreRequest(proof=self._proof, handles=self._holding.elements())
+                    self._clients.Restore, pb.RestoreRequest(proof=self._proof, handles=holding), _left(deadline)
                 )
-                self._unreleased = []
-            elif self._unreleased:
-                self._call(self._clients.Release, pb.ReleaseRequest(proof=self._proof, handles=self._unreleased))
-                self._unreleased = []
-            if self._cancelled:
-                self._call(self._clients.Cancel, pb.CancelRequest(proof=self._proof, tickets=self._cancelled))
-                self._settled += self._cancelled
-                self._cancelled = []
+            elif unreleased:
+                release = pb.ReleaseRequest(proof=self._proof, handles=unreleased)
+                self._call(self._clients.Release, release, _left(deadline))
+            with self._lock:
+                del self._unreleased[: len(unreleased)]
+            if cancelled:
+                self._call(
+                    self._clients.Cancel, pb.CancelRequest(proof=self._proof, tickets=cancelled), _left(deadline)
+                )
+                with self._lock:
+                    del self._cancelled[: len(cancelled)]
+                    self._settled += cancelled
+        finally:
+            self._telling.release()
 
     @override
     def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
         ticket = self.ticket()
         try:
-            while isinstance(answer := self.ask(ticket, names), Queued):
+            while isinstance(answer := self.ask(ticket, names, _left(deadline) if deadline else CALL_SECONDS), Queued):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise AdmissionError(answer.refusal(names))
@@ -184,11 +198,11 @@ class RemoteSession(Session):
         """For a new request; whoever asked with it and did not get an answer cancels it."""
         return next(self._tickets)
 
-    def ask(self, ticket: int, names: Sequence[str]) -> list[Held] | Queued:
+    def ask(self, ticket: int, names: Sequence[str], seconds: float = CALL_SECONDS) -> list[Held] | Queued:
         """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued."""
         request = pb.AcquireRequest(proof=self._proof, names=names, ticket=ticket)
         try:
-            reply = self._call(self._clients.Acquire, request)
+            reply = self._call(self._clients.Acquire, request, seconds)
         except LeaseError as error:
             self._lost = error
             raise
@@ -236,7 +250,7 @@ class RemoteSession(Session):
 
     def _try_to_tell(self) -> None:
         try:
-            self._tell(forgot=False)
+            self._tell(forgot=False, seconds=LET_GO_SECONDS)
         except LeaseError as error:
             self._lost = self._lost or error
         except LoraServerError:
@@ -263,7 +277,7 @@ class RemoteSession(Session):
             link.close()
         request = pb.LeaveRequest(proof=self._proof)
         try:
-            self._call(self._clients.Leave, request, LEAVE_SECONDS)
+            self._call(self._clients.Leave, request, LET_GO_SECONDS)
         except LoraServerError as error:
             self._lost = self._lost or error
         self._close()
@@ -273,6 +287,11 @@ class RemoteSession(Session):
         if self._prefetches is not None:
             self._prefetches.close()
         self._channel.close()
+
+
+def _left(deadline: float) -> float:
+    """Seconds for a call that has to end by then, and soon anyway; some, so that the server can say why it cannot."""
+    return min(CALL_SECONDS, max(deadline - time.monotonic(), LEAST_SECONDS))
 
 
 def _held(one: pb.HeldAdapter) -> Held:

@@ -11,7 +11,7 @@ def while_away(seconds: float, *others: type[LoraServerError]) -> tenacity.Retry
     """Calls until it no longer raises ServerUnavailableError, or one of `others`; at the deadline raises the last."""
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type((ServerUnavailableError, *others)),
-        stop=tenacity.stop_after_delay(seconds),
+        stop=tenacity.stop_before_delay(seconds),
         wait=tenacity.wait_random(0.1, 0.4),
         reraise=True,
     )

@@ -117,6 +117,35 @@ def test_a_stopped_shard_times_out_with_names(tmp_path):
             assert torch.equal(load.model(ids).logits, expected)
 
 
+def test_one_deadline_for_all_that_a_block_asks_of_a_stopped_controller(tmp_path):
+    load, seconds, spare = workload("mixtral"), 2.0, 4.0
+    with running_server(tmp_path / "log", flags(load)) as server:
+        controller = psutil.Process(status(server.address).pid)
+        with attach(load.model, server=server.address, timeout_seconds=seconds) as lora:
+            with lora.adapters(["fused"]):
+                controller.suspend()
+                began = time.monotonic()
+            assert time.monotonic() - began < 1.0 + spare, "letting go does not wait for it"
+            began = time.monotonic()
+            with pytest.raises(ServerUnavailableError, match="no answer within"), lora.adapters(["fused"]):
+                pass
+            assert time.monotonic() - began < seconds + spare
+            lora.client.give_up(StepError("a step broke"))
+            began = time.monotonic()
+            with pytest.raises(ServerUnavailableError), lora.adapters(["fused"]):
+                pass
+            assert time.monotonic() - began < seconds + spare, "leaving and joining anew"
+            controller.resume()
+            with lora.adapters(["fused"]):
+                load.model(torch.tensor([[5, 6]]))
+            until(lambda: holders(server.address) == {0}, "what was let go meanwhile is told later")
+
+
+def holders(address):
+    listed = json.loads(cli("adapters", "list", "--server", address, "--json").stdout)
+    return {adapter["holders"] for adapter in listed}
+
+
 def test_a_silent_client_loses_its_lease_and_what_it_held(tmp_path):
     load = workload("mixtral")
     with running_server(tmp_path / "log", flags(load, "--lease-seconds", "1")) as server:
@@ -125,8 +154,7 @@ def test_a_silent_client_loses_its_lease_and_what_it_held(tmp_path):
         try:
             process.suspend()
             until(lambda: status(server.address).clients == 0, "the lease expires")
-            listed = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
-            assert {adapter["holders"] for adapter in listed} == {0}
+            assert holders(server.address) == {0}
             process.resume()
             remaining = engine.communicate(timeout=60)[0] if engine.poll() is not None else engine.stdout.readline()
             assert remaining or engine.wait(60) == 1, "it joins anew, or ends with a typed error"

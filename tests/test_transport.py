@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import random
 import threading
 import time
@@ -316,3 +318,32 @@ def test_auto_says_why_it_goes_over_tcp(tmp_path):
     with capture_logs() as lines:
         tell_far([near])
     assert lines == []
+
+
+def test_an_engine_of_another_user_goes_over_tcp(tmp_path):
+    """It may not look into the server's directory."""
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (private / "shard").touch()
+    near = pb.Endpoint(shard=0, host=host_identity(), shm=str(private / "shard"), zmq="tcp://127.0.0.1:1")
+    assert why_far(near) == ""
+    with another_user(private):
+        assert "is another user's" in why_far(near)
+        with capture_logs() as lines:
+            tell_far([near])
+    assert [line["event"] for line in lines] == ["activations go over TCP"]
+
+
+@contextlib.contextmanager
+def another_user(directory):
+    """For root in earnest; for others the directory is nobody's."""
+    if os.geteuid():
+        directory.chmod(0)
+        yield
+        directory.chmod(0o700)
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

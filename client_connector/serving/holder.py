@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
@@ -266,7 +267,7 @@ class Holder:
         """A step failed, or the lease is known to be gone. In the engine's loop, so without waiting."""
         with self._calls:
             try:
-                self._session.acquire([])
+                self._session.acquire([], time.monotonic() + MOMENT)
                 self._suspect = False
             except (LeaseError, ServerUnavailableError):
                 self._rejoin.wait(0.0)

@@ -155,15 +155,16 @@ class Attachment:
 
     def _hold(self, names: Sequence[str | None]) -> None:
         """Hold every named adapter in the current session, which may be a new one."""
-        self.client.recover()
+        deadline = self.client.deadline()
+        self.client.recover(deadline)
         if self._held_by is self.client.session:
             return
         wanted = sorted({name for name in names if name is not None})
         try:
-            held = self.client.acquire(wanted) if wanted else []
+            held = self.client.acquire(wanted, deadline) if wanted else []
         except LeaseError:  # it expired since: once more under a new one
-            self.client.recover()
-            held = self.client.acquire(wanted)
+            self.client.recover(deadline)
+            held = self.client.acquire(wanted, deadline)
         self._held = {one.name: one for one in held}
         self._held_by = self.client.session
 

@@ -17,6 +17,7 @@ from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 
 log = structlog.get_logger()
+HANDSHAKE_SECONDS = 5.0
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "zmq")
 FAR = "on another host"
 
@@ -34,7 +35,14 @@ def why_far(endpoint: pb.Endpoint) -> str:
         return FAR
     if not endpoint.shm:
         return "the shard offers no shared memory: its CPU is not x86-64"
-    if not Path(endpoint.shm).exists():
+    try:
+        Path(endpoint.shm).stat()
+    except PermissionError:
+        return (
+            f"on this host, but {Path(endpoint.shm).parent} is another user's: run engine and server as one user to "
+            "use shared memory"
+        )
+    except OSError:
         return (
             f"on this host, but {Path(endpoint.shm).parent} cannot be seen from here: give both containers the "
             "server's --data-dir"
@@ -53,8 +61,10 @@ def tell_far(endpoints: Iterable[pb.Endpoint]) -> None:
             level("activations go over TCP", shards=far, reason=reason)
 
 
-def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu") -> Link:
-    """A link to one shard, for activations on `device`.
+def connect(
+    endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu", seconds: float = HANDSHAKE_SECONDS
+) -> Link:
+    """A link to one shard, for activations on `device`; it may take as many seconds.
 
     `auto` takes shared memory where the shard is on this host, and rows in GPU memory where both compute on
     GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
@@ -70,13 +80,13 @@ def connect(endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
     if not (transport == "shm" or (transport == "auto" and not why_far(endpoint))):
-        return ZmqLink(endpoint.zmq, hello, endpoint.shard)
+        return ZmqLink(endpoint.zmq, hello, endpoint.shard, seconds)
     if gpu:
         try:
             return _gpu_link(endpoint, hello, device, "may" if transport == "auto" else "no")
         except ConfigError as error:
             log.warning("activations are copied by the host", shard=endpoint.shard, reason=str(error))
-    return ShmLink(endpoint.shm, hello, endpoint.shard)
+    return ShmLink(endpoint.shm, hello, endpoint.shard, seconds)
 
 
 def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:
