@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 
 import pytest
 
-from lora_server.control.admission import PASSED_SECONDS, Admission, Queued
+from lora_server.control.admission import FIRST_SECONDS, Admission, Queued
 from lora_server.control.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
@@ -23,7 +24,8 @@ class Model:
 
     def __init__(self, capacity, sizes, most):
         self.capacity, self.sizes, self.most = capacity, sizes, most
-        self.holds, self.queue, self.ended, self.now = [], [], set(), 0.0
+        self.holds, self.queue, self.now = [], [], 0.0
+        self.first_since = {}  # key -> when it was first seen to be the first that does not fit
 
     def active(self):
         return {handle for _, _, handle in self.holds}
@@ -34,18 +36,29 @@ class Model:
         )
 
     def admit(self):
-        passed = True
-        while passed:
-            passed = False
-            for since, key, handles in self.queue:
-                if self.fits(self.active() | set(handles)):
-                    self.queue.remove((since, key, handles))
-                    self.holds += [(*key, handle) for handle in handles]
-                    passed = True
-                    break
-                if self.now - since >= PASSED_SECONDS:
-                    break
+        """One pass over the queue, which changes what fits as it goes."""
+        gives_way = None
+        for entry in list(self.queue):
+            _, key, handles = entry
+            keeps_its_own = set(handles) <= self.active() - (gives_way or set())
+            if gives_way and not keeps_its_own:
+                continue
+            if self.fits(self.active() | set(handles)):
+                self.queue.remove(entry)
+                self.holds += [(*key, handle) for handle in handles]
+            elif gives_way is None:
+                gives_way = self.gives_way(key, set(handles))
 
+    def gives_way(self, key, handles):
+        """Coldest first: until it would fit, and one more for each further while."""
+        whiles = (self.now - self.first_since.setdefault(key, self.now)) // FIRST_SECONDS
+        times = Counter(handle for _, _, handle in self.holds if handle not in handles)
+        coldest, chosen = sorted(times, key=lambda one: (times[one], one)), set()
+        if whiles:
+            while not self.fits((self.active() - chosen) | handles):
+                chosen.add(coldest[len(chosen)])
+            chosen.update(coldest[: len(chosen) + int(whiles) - 1])
+        return chosen
 
 @pytest.mark.parametrize("seed", range(25))
 def test_admission_is_what_its_rule_says(seed):
@@ -106,22 +119,46 @@ def test_admission_is_what_its_rule_says(seed):
             admission.forget_client(client)
         model.admit()
         check()
-    for _ in range(len(model.queue)):  # whoever holds lets go: the first in the queue is next, whoever else comes
-        model.now += PASSED_SECONDS
-        first = model.queue[0][1] if model.queue else None
-        wanted = dice.sample(handles, 1)
-        number = next(numbers)
-        model.queue.append((model.now, (9, number), wanted))
-        admission.acquire(9, number, [str(one) for one in wanted])
-        for client, _, handle in model.holds:
-            admission.release(client, [handle])
-        model.holds = []
-        model.admit()
-        assert first is None or not admission.is_queued(*first)
+    for _, key, _ in list(model.queue):  # those who hold let go, others come for ever: the first is served all the same
+        for _ in range(len(handles) + 2):
+            if not admission.is_queued(*key):
+                break
+            model.now += FIRST_SECONDS
+            for hold in list(model.holds):
+                model.holds.remove(hold)
+                admission.release(hold[0], [hold[2]])
+                model.admit()
+                number, wanted = next(numbers), [dice.choice(handles)]
+                model.queue.append((model.now, (9, number), wanted))
+                admission.acquire(9, number, [str(one) for one in wanted])
+                model.admit()
+        assert not admission.is_queued(*key)
+    check()
     for client in (1, 2, 3, 4, 9):
         admission.forget_client(client)
     assert not room.active and not told and not admission._tickets and not admission.num_queued
     assert not +room._used
+
+
+def test_who_is_first_gets_its_place_though_others_are_always_in_use():
+    """The coldest gives way, and the next one where that does not help; nobody else waits for it."""
+    admission, now = limited(hot=4, idle=4, new=4)
+    hot, idle, new = 1, 2, 3
+    numbers = iter(range(1, 100))
+    for _ in range(2):
+        admission.acquire(1, next(numbers), ["hot"])
+    admission.acquire(2, 1, ["idle"])  # and never lets go
+    assert isinstance(admission.acquire(3, 1, ["new"]), Queued)
+    now[0] = FIRST_SECONDS
+    assert admission.acquire(1, next(numbers), ["hot"]) == [hot], "the other one is to give way"
+    assert isinstance(admission.acquire(4, 1, ["idle"]), Queued)
+    now[0] = 2 * FIRST_SECONDS
+    assert admission.acquire(1, (late := next(numbers)), ["hot"]) == Queued(3, "those who came earlier go first")
+    admission.release(1, [hot, hot])
+    assert admission.is_queued(3, 1)
+    admission.release(1, [hot])
+    assert admission.room.active == {idle, new}
+    assert admission.acquire(4, 1, ["idle"]) == [idle] and admission.is_queued(1, late)
 
 
 def limited(**sizes):
@@ -142,13 +179,13 @@ def test_a_small_one_goes_first_only_until_the_head_has_waited():
         "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
     )
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
-    now[0] = PASSED_SECONDS
+    now[0] = FIRST_SECONDS
     assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
     assert admission.counters.immediate == 2 and admission.counters.queued == 1
-    assert admission.counters.wait_seconds == PASSED_SECONDS
+    assert admission.counters.wait_seconds == FIRST_SECONDS
 
 
 def test_nobody_waits_for_one_that_no_shard_has_measured():

@@ -3,15 +3,17 @@
 An adapter is active while a client holds it, and the active ones fit the device pools of all shards together. Whoever
 asks for active ones alone, or for others that fit beside them, is admitted at once; others are queued.
 
-The rule: first come, first served. Nobody waits for one whose adapters no shard has measured yet. Who fits goes before
-those who came earlier and do not, until one of them has waited PASSED_SECONDS: from then on nobody passes that one.
-So whoever is first gets its place when those who hold theirs have let go, and nobody starves.
+The rule: places go to those who came first. Nobody waits for one whose adapters no shard has measured yet. Who fits
+goes before those who came earlier and do not. Once somebody has been the first of these for FIRST_SECONDS, nobody takes
+a new place before it, and adapters give way: those that have the fewest holds, as many as it needs, and one more every
+FIRST_SECONDS. Who asks for one of them waits behind it; who asks for others in use is admitted at once all the same. So
+its place comes when those who hold theirs have let go, and nobody starves.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ from lora_server.control.holds import Holds
 from lora_server.control.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
 
-PASSED_SECONDS = 1.0
+FIRST_SECONDS = 3.0
 MAX_NAMES, MAX_TICKETS = 4096, 16_384  # of one call; of one client that are not settled
 
 Resolve = Callable[[Sequence[str]], list[int]]  # names to handles; raises why there is none
@@ -39,6 +41,7 @@ class Ticket:
 
     names: tuple[str, ...]
     since: float
+    first_since: float | None = None  # nobody who has been measured is before it
     waited: bool = False
     handles: list[int] | None = None
     error: LoraServerError | None = None
@@ -162,25 +165,44 @@ class Admission:
     def admit(self) -> None:
         """All whose turn it is: to be called when there may be room."""
         self._update()
-        now = self.clock()
+        now, first, giving_way = self.clock(), None, frozenset[int]()
         for key, ticket in list(self._queue.items()):
             try:
-                handles = self.resolve(ticket.names)
-                if self.room.unmeasured(handles) is not None:
-                    continue
-                if reason := self.room.too_large(set(handles)):
-                    raise AdapterLoadError(
-                        f"adapters {list(ticket.names)}: {reason}; put fewer adapters into a batch, or start the "
-                        "server with a larger --device-pool or more shards"
-                    )
+                handles = self._resolve(ticket)
             except LoraServerError as error:
                 ticket.error = error
                 del self._queue[key]
                 continue
-            if not self.room.lacking(set(handles)):
+            wanted = set(handles)
+            if self.room.unmeasured(wanted) is not None or (giving_way and not wanted <= self.room.in_use - giving_way):
+                continue
+            if not self.room.lacking(wanted):
                 self._admit(key, ticket, handles, now)
-            elif now - ticket.since >= PASSED_SECONDS:
-                return
+            elif first is None:
+                first = ticket
+                giving_way = self._giving_way(ticket, wanted, now)
+
+    def _resolve(self, ticket: Ticket) -> list[int]:
+        handles = self.resolve(ticket.names)
+        if reason := self.room.too_large(set(handles)):
+            raise AdapterLoadError(
+                f"adapters {list(ticket.names)}: {reason}; put fewer adapters into a batch, or start the "
+                "server with a larger --device-pool or more shards"
+            )
+        return handles
+
+    def _giving_way(self, first: Ticket, wanted: Set[int], now: float) -> frozenset[int]:
+        """Which of those in use do so to who is first."""
+        if first.first_since is None:
+            first.first_since = now
+        turns = int((now - first.first_since) / FIRST_SECONDS)
+        if not turns:
+            return frozenset()
+        fewest = sorted(self.room.in_use - wanted, key=lambda handle: (self.holds.times(handle), handle))
+        needed = 0
+        while self.room.lacking(wanted, frozenset(fewest[:needed])) and needed < len(fewest):
+            needed += 1
+        return frozenset(fewest[: needed + turns - 1])
 
     def _admit(self, key: Key, ticket: Ticket, handles: list[int], now: float) -> None:
         del self._queue[key]

@@ -63,6 +63,10 @@ class Holds:
         """Clients that hold it, as far as is known."""
         return len(self._holders.get(handle, ()))
 
+    def times(self, handle: int) -> int:
+        """How often it was acquired and not released, as far as is known."""
+        return sum(self._holders.get(handle, {}).values())
+
     def has(self, client: int, handle: int) -> bool:
         """Whether a client holds it."""
         return client in self._holders.get(handle, ())

@@ -15,7 +15,7 @@ class Room:
         self.most = most
         self.active: set[int] = set()  # handles that have a place: in use, or pinned
         self.pinned: frozenset[int] = frozenset()
-        self._in_use: Set[int] = set()
+        self.in_use: Set[int] = set()
         self._capacity: dict[int, int] = {}  # by shard
         self._sizes: dict[int, dict[int, int]] = {}  # handle -> shard -> bytes
         self._used: Counter[int] = Counter()  # by shard, of the active
@@ -34,7 +34,7 @@ class Room:
 
     def set_in_use(self, in_use: Set[int]) -> tuple[set[int], set[int]]:
         """These and the pinned ones have a place from now on; which are more than before, which are not any more."""
-        self._in_use, active = in_use, in_use | self.pinned
+        self.in_use, active = in_use, in_use | self.pinned
         more, fewer = set(active - self.active), set(self.active - active)
         for handle in more:
             self._used.update(self._sizes.get(handle, {}))
@@ -46,7 +46,7 @@ class Room:
     def forget(self, handle: int) -> None:
         """An adapter that is gone."""
         self.pinned -= {handle}
-        self.set_in_use(self._in_use - {handle})
+        self.set_in_use(self.in_use - {handle})
         self._sizes.pop(handle, None)
 
     def unmeasured(self, handles: Iterable[int]) -> int | None:
@@ -65,18 +65,20 @@ class Room:
                 return f"{taken} bytes are needed together on shard {shard}, and its pool has {capacity}{pinned}"
         return ""
 
-    def lacking(self, handles: Set[int]) -> str:
-        """Why there is no place for these beside the active ones; empty where there is."""
-        new = handles - self.active
-        if self.most and len(self._in_use | handles) > self.most and not handles <= self._in_use:
-            return f"{len(self._in_use)} adapters are in use, and --max-active-adapters is {self.most}"
+    def lacking(self, handles: Set[int], without: Set[int] = frozenset()) -> str:
+        """Why there is no place for these beside the active ones, or beside those that are left without some that are
+        in use; empty where there is."""
+        in_use, gone = self.in_use - without, without - self.pinned
+        if self.most and len(in_use | handles) > self.most and not handles <= in_use:
+            return f"{len(in_use)} adapters are in use, and --max-active-adapters is {self.most}"
+        new = handles - (self.active - gone)
         if not new:
             return ""
         for shard, capacity in self._capacity.items():
-            taken = self._taken(new, shard)
-            if self._used[shard] + taken > capacity:
+            taken, used = self._taken(new, shard), self._used[shard] - self._taken(gone, shard)
+            if used + taken > capacity:
                 return (
-                    f"shard {shard}'s pool of {size(capacity)} has {size(max(0, capacity - self._used[shard]))} beside "
+                    f"shard {shard}'s pool of {size(capacity)} has {size(max(0, capacity - used))} beside "
                     f"the {len(self.active)} adapters that are in use or pinned, {size(taken)} are needed"
                 )
         return ""
