@@ -59,6 +59,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.loading
 	$(BIN)/python -m bench.cold_start
 	$(BIN)/python -m bench.memory_soak
+	$(BIN)/python -m bench.admission --pools 12 16 --seconds 20
 	$(BIN)/python -m bench.kernels --roofline
 
 # a GPU's host may have no network: without a .venv of ours it runs with what its own Python has (docs/gpu.md)

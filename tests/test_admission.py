@@ -60,6 +60,7 @@ class Model:
             chosen.update(coldest[: len(chosen) + int(whiles) - 1])
         return chosen
 
+
 @pytest.mark.parametrize("seed", range(25))
 def test_admission_is_what_its_rule_says(seed):
     """Never over capacity, in the order of the rule, nobody starves, no ticket is lost, every place comes back."""

@@ -1,0 +1,274 @@
+"""Is the plan what the server does? Immediate admission, measured on a live server, simulated and modelled.
+
+    python -m bench.admission [--json] [--out FILE] [--plot FILE] [--traces DIR] [--pools M ...] [--bytes-pools M ...]
+                              [--workloads NAME ...] [--adapters N] [--load LB] [--hold S] [--seconds S] [--clients N]
+
+For every pool size (`--pools`: --max-active-adapters; `--bytes-pools`: a --device-pool of so many adapters' bytes) a
+`lora-server serve` is started, and for every workload clients hold adapters of it as vLLM's connector does
+(bench/admission_client.py). A workload is Poisson arrivals with Zipf 1.2, or a trace, stretched so that LB requests are
+in flight on average if all are admitted; a request holds its adapter for a time that stands for its output: all times
+are shorter by one factor than at 30 ms per token. Traces that are not there are left out. Columns:
+
+    measured     admitted at once, as clients count; after a warm-up, with a 95 % interval by the means of 10 batches
+    simulated    the same calls in provision's simulation, request by request; then the difference, paired
+    as asked     likewise, but each call when it was really asked, for as long as it really held: the driver's error
+    long run     provision's simulation of 6,000 calls, over 5 seeds, with its interval
+    offered, literal, queued   provision's models of the rate
+    rule         the server's own rule in virtual time at 30 ms per token, on the same calls
+    late         p95 of how late the clients asked; a cell that is later than a tenth of the mean hold is not counted
+
+The clients' count of all calls has to be the server's (lora_server_admissions_total), or the bench fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from bench import admission_cells as cells
+from bench.admission_client import Call, Job, Seen
+from bench.admission_report import BAR, draw, table
+from bench.memory_soak import status
+from client_connector.directory import Directory
+from client_connector.remote import RemoteServer
+from lora_server.demo import children, tiny
+from lora_server.demo.launch import RunningServer, running_server
+from provisioning.iar.admissibility import Model, immediate_admissibility
+from provisioning.simulation.measure import Estimate
+from provisioning.workload.requests import Requests
+from provisioning.workload.workload import Workload
+
+MOST_LATE = 0.1  # of the mean hold
+LOOK_SECONDS, PIPE_COLUMNS = 30.0, 140
+
+
+def make(work: Path, adapters: int) -> None:
+    """A tiny model, and adapters that are links to one."""
+    model = tiny.make_model("mixtral", num_hidden_layers=1)
+    tiny.save_model(model, work / "base")
+    tiny.make_adapter(model, work / "content", lora_rank=2, seed=0, targets="attention")
+    (work / "adapters").mkdir()
+    for index in range(adapters):
+        (work / "adapters" / name_of(index)).symlink_to(work / "content")
+
+
+def name_of(adapter: int) -> str:
+    """Of the server's adapter."""
+    return f"tenant-{adapter}"
+
+
+@contextmanager
+def serving(work: Path, *flags: str) -> Iterator[RunningServer]:
+    """A server whose shard has looked at every adapter."""
+    given = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *flags]
+    with running_server(work / "log", given) as server:
+        directory, session = Directory(server.address), RemoteServer(server.address, links=False).join()
+        for one in directory.list():
+            (held,) = session.acquire([one.name], time.monotonic() + LOOK_SECONDS)
+            session.release([held.handle])
+        directory.close()
+        session.leave()
+        yield server
+
+
+def adapter_bytes(work: Path) -> int:
+    """Of one, in a shard's pool."""
+    with serving(work) as server:
+        _until(lambda: all(one.state == "ready" for one in _listed(server)), "all adapters are loaded")
+        time.sleep(1.5)  # the shard's next report
+        (shard,) = status(server.address).shards
+        return math.ceil(shard.stats.weight_bytes / len(_listed(server)))
+
+
+def _listed(server: RunningServer) -> list[Any]:
+    directory = Directory(server.address)
+    try:
+        return directory.list()
+    finally:
+        directory.close()
+
+
+def _until(condition: Any, what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.05)
+
+
+def admissions(server: RunningServer) -> tuple[int, int]:
+    """(immediate, all that asked and still wait or were admitted) by the server's metrics."""
+    found = {}
+    for line in server.get("/metrics")[1].splitlines():
+        name, _, value = line.rpartition(" ")
+        found[name] = value
+    kinds = [int(float(found[f'lora_server_admissions_total{{kind="{kind}"}}'])) for kind in ("immediate", "queued")]
+    return kinds[0], sum(kinds) + int(float(found["lora_server_admission_queue"]))
+
+
+def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -> tuple[list[Seen], tuple[int, int]]:
+    """All calls by live clients, in the order of the calls; and the server's count of them, as in `admissions`."""
+    _until(lambda: not (now := status(server.address)).clients and not now.active, "nobody holds anything")
+    before = admissions(server)
+    rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
+    every = [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
+    running = list[subprocess.Popen[str]]()
+    for number in range(clients):
+        job = work / f"job-{number}"
+        job.write_bytes(msgspec.json.encode(Job(server.address, every[number::clients])))
+        command = children.own([sys.executable, "-m", "bench.admission_client", str(job)])
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    try:
+        _hear(running, "ready")
+        zero = time.monotonic() + 0.5
+        for one in running:
+            assert one.stdin is not None
+            one.stdin.write(f"{zero}\n")
+            one.stdin.flush()
+        _hear(running, "asked")
+        after = admissions(server)
+        seen = [row for one in running for row in msgspec.json.decode(one.communicate(timeout=60)[0], type=list[Seen])]
+    finally:
+        for one in running:
+            children.stop(one)
+    return sorted(seen, key=lambda one: one.index), (after[0] - before[0], after[1] - before[1])
+
+
+def _hear(running: Sequence[subprocess.Popen[str]], word: str) -> None:
+    for one in running:
+        assert one.stdout is not None
+        if one.stdout.readline() != f"{word}\n":
+            raise RuntimeError(f"a client ended before it was {word!r}; its error is above")
+
+
+def measure(
+    server: RunningServer, workload: Workload, slots: int, scale: cells.Scale, work: Path, clients: int, seed: int = 0
+) -> dict[str, Any]:
+    """One cell."""
+    requests = cells.calls(workload, scale, scale.num_calls, seed)
+    seen, counted = drive(server, requests, work, clients)
+    errors = [one.error for one in seen if one.error]
+    if errors or len(seen) != len(requests):
+        raise RuntimeError(f"{len(errors)} of {len(seen)} calls failed, {len(requests)} were to come: {errors[:1]}")
+    kept, immediate = cells.settled(requests, scale), np.array([one.immediate for one in seen])
+    simulated, asked = cells.simulated(requests, slots), _as_asked(requests, seen, slots)
+    late_s = np.array([one.asked for one in seen]) - requests.arrival_s
+    slower = workload.lengths.mean_tokens * cells.TOKEN_SECONDS / scale.hold_seconds
+    row: dict[str, Any] = {
+        "slots": slots,
+        "calls": len(seen),
+        "seed": seed,
+        "measured": _plain(cells.in_batches(immediate[kept])),
+        "simulated": float(simulated[kept].mean()),
+        "difference": _plain(cells.in_batches(immediate[kept].astype(float) - simulated[kept], lowest=-1.0)),
+        "as_asked": float(asked[kept].mean()),
+        "long_run": _plain(cells.long_run(workload, scale, slots)),
+        "rule": float(cells.by_rule(requests, slots, slower)[kept].mean()),
+        "late_p95_ms": float(np.percentile(late_s, 95)) * 1e3,
+        "client_count": [int(immediate.sum()), len(seen)],
+        "server_count": list(counted),
+    }
+    places = min(slots, workload.num_adapters)
+    for model in typing.get_args(Model):
+        row[model] = immediate_admissibility(workload.popularity, scale.load, places, model)
+    row["late"] = row["late_p95_ms"] > MOST_LATE * scale.hold_seconds * 1e3
+    row["agrees"] = abs(row["difference"]["mean"]) <= BAR
+    return row
+
+
+def _as_asked(requests: Requests, seen: Sequence[Seen], slots: int) -> Any:
+    """Simulated: each call when it was asked, for as long as it held."""
+    asked_s = np.array([one.asked for one in seen])
+    planned_s = (requests.output_tokens * cells.TICK_SECONDS).tolist()
+    held_s = np.array([_held_s(one) or planned for one, planned in zip(seen, planned_s, strict=True)])
+    ticks = np.maximum(np.rint(held_s / cells.TICK_SECONDS), 1)
+    order = np.argsort(asked_s, kind="stable")
+    done = Requests(
+        arrival_s=asked_s[order],
+        adapter=requests.adapter[order],
+        output_tokens=ticks[order].astype(np.int64),
+        num_adapters=requests.num_adapters,
+    )
+    immediate = np.empty(len(seen), dtype=bool)
+    immediate[order] = cells.simulated(done, slots)
+    return immediate
+
+
+def _held_s(one: Seen) -> float | None:
+    return None if one.admitted is None or one.released is None else one.released - one.admitted
+
+
+def _plain(estimate: Estimate) -> dict[str, float]:
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
+
+
+def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cells, a server per pool size."""
+    scale = cells.Scale(load=options.load, hold_seconds=options.hold, seconds=options.seconds)
+    found = cells.workloads(options.traces, options.adapters)
+    chosen = {name: found[name] for name in options.workloads or found}
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        make(work, max(workload.num_adapters for workload in chosen.values()))
+        pools = [(f"{m}", m, ["--max-active-adapters", str(m)]) for m in options.pools]
+        if options.bytes_pools:
+            nbytes = adapter_bytes(work)
+            pools += [(f"{m}, bytes", m, ["--device-pool", str(m * nbytes)]) for m in options.bytes_pools]
+        for pool, slots, flags in pools:
+            with serving(work, *flags) as server:
+                for name, workload in track(chosen.items(), f"pool {pool}", console=Console(stderr=True)):
+                    row = measure(server, workload, slots, scale, work, options.clients, options.seed)
+                    rows.append({"workload": name, "pool": pool} | row)
+    return rows
+
+
+def main() -> None:
+    """Entry point; exits with 1 where the clients and the server count differently."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
+    parser.add_argument("--workloads", nargs="*")
+    parser.add_argument("--pools", type=int, nargs="*", default=[10, 12, 14, 16])
+    parser.add_argument("--bytes-pools", type=int, nargs="*", default=[])
+    parser.add_argument("--adapters", type=int, default=64)
+    parser.add_argument("--load", type=float, default=24.0)
+    parser.add_argument("--hold", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_grad_enabled(False)
+    rows = sweep(options)
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=2))
+    if options.plot is not None:
+        draw(rows, options.plot)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table(rows))
+    if wrong := [row for row in rows if row["client_count"] != row["server_count"]]:
+        sys.exit(f"clients and server count differently: {wrong}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""An engine's scheduler without a model, for bench.admission: it holds adapters for requests, and lets go in time.
+
+python -m bench.admission_client JOB        a process of it; JOB is a file of JSON, see Job
+
+It holds as vLLM's connector does (client_connector/serving/holder.py): `hold` when a request comes, a look at who was
+admitted meanwhile at every step, `release` when the request has had its time. It says `ready`; reads from standard
+input the moment at which time 0 is (of time.monotonic(), which all processes of a host share); says `asked` after the
+last call; and when standard input ends, whoever still waits, it says a list of Seen.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from client_connector.serving.holder import Holder
+from client_connector.serving.settings import Settings
+
+STEP_SECONDS, MOST_SECONDS = 0.005, 1.0  # between two looks: where somebody waits, and else
+
+
+class Call(msgspec.Struct):
+    """A request; `at` and `seconds` that it holds its adapter, in seconds."""
+
+    index: int
+    at: float
+    name: str
+    seconds: float
+
+
+class Job(msgspec.Struct):
+    """What one client does, in the order of time."""
+
+    server: str
+    calls: list[Call]
+
+
+class Seen(msgspec.Struct):
+    """What came of a request; moments as in Call. None where it never was."""
+
+    index: int
+    asked: float
+    immediate: bool = False
+    admitted: float | None = None
+    released: float | None = None
+    error: str = ""
+
+
+def work(job: Job, holder: Holder, zero: float, asked: Callable[[], object], enough: threading.Event) -> list[Seen]:
+    """All calls, in real time, and what they hold and wait for until it is `enough`."""
+    seen: dict[str, Seen] = {}
+    ends: list[tuple[float, str]] = []
+    waiting: dict[str, Call] = {}
+
+    def now() -> float:
+        return time.monotonic() - zero
+
+    def begin(key: str, call: Call) -> None:
+        seen[key].admitted = began = now()
+        heapq.heappush(ends, (began + call.seconds, key))
+
+    def ask(call: Call) -> None:
+        key = str(call.index)
+        seen[key] = Seen(call.index, now())
+        use = holder.hold(key, call.name, None)
+        if use.failure is not None:
+            seen[key].error = use.failure.message
+        elif use.queued:
+            waiting[key] = call
+        else:
+            seen[key].immediate = True
+            begin(key, call)
+
+    coming = deque(job.calls)
+    while not enough.is_set():
+        while ends and ends[0][0] <= now():
+            _, key = heapq.heappop(ends)
+            holder.release(key)
+            seen[key].released = now()
+        for key in list(waiting):
+            use = holder.use(key)
+            if use is not None and use.failure is not None:
+                seen[key].error = use.failure.message
+                del waiting[key]
+            elif holder.is_ready(key):
+                begin(key, waiting.pop(key))
+        if coming and coming[0].at <= now():
+            ask(coming.popleft())
+            if not coming:
+                asked()
+        dues = [coming[0].at] if coming else []
+        dues += [ends[0][0]] if ends else []
+        dues += [now() + (STEP_SECONDS if waiting or not coming else MOST_SECONDS)]
+        time.sleep(max(0.0, min(dues) - now()))
+    return list(seen.values())
+
+
+def _wait_for_the_end(enough: threading.Event) -> None:
+    sys.stdin.read()
+    enough.set()
+
+
+def main() -> None:
+    """One job."""
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    holder = Holder(Settings(job.server), lambda text: ())
+    try:
+        print("ready", flush=True)
+        zero, enough = float(sys.stdin.readline()), threading.Event()
+        threading.Thread(target=_wait_for_the_end, args=(enough,), daemon=True).start()
+        seen = work(job, holder, zero, lambda: print("asked", flush=True), enough)
+        print(msgspec.json.encode(seen).decode(), flush=True)
+    finally:
+        holder.close()
+
+
+if __name__ == "__main__":
+    main()
