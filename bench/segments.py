@@ -106,6 +106,7 @@ class Case:
         self.compute = DeviceCompute(lambda *_: None, self.store.table.table, self.spec, DTYPE, most)
         port = Port(RegionLayout.for_model(self.spec, most, NUM_DRAWS))
         port.grant(Grant(self.client, self.epoch, b""))
+        port.hold(self.client, range(1, NUM_ADAPTERS + 1))
         self.link = InprocLink(port, Hello(self.client, self.epoch, b""), 0, lambda: False)
         self.seqs = range(1, NUM_DRAWS + 1)
         self.segments = [self._write(seq) for seq in self.seqs]
@@ -126,7 +127,7 @@ class Case:
 def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
     """What the loop does. Returns the time after each phase, and the kernels' table."""
     times = [time.perf_counter_ns()]
-    header = requests.read_header(memory, case.client, case.epoch, seq)
+    header = requests.read_header(memory, case.client, case.epoch, seq, case.max_step_rows)
     pins = case.store.pin(requests.handles(memory, header), header.layer, case.client, times[0])
     assert pins is not None, "all are READY"
     times.append(time.perf_counter_ns())
@@ -143,7 +144,7 @@ def at_once(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.
 def one_by_one(case: Case, memory: memoryview, seq: int) -> tuple[list[int], torch.Tensor]:
     """The same with a list, a Segment, a Packed and a tuple per segment."""
     times = [time.perf_counter_ns()]
-    header = requests.read_header(memory, case.client, case.epoch, seq)
+    header = requests.read_header(memory, case.client, case.epoch, seq, case.max_step_rows)
     for handle in frozenset(requests._segments(memory, slot.HEADER_BYTES, header.num_segments)[:, 0].tolist()):
         assert case.store.is_ready(handle, header.layer)
     times.append(time.perf_counter_ns())

@@ -27,7 +27,7 @@ from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
 from lora_server.transport.connect import HANDSHAKE_SECONDS, check_transport, connect, tell_far
-from lora_server.transport.session import Held, Server, Session, Terms
+from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.messages import MAX_PREFETCHED, Hello, Prefetch
@@ -236,6 +236,16 @@ class RemoteSession(Session):
         with self._lock:
             self._cancelled.append(ticket)
         self._try_to_tell()
+
+    @property
+    @override
+    def proof(self) -> Proof:
+        return Proof(self._proof.client, self._proof.epoch, self._proof.key)
+
+    @override
+    def borrow(self, holder: Proof) -> None:
+        lender = pb.Proof(client=holder.client, epoch=holder.epoch, key=holder.key)
+        self._call(self._clients.Borrow, pb.BorrowRequest(proof=self._proof, holder=lender))
 
     @override
     def release(self, handles: Sequence[int]) -> None:

@@ -6,7 +6,8 @@ LoraServerError
 │   ├── AdapterFormatError   the files of an adapter are not what they must be
 │   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
 │   ├── AdapterExistsError   the name is taken
-│   └── AdapterLoadError     a shard could not bring the weights into memory
+│   ├── AdapterLoadError     a shard could not bring the weights into memory
+│   └── PermissionDeniedError  a step names an adapter that its client does not hold
 ├── AdmissionError           the adapters in use leave no place for another, yet
 ├── GeometryMismatchError    engine and server do not run the same base model
 ├── LeaseError               the client's lease is gone (expired, revoked, or never granted)
@@ -61,6 +62,12 @@ class AdapterLoadError(AdapterError):
     """A shard could not bring the weights into memory."""
 
     code = "adapter_load"
+
+
+class PermissionDeniedError(AdapterError):
+    """A step names an adapter that its client does not hold."""
+
+    code = "permission_denied"
 
 
 class AdmissionError(LoraServerError):

@@ -37,6 +37,7 @@ class Client:
 
     def __init__(self, shard: Shard, client: int, epoch: int = 1) -> None:
         shard.port.grant(Grant(client, epoch, b""))
+        shard.port.hold(client, range(100))
         self.link = InprocLink(shard.port, Hello(client, epoch, b""), shard.index, shard.serve_once)
         self.client, self.epoch, self.seq = client, epoch, 0
 

@@ -39,9 +39,13 @@ def server():
         control.close(1.0)
 
 
+def proven(lease):
+    return pb.Proof(**lease.proof._asdict())
+
+
 def beat(controller, address, channel):
     lease = controller.clients.leases.grant("engine")
-    request = pb.HeartbeatRequest(proof=pb.Proof(**lease.proof._asdict()))
+    request = pb.HeartbeatRequest(proof=proven(lease))
     return call(rpc.ClientsStub(channel).Heartbeat, request, server=address, seconds=HANG_SECONDS)
 
 
@@ -173,7 +177,8 @@ def test_only_who_has_a_lease_speaks_for_it(server):
     """Ids and epochs count up: whoever has a lease of its own can guess the others'."""
     _, controller, address = server
     victim = controller.clients.leases.grant("victim")
-    forged = pb.Proof(client=victim.client, epoch=victim.epoch, key=controller.clients.leases.grant("me").key)
+    mine = controller.clients.leases.grant("me")
+    forged = pb.Proof(client=victim.client, epoch=victim.epoch, key=mine.key)
     with open_channel(address) as channel:
         clients = rpc.ClientsStub(channel)
         calls = [
@@ -183,8 +188,10 @@ def test_only_who_has_a_lease_speaks_for_it(server):
             (clients.Cancel, pb.CancelRequest(proof=forged, tickets=[1])),
             (clients.Release, pb.ReleaseRequest(proof=forged, handles=[1])),
             (clients.Restore, pb.RestoreRequest(proof=forged)),
+            (clients.Borrow, pb.BorrowRequest(proof=forged, holder=forged)),
+            (clients.Borrow, pb.BorrowRequest(proof=proven(mine), holder=forged)),
         ]
-        assert len(calls) + 2 == len(pb.DESCRIPTOR.services_by_name["Clients"].methods), "all but Join and Leave"
+        assert len(calls) + 1 == len(pb.DESCRIPTOR.services_by_name["Clients"].methods), "all but Join and Leave"
         for method, request in calls:
             with pytest.raises(LeaseError):
                 call(method, request, server=address, seconds=HANG_SECONDS)
@@ -195,7 +202,7 @@ def test_only_who_has_a_lease_speaks_for_it(server):
 def test_what_one_call_asks_for_is_bounded(server):
     _, controller, address = server
     lease = controller.clients.leases.grant("engine")
-    request = pb.AcquireRequest(proof=pb.Proof(**lease.proof._asdict()), names=["a"] * 400_000)
+    request = pb.AcquireRequest(proof=proven(lease), names=["a"] * 400_000)
     with open_channel(address) as channel, pytest.raises(AdmissionError, match="400000 adapters in one call"):
         call(rpc.ClientsStub(channel).Acquire, request, server=address, seconds=HANG_SECONDS)
 

@@ -7,12 +7,12 @@ import pytest
 
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
-from lora_server.control.leases import Proof
 from lora_server.control.refusals import Refusal, Refusals
 from lora_server.control.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.placement import Layout
+from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from tests.controllers import kept, make_controller, registration
 from tests.workload import spec_of

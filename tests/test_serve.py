@@ -8,15 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from client_connector.remote import RemoteServer
+from client_connector.routing import Batch
 from client_connector.transformers import attach
 from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
-from lora_server.errors import UnknownAdapterError
+from lora_server.errors import PermissionDeniedError, UnknownAdapterError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
@@ -259,3 +262,31 @@ def test_http(tmp_path):
             known = ProtoReflectionDescriptorDatabase(channel).get_services()
             assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
         assert "lora_server_adapters 6.0" in metrics
+
+
+def test_nobody_computes_with_what_it_does_not_hold(tmp_path):
+    """Handles count up, so anybody can name them; the processes of one engine may share what one of them holds."""
+    load = workload("mixtral")
+    experts = load.model.model.layers[0].mlp.experts
+    x, weights = torch.randn(2, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 2)
+    index = torch.tensor([[0, 1], [2, 3]])
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
+        scheduler = RemoteServer(server.address, links=False).join()
+        (held,) = scheduler.acquire(["fused"])
+        with attach(load.model, server.address, timeout_seconds=20) as lora:
+
+            def compute():
+                lora._forward.batch = Batch.of([held] * 2, None, decode=True)
+                try:
+                    return experts(x, index, weights)
+                finally:
+                    lora._forward.batch = None
+
+            with pytest.raises(PermissionDeniedError, match="which this client does not hold"):
+                compute()
+            lora.client.recover()
+            lora.client.session.borrow(scheduler.proof)
+            assert not torch.allclose(compute(), experts(x, index, weights))
+            scheduler.leave()
+            with pytest.raises(PermissionDeniedError):
+                compute()

@@ -12,6 +12,7 @@ import torch
 from lora_server.errors import (
     AdapterError,
     AdapterFormatError,
+    PermissionDeniedError,
     ProtocolError,
     ShardUnavailableError,
     StepTimeoutError,
@@ -72,6 +73,35 @@ def test_an_unknown_handle_is_named(loaded):
     healthy(client)
     assert (counters.failed, counters.steps) == (failed + 1, steps + 1)
     client.link.close()
+
+
+def test_a_step_may_name_what_its_client_holds_alone(loaded, monkeypatch):
+    """A forged handle reads no weights, delays nobody, and what is held is told in time."""
+    monkeypatch.setattr("lora_server.shard.loop.HELD_NS", 50_000_000)
+    port, forger, other = loaded.shard.port, Client(loaded.shard, 1), Client(loaded.shard, 2)
+    port.hold(1, [], anew=True)
+    with pytest.raises(PermissionDeniedError, match=rf"shard 0 client 1 .*handle {LOADED}, which this client does not"):
+        forger.send(forger.request())
+    seq = forger.push(forger.request())
+    healthy(other)
+    port.hold(1, [LOADED])  # what it acquired is told a moment later
+    forger.answer(seq)
+    port.hold(1, [], [LOADED])
+    with pytest.raises(PermissionDeniedError):
+        forger.send(forger.request())
+    port.borrow(1, 2)  # as a worker does from its scheduler
+    forger.send(forger.request())
+    port.revoke(2)
+    with pytest.raises(PermissionDeniedError):
+        forger.send(forger.request())
+    port.hold(1, [LOADED])
+    seq = forger.push(forger.request())
+    loaded.shard._receive()
+    struct.pack_into("<I", forger.link.region.request(seq), slot.HEADER_BYTES, ABSENT)  # the memory is the client's
+    with pytest.raises(ProtocolError, match="its segments changed after it was pushed"):
+        forger.answer(seq)
+    for client in (forger, other):
+        client.link.close()
 
 
 @pytest.mark.parametrize("site", [LAYER0, Site(1, "gate_up"), Site(0, "qkv")])

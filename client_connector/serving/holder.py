@@ -178,7 +178,7 @@ class Holder:
         in_use = {use.held.handle for use in list(self._uses.values()) if use.held is not None}
         gone = tuple(self._known - in_use)
         self._known = (self._known & in_use) | held.keys()
-        return StepPlan(self._session.terms.server, rows, new, gone)
+        return StepPlan(self._session.terms.server, rows, new, gone, self._session.proof)
 
     def _resume(self, use: Use) -> None:
         try:

@@ -10,17 +10,18 @@ from lora_server.errors import (
     AdmissionError,
     LeaseError,
     LoraServerError,
+    PermissionDeniedError,
     ServerUnavailableError,
     StepError,
 )
-from lora_server.transport.session import Held
+from lora_server.transport.session import Held, Proof
 
 PLAN = "lora_server_plan"  # attribute of an engine's scheduler output that carries a StepPlan
 FAILURES = "lora_server_failures"  # attribute of its runner's output that carries Failures by request
 FLAG = "lora-server"  # first word of the stop_reason of a request that did not get what it asked for
 RETRY = "retry"  # code of a request whose step is void through no fault of its own adapter
 # an outage, or too many at once: the same request may succeed after it
-PASSING = (LeaseError, ServerUnavailableError, StepError, AdmissionError)
+PASSING = (LeaseError, ServerUnavailableError, StepError, AdmissionError, PermissionDeniedError)
 
 
 class Assigned(NamedTuple):
@@ -32,7 +33,8 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Pickled with the step. `new` are adapters that workers did not hear of; `gone` those they may forget.
+    """Pickled with the step. `new` are adapters that workers did not hear of; `gone` those they may forget; `holder`
+    proves whose they are.
 
     Handles belong to one run of the server; a worker with a session of another run must not use them.
     """
@@ -41,6 +43,7 @@ class StepPlan:
     rows: dict[str, Assigned] = field(default_factory=dict)  # request id -> its adapter
     new: tuple[Held, ...] = ()
     gone: tuple[int, ...] = ()
+    holder: Proof | None = None
 
 
 NO_PLAN = StepPlan()

@@ -28,7 +28,7 @@ from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.staging import Staging
 from lora_server.errors import AdapterError, LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.logs import Repeats
-from lora_server.transport.session import Held
+from lora_server.transport.session import Held, Proof, Session
 
 OUTAGE_SECONDS = 1.0
 log = structlog.get_logger()
@@ -46,6 +46,7 @@ class PlannedPass(ForwardPass):
         self._failures: dict[str, Failure] = {}
         self._plan = NO_PLAN
         self._server = client.terms.server
+        self._lender: tuple[Session, Proof] | None = None  # under which session, from whom it borrows
         self._rejoin = Rejoin(client.recover, "worker")
         self._complain = Repeats(log.warning)
         self._staging = Staging()
@@ -68,6 +69,7 @@ class PlannedPass(ForwardPass):
             runs, decode = self._runs(plan, req_ids, counts, computed)
             if runs:
                 self._join_run_of(plan.server)
+                self._borrow(plan.holder)
             self.batch = Batch.of_runs(runs, decode)
         except LoraServerError as error:
             self.failed(error, None)
@@ -141,6 +143,13 @@ class PlannedPass(ForwardPass):
                 f"server: this worker is joined to run {self.client.terms.server}, the step was planned for "
                 f"run {server}: it restarted in between; send the request again"
             )
+
+    def _borrow(self, holder: Proof | None) -> None:
+        """The scheduler holds the adapters, under a lease of its own."""
+        if holder is None or self._lender == (self.client.session, holder):
+            return
+        self.client.session.borrow(holder)
+        self._lender = self.client.session, holder
 
     def _spare_the_innocent(self, exchange: Exchange) -> None:
         """One bad adapter voids a message for all; ask for each alone, and let the good ones' requests start over."""

@@ -79,7 +79,7 @@ class Adapters:
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry = Registry()
         self._room = Room(most_active)
-        self.admission = Admission(self._resolve, self._room, changed=self._tell_active)
+        self.admission = Admission(self._resolve, self._room, changed=self._tell_active, told=self._tell_holds)
         self._holds = self.admission.holds
         self._refusals = self._registry.refusals
         self._gone: set[int] = set()  # handles that an earlier controller dropped
@@ -360,6 +360,8 @@ class Adapters:
             if self._settled.is_set():
                 self._load_all_on(handle)
             handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self._room.active), anew=True)))
+            for client, handles in self._holds.by_client().items():
+                handle.send(pb.ShardCommand(holds=pb.Holds(client=client, more=handles)))
             if self.registered.is_set():
                 handle.send(pb.ShardCommand(refused=self._refusals.tell()))
             self._admit()
@@ -507,6 +509,9 @@ class Adapters:
 
     def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
         self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))
+
+    def _tell_holds(self, client: int, more: Collection[int], fewer: Collection[int], anew: bool) -> None:
+        self._shards.broadcast(pb.ShardCommand(holds=pb.Holds(client=client, more=more, fewer=fewer, anew=anew)))
 
     def expect(self, client: int) -> None:
         """A client of an earlier controller will say what it holds; until then nothing is given up."""

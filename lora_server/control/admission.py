@@ -58,7 +58,8 @@ class Counters:
 
 @dataclass
 class Admission:
-    """`changed(more, fewer)` hears which handles became active, and which are not any more.
+    """`changed(more, fewer)` hears which handles became active, and which are not any more; `told(client, more,
+    fewer, anew)` what a client holds now, before it is answered.
 
     A ticket is known by its client and a number; asked again with the same, it is the same, until it is settled.
     """
@@ -67,6 +68,7 @@ class Admission:
     room: Room = field(default_factory=Room)
     holds: Holds = field(default_factory=Holds)
     changed: Callable[[Collection[int], Collection[int]], object] = lambda more, fewer: None
+    told: Callable[[int, Collection[int], Collection[int], bool], object] = lambda client, more, fewer, anew: None
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
 
@@ -126,14 +128,18 @@ class Admission:
             ticket = self._tickets.setdefault(client, {}).setdefault(number, Ticket((), self.clock()))
             self._queue.pop(key, None)
             if ticket.handles is not None:
-                self.holds.release(client, ticket.handles)
+                self._release(client, ticket.handles)
             ticket.handles, ticket.error = None, AdmissionError(f"adapters {list(ticket.names)}: not wanted any more")
         self.admit()
 
     def release(self, client: int, handles: Iterable[int]) -> None:
         """Let go; who waits may come."""
-        self.holds.release(client, handles)
+        self._release(client, handles)
         self.admit()
+
+    def _release(self, client: int, handles: Iterable[int]) -> None:
+        if fewer := self.holds.release(client, handles):
+            self.told(client, (), fewer, False)
 
     def _drop(self, key: Key) -> None:
         client, number = key
@@ -153,6 +159,7 @@ class Admission:
     def restore(self, client: int, handles: Iterable[int]) -> None:
         """What it held under an earlier controller."""
         self.holds.restore(client, handles)
+        self.told(client, self.holds.of(client), (), True)
         self.admit()
 
     def presume(self, handles: Iterable[int]) -> None:
@@ -207,7 +214,8 @@ class Admission:
     def _admit(self, key: Key, ticket: Ticket, handles: list[int], now: float) -> None:
         del self._queue[key]
         ticket.handles = handles
-        self.holds.acquire(key[0], handles)
+        if more := self.holds.acquire(key[0], handles):
+            self.told(key[0], more, (), False)
         if ticket.waited:
             self.counters.queued += 1
             self.counters.wait_seconds += now - ticket.since

@@ -9,11 +9,12 @@ import structlog
 
 from lora_server.control.adapters import RESTARTED, Adapters
 from lora_server.control.admission import Queued
-from lora_server.control.leases import ClientLease, Leases, Proof
+from lora_server.control.leases import ClientLease, Leases
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 
 GRANT_SECONDS = 10.0
@@ -103,6 +104,12 @@ class Clients:
     def restore(self, proof: Proof, handles: Iterable[int]) -> None:
         """What a client of an earlier controller holds; raises LeaseError."""
         self._adapters.restore(self.renew(proof), handles)
+
+    def borrow(self, proof: Proof, holder: Proof) -> None:
+        """Steps of one client may name what the other holds; raises LeaseError for either."""
+        client, lender = self.renew(proof), self.renew(holder)
+        command = pb.ShardCommand(borrow=pb.Borrow(client=client, holder=lender))
+        wait_all(self._shards.broadcast(command), GRANT_SECONDS, "what a client borrows")
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Clients that a shard kept from an earlier controller of the same run."""

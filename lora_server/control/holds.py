@@ -16,18 +16,27 @@ class Holds:
         self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
         self._unknown: set[int] = set()
 
-    def acquire(self, client: int, handles: Iterable[int]) -> None:
-        """Once more each."""
+    def acquire(self, client: int, handles: Iterable[int]) -> set[int]:
+        """Once more each; which it did not hold before."""
+        more = set()
         for handle in handles:
-            self._holders.setdefault(handle, Counter())[client] += 1
+            holders = self._holders.setdefault(handle, Counter())
+            if client not in holders:
+                more.add(handle)
+            holders[client] += 1
+        return more
 
-    def release(self, client: int, handles: Iterable[int]) -> None:
-        """Once less each; what is not held is ignored."""
+    def release(self, client: int, handles: Iterable[int]) -> set[int]:
+        """Once less each, what is not held is ignored; which it does not hold any more."""
+        fewer = set()
         for handle in handles:
             holders = self._holders.get(handle)
             if holders is not None and holders[client] > 0:
                 holders[client] -= 1
                 self._trim(handle)
+                if not self.has(client, handle):
+                    fewer.add(handle)
+        return fewer
 
     def forget_client(self, client: int) -> None:
         """The client is gone."""
@@ -70,6 +79,14 @@ class Holds:
     def has(self, client: int, handle: int) -> bool:
         """Whether a client holds it."""
         return client in self._holders.get(handle, ())
+
+    def by_client(self) -> dict[int, set[int]]:
+        """All that is known."""
+        found: dict[int, set[int]] = {}
+        for handle, holders in self._holders.items():
+            for client in holders:
+                found.setdefault(client, set()).add(handle)
+        return found
 
     def of(self, client: int) -> list[int]:
         """What a client holds, as far as is known."""

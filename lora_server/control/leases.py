@@ -9,20 +9,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lora_server.errors import LeaseError
+from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 
 LEASE_SECONDS = 10.0
-
-
-class Proof(NamedTuple):
-    """What a client sends along with every call."""
-
-    client: int
-    epoch: int
-    key: bytes
 
 
 @dataclass

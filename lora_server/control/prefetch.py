@@ -15,12 +15,13 @@ import structlog
 import zmq
 
 from lora_server.control.adapters import Adapters
-from lora_server.control.leases import Leases, Proof
+from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
 from lora_server.errors import ProtocolError
 from lora_server.logs import Repeats
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.transport.address import bind
+from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import messages
 from lora_server.wire.messages import Prefetch

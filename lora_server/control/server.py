@@ -55,7 +55,7 @@ class ControlServer:
         own = dict(
             [
                 _methods("Adapters", adapters, changes, List=reads, Get=reads),
-                _methods("Clients", clients, leases, Join=joins, Await=waits),
+                _methods("Clients", clients, leases, Join=joins, Borrow=joins, Await=waits),
                 _methods("Server", ServerService(controller), reads),
             ]
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import structlog
 from grpc_health.v1 import health_pb2
 
 from lora_server.control.adapters import Adapters, Listing
 from lora_server.control.controller import Controller
-from lora_server.control.leases import Proof
 from lora_server.control.registry import Record
 from lora_server.control.status import refusals, status
 from lora_server.spec import PROJECTIONS
+from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 
 MAX_WAIT_SECONDS = 600.0
@@ -104,39 +102,43 @@ class ClientsService:
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
-        forgot = self._clients.heartbeat(_proof(request), request.settled)
+        forgot = self._clients.heartbeat(_proof(request.proof), request.settled)
         return pb.HeartbeatReply(forgot=forgot, prefetch_address=self._prefetch_address)
 
     def Leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
-        self._clients.leave(_proof(request))
+        self._clients.leave(_proof(request.proof))
         return pb.LeaveReply()
 
     def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireReply:
-        records, queued = self._clients.acquire(_proof(request), request.names, request.ticket)
+        records, queued = self._clients.acquire(_proof(request.proof), request.names, request.ticket)
         reply = pb.AcquireReply(adapters=[_held(record) for record in records])
         if queued is not None:
             reply.position, reply.reason = queued
         return reply
 
     def Await(self, request: pb.AwaitRequest) -> pb.AwaitReply:
-        waited = self._clients.wait_admitted(_proof(request), request.tickets, request.seconds)
+        waited = self._clients.wait_admitted(_proof(request.proof), request.tickets, request.seconds)
         return pb.AwaitReply(tickets=waited)
 
     def Cancel(self, request: pb.CancelRequest) -> pb.CancelReply:
-        self._clients.cancel(_proof(request), request.tickets)
+        self._clients.cancel(_proof(request.proof), request.tickets)
         return pb.CancelReply()
 
     def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
-        self._clients.release(_proof(request), request.handles)
+        self._clients.release(_proof(request.proof), request.handles)
         return pb.ReleaseReply()
 
     def Restore(self, request: pb.RestoreRequest) -> pb.RestoreReply:
-        self._clients.restore(_proof(request), request.handles)
+        self._clients.restore(_proof(request.proof), request.handles)
         return pb.RestoreReply()
 
+    def Borrow(self, request: pb.BorrowRequest) -> pb.BorrowReply:
+        self._clients.borrow(_proof(request.proof), _proof(request.holder))
+        return pb.BorrowReply()
 
-def _proof(request: Any) -> Proof:
-    return Proof(request.proof.client, request.proof.epoch, request.proof.key)
+
+def _proof(told: pb.Proof) -> Proof:
+    return Proof(told.client, told.epoch, told.key)
 
 
 def _held(record: Record) -> pb.HeldAdapter:

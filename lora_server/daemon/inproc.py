@@ -21,7 +21,7 @@ from lora_server.shard.loop import Shard
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.session import Held, Server, Session, Terms
+from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 
@@ -99,6 +99,7 @@ class _InprocSession(Session):
         self.terms = Terms(client, 1, spec, layout, "independent", rows, num_adapters=len(server.held))
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
+            shard.port.hold(client, [held.handle for held in server.held.values()])
         self.links = server.connect(Hello(client, 1, b""))
 
     @override
@@ -111,6 +112,15 @@ class _InprocSession(Session):
     @override
     def release(self, handles: Sequence[int]) -> None:
         """Nothing is ever removed here."""
+
+    @property
+    @override
+    def proof(self) -> Proof:
+        return Proof(self.terms.client, self.terms.epoch, b"")
+
+    @override
+    def borrow(self, holder: Proof) -> None:
+        """Every session may use all that there is."""
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:

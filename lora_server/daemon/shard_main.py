@@ -231,6 +231,10 @@ class ShardProcess:
             self._prefetch(command.prefetch)
         elif kind == "active":
             self.store.set_active(command.active.more, command.active.fewer, command.active.anew)
+        elif kind == "holds":
+            self.port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
+        elif kind == "borrow":
+            self.port.borrow(command.borrow.client, command.borrow.holder)
         elif kind == "note":
             self.store.relocate(command.note.handle, _source(command.note))
             self._keep(command.note)

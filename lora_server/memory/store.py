@@ -247,6 +247,10 @@ class WeightStore:
             self._withdraw(owner, {one for one in self._demanded.get(owner, ()) if one.handle not in but})
             self._changed.notify()
 
+    def known(self, handles: Iterable[int]) -> frozenset[int]:
+        """Those of these that are adapters."""
+        return frozenset(handle for handle in handles if handle in self._entries)
+
     def missing(self, handles: Iterable[int], layer: int) -> int | None:
         """One of these that a step of the layer has to wait for."""
         entries = (self._entries.get(handle) for handle in handles)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from lora_server.errors import LoraServerError, ProtocolError, StepTimeoutError
+from lora_server.errors import LoraServerError, PermissionDeniedError, ProtocolError, StepTimeoutError
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
@@ -26,6 +26,7 @@ from lora_server.wire import slot
 
 IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
+HELD_NS = 2_000_000_000  # within which a shard hears what its clients hold
 REFUSED_BUDGET_US = 30_000_000  # of a step whose header cannot be read
 log = structlog.get_logger()
 
@@ -82,7 +83,10 @@ class Shard:
         for connection in self.port.connections:
             if connection.client not in self._pending and connection.requested() > connection.served:
                 return True
-        return any(step.blocked and self._missing(step) is None for step in self._pending.values())
+        return any(self._may_go_on(step) for step in self._pending.values() if step.blocked)
+
+    def _may_go_on(self, step: PendingStep) -> bool:
+        return not self._foreign(step) and self._missing(step) is None
 
     def _receive(self) -> None:
         """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
@@ -106,7 +110,8 @@ class Shard:
     def _take(self, connection: Connection) -> None:
         seq, now = connection.served + 1, time.monotonic_ns()
         try:
-            header = requests.read_header(connection.region.request(seq), connection.client, connection.epoch, seq)
+            memory, client, epoch = connection.region.request(seq), connection.client, connection.epoch
+            header = requests.read_header(memory, client, epoch, seq, self.max_step_rows)
         except LoraServerError as error:
             self._refuse(connection, seq, error, REFUSED_BUDGET_US)
             return
@@ -118,6 +123,8 @@ class Shard:
 
     def _recheck(self, step: PendingStep) -> None:
         try:
+            if not self._may_use(step):
+                return
             step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
             if step.blocked and time.monotonic_ns() >= step.expires_ns:
                 raise StepTimeoutError(
@@ -129,6 +136,21 @@ class Shard:
             del self._pending[step.connection.client]
             self._let_go(step)
             self._refuse(step.connection, step.seq, error, step.header.budget_us)
+
+    def _may_use(self, step: PendingStep) -> bool:
+        """Whether its client holds what it names, as far as is known yet; raises PermissionDeniedError."""
+        foreign = self._foreign(step)
+        if foreign and time.monotonic_ns() >= min(step.received_ns + HELD_NS, step.expires_ns):
+            raise PermissionDeniedError(
+                f"shard {self.index} {step.header.where}: got handle {min(foreign)}, which this client does not hold; "
+                "acquire it first"
+            )
+        return not foreign
+
+    def _foreign(self, step: PendingStep) -> frozenset[int]:
+        """Adapters that its client does not hold; what is no adapter `gather` refuses."""
+        foreign = self.port.not_held(step.connection.client, step.handles)
+        return self.store.known(foreign) if foreign else foreign
 
     def _missing(self, step: PendingStep) -> int | None:
         return self.store.missing(step.handles, step.header.layer)
@@ -145,6 +167,8 @@ class Shard:
         try:
             request_memory = step.connection.region.request(step.seq)
             request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
+            if not request.handles <= step.handles:
+                raise ProtocolError(f"{request.header.where}: its segments changed after it was pushed")
             segments = self.store.gather(request.site, request.segments_S4, request.header.where)
             if request.header.num_out_rows:
                 self.compute.run(request, segments, step.connection)

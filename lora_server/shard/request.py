@@ -33,8 +33,13 @@ class Request:
     out_map_N: npt.NDArray[np.int32] | None
     weights_N: npt.NDArray[np.float32] | None
 
+    @property
+    def handles(self) -> frozenset[int]:
+        """The adapters that it names."""
+        return _distinct(self.segments_S4[:, 0])
 
-def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> RequestHeader:
+
+def read_header(memory: memoryview, client: int, epoch: int, seq: int, max_step_rows: int) -> RequestHeader:
     """The header of an expected step, fit for the scheduler; raises ProtocolError if it is any other's."""
     header = RequestHeader.unpack_from(memory)
     if (header.client, header.epoch, header.seq) != (client, epoch, seq):
@@ -43,6 +48,8 @@ def read_header(memory: memoryview, client: int, epoch: int, seq: int) -> Reques
         )
     if header.step_class not in (slot.DECODE, slot.PREFILL):
         raise ProtocolError(f"{header.where}: got class {header.step_class}, expected {slot.DECODE} or {slot.PREFILL}")
+    if header.num_segments > max_step_rows:  # before anybody looks at so many
+        raise ProtocolError(f"{header.where}: got {header.num_segments} segments, expected at most {max_step_rows}")
     return header
 
 
@@ -51,8 +58,11 @@ def handles(memory: memoryview, header: RequestHeader) -> frozenset[int]:
     count = header.num_segments
     if slot.HEADER_BYTES + count * slot.SEGMENT_BYTES > len(memory):
         return frozenset()
-    handles_S = _segments(memory, slot.HEADER_BYTES, count)[:, 0]
-    if count > FEW_SEGMENTS:  # clients sort by handle: one of each run will do
+    return _distinct(_segments(memory, slot.HEADER_BYTES, count)[:, 0])
+
+
+def _distinct(handles_S: npt.NDArray[np.int32]) -> frozenset[int]:
+    if len(handles_S) > FEW_SEGMENTS:  # clients sort by handle: one of each run will do
         return frozenset([*handles_S[np.flatnonzero(handles_S[1:] != handles_S[:-1])].tolist(), int(handles_S[-1])])
     return frozenset(handles_S.tolist())
 

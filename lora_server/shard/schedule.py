@@ -29,7 +29,7 @@ class PendingStep:
     received_ns: int
     expires_ns: int
     handles: frozenset[int] = frozenset()
-    pin: int | None = None  # on its weights, from the moment on at which all are here
+    pin: int | None = None  # on its weights, from the moment on at which all are here, and its client may use them
 
     @property
     def blocked(self) -> bool:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lora_server.transport.rows import Rows
 
 
+_NOTHING: frozenset[int] = frozenset()
 SPIN_SECONDS = 200e-6  # at a time, so that the loop can look at other things
 
 
@@ -191,6 +192,8 @@ class Port:
         self.layout = layout
         self.connections: tuple[Connection, ...] = ()
         self._grants: dict[int, Grant] = {}
+        self._holds: dict[int, frozenset[int]] = {}  # by client
+        self._lenders: dict[int, int] = {}  # by client that borrows
         self._lock = threading.Lock()
         self._on_gone = on_gone
         self._parker: Parker | LocalParker = LocalParker()
@@ -209,10 +212,30 @@ class Port:
         """Cut a client off; its late pushes land in memory that nobody reads."""
         with self._lock:
             self._grants.pop(client, None)
+            self._holds.pop(client, None)
+            self._lenders.pop(client, None)
             gone = [connection for connection in self.connections if connection.client == client]
             self.connections = tuple(c for c in self.connections if c.client != client)
         for connection in gone:
             connection.close()
+
+    def hold(self, client: int, more: Iterable[int], fewer: Iterable[int] = (), anew: bool = False) -> None:
+        """A client holds these handles from now on, or does not any more; anew: `more` are all."""
+        with self._lock:
+            before = _NOTHING if anew else self._holds.get(client, _NOTHING)
+            self._holds[client] = (before - set(fewer)) | set(more)
+        self.ring()
+
+    def borrow(self, client: int, holder: int) -> None:
+        """A client may compute with what another holds, too."""
+        with self._lock:
+            self._lenders[client] = holder
+        self.ring()
+
+    def not_held(self, client: int, handles: frozenset[int]) -> frozenset[int]:
+        """Which of these neither a client holds, nor who lends to it."""
+        lacking = handles - self._holds.get(client, _NOTHING)
+        return lacking - self._holds.get(self._lenders.get(client, 0), _NOTHING) if lacking else lacking
 
     def admit(self, hello: Hello) -> Grant:
         """The grant that a Hello names; raises LeaseError for any other."""

@@ -9,11 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
+
+
+class Proof(NamedTuple):
+    """A client's right to speak for itself: what it sends along with every call."""
+
+    client: int
+    epoch: int
+    key: bytes
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,15 @@ class Session(ABC):
 
         It takes the place of what was said before.
         """
+
+    @property
+    @abstractmethod
+    def proof(self) -> Proof:
+        """Whoever knows it may compute with what is held here (`borrow`): for the own engine alone."""
+
+    @abstractmethod
+    def borrow(self, holder: Proof) -> None:
+        """Steps of this session may name what another session of the engine holds; raises LeaseError."""
 
     @abstractmethod
     def check(self) -> None:

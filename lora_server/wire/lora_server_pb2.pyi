@@ -310,6 +310,18 @@ class RestoreReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class BorrowRequest(_message.Message):
+    __slots__ = ("proof", "holder")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    proof: Proof
+    holder: Proof
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., holder: _Optional[_Union[Proof, _Mapping]] = ...) -> None: ...
+
+class BorrowReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -600,6 +612,26 @@ class Active(_message.Message):
     anew: bool
     def __init__(self, more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ...) -> None: ...
 
+class Holds(_message.Message):
+    __slots__ = ("client", "more", "fewer", "anew")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    FEWER_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    more: _containers.RepeatedScalarFieldContainer[int]
+    fewer: _containers.RepeatedScalarFieldContainer[int]
+    anew: bool
+    def __init__(self, client: _Optional[int] = ..., more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ...) -> None: ...
+
+class Borrow(_message.Message):
+    __slots__ = ("client", "holder")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    client: int
+    holder: int
+    def __init__(self, client: _Optional[int] = ..., holder: _Optional[int] = ...) -> None: ...
+
 class Claim(_message.Message):
     __slots__ = ("epoch", "run", "restarts", "registered")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -613,7 +645,7 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
 
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active", "holds", "borrow")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -626,6 +658,8 @@ class ShardCommand(_message.Message):
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    BORROW_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
     revoke: int
@@ -638,4 +672,6 @@ class ShardCommand(_message.Message):
     prefetch: Prefetch
     pin: int
     active: Active
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ...) -> None: ...
+    holds: Holds
+    borrow: Borrow
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ...) -> None: ...

@@ -365,6 +365,11 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.FromString,
                 _registered_method=True)
+        self.Borrow = channel.unary_unary(
+                '/lora_server.v1.Clients/Borrow',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.FromString,
+                _registered_method=True)
 
 
 class ClientsServicer(object):
@@ -422,6 +427,13 @@ class ClientsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Borrow(self, request, context):
+        """Compute with what another client holds, whose key its engine knows: a worker with what its scheduler holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClientsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -464,6 +476,11 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.SerializeToString,
+            ),
+            'Borrow': grpc.unary_unary_rpc_method_handler(
+                    servicer.Borrow,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -682,6 +699,33 @@ class Clients(object):
             '/lora_server.v1.Clients/Restore',
             lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.RestoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Borrow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Borrow',
+            lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,7 @@ from lora_server.errors import (
     GeometryMismatchError,
     LeaseError,
     LoraServerError,
+    PermissionDeniedError,
     ProtocolError,
     ServerBusyError,
     ServerUnavailableError,
@@ -44,6 +45,7 @@ _T = TypeVar("_T")
 _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (UnknownAdapterError, grpc.StatusCode.NOT_FOUND),
     (AdapterExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
     (AdapterError, grpc.StatusCode.INVALID_ARGUMENT),
     (AdmissionError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
