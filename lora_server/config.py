@@ -69,6 +69,13 @@ class ServeConfig(BaseSettings):
         description="Host memory per shard for packed weights of adapters that had to make room; likewise. Not given: "
         "none with --device cpu; with cuda as much as the device pool, all shards of a node a quarter of it at most.",
     )
+    disk_cache: Path | None = Field(
+        None,
+        description="Where this node keeps files of adapters from far, s3:// and the like; without it, in --data-dir.",
+    )
+    disk_cache_size: PoolSize = Field(
+        Size(share=0.2), description="Bytes that --disk-cache may take: 100GiB, or a share of its file system."
+    )
     eviction: Literal["lru", "value"] = Field(
         "lru", description="Who makes room: the least recently used, or who saves the least load time per byte."
     )

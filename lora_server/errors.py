@@ -6,6 +6,7 @@ LoraServerError
 │   ├── AdapterFormatError   the files of an adapter are not what they must be
 │   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
 │   ├── AdapterExistsError   the name is taken
+│   ├── AdapterSourceError   files from far do not come, or are not what was registered
 │   ├── AdapterLoadError     a shard could not bring the weights into memory
 │   └── PermissionDeniedError  a step names an adapter that its client does not hold
 ├── AdmissionError           the adapters in use leave no place for another, yet
@@ -56,6 +57,12 @@ class AdapterExistsError(AdapterError):
     """The name is taken by another version."""
 
     code = "adapter_exists"
+
+
+class AdapterSourceError(AdapterError):
+    """The files of an adapter from far cannot be fetched, or are not those that were registered."""
+
+    code = "adapter_source"
 
 
 class AdapterLoadError(AdapterError):

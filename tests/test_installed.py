@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "lora_server.wire": (),
     "lora_server.transport": ("cuda",),
     "lora_server.demo": ("server", "demo"),
+    "lora_server.sources": ("http", "s3"),
     "client_connector": (),
     "client_connector.transformers": ("transformers",),
     "client_connector.vllm": ("vllm",),

@@ -9,18 +9,33 @@ scan      a directory of them, by stat
 """
 
 from lora_server.adapters.adapter import Adapter, open_adapter, validate_adapter
-from lora_server.adapters.files import find_adapters, is_adapter
+from lora_server.adapters.config import CONFIG
+from lora_server.adapters.files import (
+    INDEX,
+    MAX_JSON_BYTES,
+    WEIGHTS,
+    find_adapters,
+    is_adapter,
+    no_weights,
+    weight_map,
+)
 from lora_server.adapters.parts import Part
 from lora_server.adapters.scan import Scan, scan, stamp_of
 
 __all__ = [
+    "CONFIG",
+    "INDEX",
+    "MAX_JSON_BYTES",
+    "WEIGHTS",
     "Adapter",
     "Part",
     "Scan",
     "find_adapters",
     "is_adapter",
+    "no_weights",
     "open_adapter",
     "scan",
     "stamp_of",
     "validate_adapter",
+    "weight_map",
 ]

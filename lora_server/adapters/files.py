@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from lora_server.adapters.config import CONFIG
 from lora_server.adapters.header import TensorEntry, read_header
 from lora_server.adapters.refusal import refusal, shown
 from lora_server.adapters.scan import is_ignored
-from lora_server.errors import ConfigError
+from lora_server.errors import AdapterFormatError, ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 _CHUNK_BYTES = 16 << 20
 
 
@@ -56,8 +56,8 @@ def read_json_file(path: Path) -> bytes:
     """The bytes of a small file; raises AdapterFormatError where there is none."""
     if not path.is_file():
         raise refusal(path.name, got="no such file", expected="one in the adapter's directory", do="save it with PEFT")
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise refusal(path.name, got=f"{path.stat().st_size} bytes", expected=f"at most {_MAX_JSON_BYTES}")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise refusal(path.name, got=f"{path.stat().st_size} bytes", expected=f"at most {MAX_JSON_BYTES}")
     return path.read_bytes()
 
 
@@ -143,18 +143,27 @@ def _weight_files(directory: Path) -> list[str]:
         return [WEIGHTS]
     if index:
         return sorted(set(_weight_map(directory).values()))
-    pickles = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES)
+    raise no_weights(sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES))
+
+
+def no_weights(pickles: Sequence[str]) -> AdapterFormatError:
+    """The refusal of a directory that has no weights, or has them in such files alone."""
     if pickles:
         do = "load it with PEFT where you trust it and save it again with safe_serialization=True"
-        raise refusal(pickles[0], got="a pickle file, which can run code", expected=WEIGHTS, do=do)
-    raise refusal(
+        return refusal(pickles[0], got="a pickle file, which can run code", expected=WEIGHTS, do=do)
+    return refusal(
         WEIGHTS, got="no such file", expected="the adapter's weights in its directory", do="save it with PEFT"
     )
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
+    return weight_map(read_json_file(directory / INDEX))
+
+
+def weight_map(content: bytes) -> dict[str, str]:
+    """By tensor the file that has it, out of an index; raises AdapterFormatError."""
     try:
-        index: Any = json.loads(read_json_file(directory / INDEX).decode("utf-8"))
+        index: Any = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise refusal(INDEX, got=f"a file that is not JSON ({error})", expected="JSON", do="save it again") from None
     names = index.get("weight_map") if isinstance(index, dict) else None

@@ -22,7 +22,10 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapters of
 
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="What requests will call it.")]
 KnownName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=adapter_names, help="An adapter.")]
-Directory = Annotated[str, typer.Argument(metavar="DIR", help="Its PEFT directory, as the server sees it, or file://.")]
+SourceUrl = Annotated[
+    str,
+    typer.Argument(metavar="SOURCE", help="Its PEFT directory, as the server sees it, or a URL, s3:// and the like."),
+]
 
 
 @app.command("list")
@@ -64,7 +67,7 @@ def show_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json
 @app.command("add")
 def add_adapter(
     name: NewName,
-    directory: Directory,
+    source: SourceUrl,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
     wait: Annotated[float, typer.Option(help="Seconds for validation and loading on every shard.")] = 120.0,
@@ -76,7 +79,7 @@ def add_adapter(
         from lora_server.cli.loading import loading
         from lora_server.wire import lora_server_pb2 as pb
 
-        path = directory if "://" in directory else str(Path(directory).resolve())
+        path = source if "://" in source else str(Path(source).resolve())
         request = pb.AddAdapterRequest(name=name, uri=path, wait_seconds=wait)
         with loading(server, name):
             row = _adapter(ask(server, "Adapters", "Add", request, wait + 10))
@@ -204,10 +207,11 @@ def show_one(row: dict[str, Any], console: Console) -> None:
         terminal.say(console, row["error"], row["state"])
 
 
-def _where(one: dict[str, int]) -> str:
+def _where(one: dict[str, Any]) -> str:
     """What a shard has where."""
     device, host, layers = one["device_layers"], one["host_layers"], one["layers"]
-    places = {"device": device, "host": host, "disk": layers - max(device, host)}
+    below = "remote" if one["remote"] else "disk"
+    places = {"device": device, "host": host, below: layers - max(device, host)}
     return ", ".join(f"{place} {num}/{layers}" for place, num in places.items() if num) or "nothing of it"
 
 
@@ -222,7 +226,7 @@ def _rows(server: str) -> list[dict[str, Any]]:
     return [*map(_adapter, reply.adapters), *map(_refused, reply.refused)]
 
 
-def _shards(server: str, row: dict[str, Any]) -> list[dict[str, int]]:
+def _shards(server: str, row: dict[str, Any]) -> list[dict[str, Any]]:
     """How much of its layers each shard has in its device pool, and in its host pool."""
     from lora_server.wire import lora_server_pb2 as pb
 
@@ -230,7 +234,13 @@ def _shards(server: str, row: dict[str, Any]) -> list[dict[str, int]]:
         return []
     reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"]))
     return [
-        {"shard": one.shard, "device_layers": one.ready, "host_layers": one.host, "layers": one.layers}
+        {
+            "shard": one.shard,
+            "device_layers": one.ready,
+            "host_layers": one.host,
+            "layers": one.layers,
+            "remote": one.remote,
+        }
         for one in reply.shards
     ]
 

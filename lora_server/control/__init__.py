@@ -3,8 +3,9 @@
 controller   puts together:                       server      its gRPC services at one address
   adapters     registered, loaded, dropped          service       what it answers
     registry     what there is (durable)            registration  the shards' streams
+    origins      where they come from
     refusals     what is not served, and why        listener      sockets, threads, limits
-    followed     what is taken from it            http        health and metrics (http_limits)
+    followed     what is taken from it            http        health and metrics (http_limits, http_disk)
     admission    who may use it now, who waits    prefetch    signals before a request's first step
     room         what fits into the pools         watch       a directory that is followed
     holds        who uses it                      agreement   what all nodes must share

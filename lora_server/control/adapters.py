@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from lora_server.adapters import Adapter, validate_adapter
 from lora_server.control.admission import Admission, Queued
 from lora_server.control.agreement import Agreement
 from lora_server.control.leases import Leases
+from lora_server.control.origins import Origin, local_path, opened, uri_of
 from lora_server.control.refusals import REMOVED, Refusal
 from lora_server.control.registry import Record, Registry, check_name
 from lora_server.control.residency import Residency
@@ -25,7 +23,6 @@ from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, 
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
-    AdapterFormatError,
     AdapterLoadError,
     LoraServerError,
     ServerUnavailableError,
@@ -34,6 +31,7 @@ from lora_server.errors import (
     rebuild,
 )
 from lora_server.placement import Placement
+from lora_server.sources.fetch import FETCH_SECONDS, Fetcher
 from lora_server.wire import lora_server_pb2 as pb
 
 NOTE_SECONDS = 5.0
@@ -46,7 +44,7 @@ class Listing(NamedTuple):
     """An adapter as users see it."""
 
     record: Record
-    state: str  # disk, host, loading, ready, failed, draining
+    state: str  # remote, disk, host, loading, ready, failed, draining
     resident_layers: int
     layers: int  # of the model
     error: str
@@ -54,28 +52,21 @@ class Listing(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def local_path(uri: str) -> Path:
-    """The directory, or the link to one, that a URI names; raises AdapterFormatError for an unknown scheme."""
-    parts = urlsplit(uri)
-    if parts.scheme == "file":
-        return Path(unquote(parts.path))
-    if parts.scheme and "://" in uri:
-        raise AdapterFormatError(f"adapter source {uri!r}: got scheme {parts.scheme!r}, expected file:// or a path")
-    return Path(uri).expanduser().absolute()
-
-
-def uri_of(where: Path) -> str:
-    """One text for one place, whose last part may be a link."""
-    return os.path.normpath(where)
-
-
 class Adapters:
     """Thread-safe. `registered` is set once the start-up directory is listed."""
 
     def __init__(
-        self, agreement: Agreement, shards: ShardTable, settled: threading.Event, leases: Leases, most_active: int = 0
+        self,
+        agreement: Agreement,
+        shards: ShardTable,
+        settled: threading.Event,
+        leases: Leases,
+        most_active: int = 0,
+        fetcher: Fetcher | None = None,
     ) -> None:
-        """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room."""
+        """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
+        `fetcher` brings adapters from far."""
+        self._fetcher = fetcher
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry = Registry()
         self._room = Room(most_active)
@@ -92,22 +83,21 @@ class Adapters:
 
     # -- registering
 
-    def register(self, name: str, uri: str, eager: bool = False) -> tuple[Record, list[PendingCommand], bool]:
+    def register(
+        self, name: str, uri: str, eager: bool = False, seconds: float = FETCH_SECONDS
+    ) -> tuple[Record, list[PendingCommand], bool]:
         """Validate and list an adapter, and tell every live shard of it; True if it is new.
 
         Eager: shards bring it in, and others make room; otherwise where there is room, or when a step needs it. May
-        read the whole file. Shards that register later are told then.
+        read the whole file, which is fetched within `seconds` if it is far. Shards that register later are told then.
         """
-        where = local_path(uri)
         check_name(name)
-        path = Path(os.path.realpath(where))
-        adapter, version = validate_adapter(path, self._spec)
-        with adapter, self._lock:
+        with opened(uri, self._spec, self._fetcher, seconds) as origin, self._lock:
             self._require_settled()
-            existing = self._registry.existing(name, version)
+            existing = self._registry.existing(name, origin.version)
             if existing is None:
                 self._check_not_a_base_models(name)
-            record = existing or self._record(name, where, adapter, version)
+            record = existing or self._record(name, origin)
             if existing is None:
                 self._registry.add(record)
             self._take_back_refusal(name)
@@ -117,19 +107,20 @@ class Adapters:
             log.warning("adapter", name=name, warning=warning)
         return record, loads, existing is None
 
-    def _record(self, name: str, where: Path, adapter: Adapter, version: str, found: str = "") -> Record:
+    def _record(self, name: str, origin: Origin, found: str = "") -> Record:
+        adapter = origin.adapter
         return Record(
             handle=self._registry.next_handle(),
             name=name,
-            version=version,
-            path=str(adapter.path),
-            stamp=adapter.stamp,
+            version=origin.version,
+            path=origin.path,
+            stamp=origin.stamp,
             lora_rank=adapter.lora_rank,
             nbytes=adapter.nbytes,
             sites=adapter.sites(),
             warnings=adapter.warnings,
             invocation=adapter.invocation,
-            uri=uri_of(where),
+            uri=origin.uri,
             found=found,
         )
 
@@ -168,9 +159,10 @@ class Adapters:
         began = time.monotonic()
         try:
             self._shards.require_up()
-            record, loads, new = self.register(name, uri, eager=True)
+            record, loads, new = self.register(name, uri, eager=True, seconds=seconds)
             try:
-                wait_all(loads, seconds, f"loading {name!r}")
+                left = max(0.0, round(began + seconds - time.monotonic(), 1))
+                wait_all(loads, left, f"loading {name!r}")
             except LoraServerError:
                 if new:
                     self.remove(name)
@@ -386,6 +378,7 @@ class Adapters:
                 if self._registry.by_handle(one.handle) is not None:
                     resident = self._residency.of(one.handle)
                     resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
+                    (resident.remote.add if one.remote else resident.remote.discard)(shard)
                     if one.measured:
                         self._room.set_size(one.handle, shard, one.bytes)
             if self.admission.num_queued:
@@ -404,7 +397,7 @@ class Adapters:
             self._require_settled()
             return self._listing(self._registry.get(name))
 
-    def by_shard(self, name: str) -> list[tuple[int, int, int, int]]:
+    def by_shard(self, name: str) -> list[tuple[int, int, int, int, bool]]:
         """How far each shard is with a listed adapter: see Residency."""
         with self._lock:
             return self._residency.by_shard(self._registry.get(name).handle)
@@ -445,6 +438,7 @@ class Adapters:
         """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load."""
         with self._lock:
             self._require_settled()
+            self._try_failed_again(names)
             answer = self.admission.acquire(client, ticket, names)
             queued = answer if isinstance(answer, Queued) else None
             handles = self._resolve(names) if isinstance(answer, Queued) else answer
@@ -453,6 +447,12 @@ class Adapters:
                 if self._room.unmeasured([record.handle]) is not None:  # it is looked at before the others
                     self._load_everywhere(record, eager=False)
             return records, queued
+
+    def _try_failed_again(self, names: Iterable[str]) -> None:
+        """Why a shard could not read its files may be over; whoever asks next is told."""
+        for record in filter(None, map(self._registry.find, set(names))):
+            if self._residency.of(record.handle).error:
+                self._load_everywhere(record, eager=False)
 
     def _resolve(self, names: Sequence[str]) -> list[int]:
         records = [self._registry.get(name) for name in names]

@@ -10,6 +10,7 @@ from lora_server.control.clients import Clients
 from lora_server.control.followed import FollowedAdapters
 from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
+from lora_server.sources.fetch import Fetcher
 
 
 class Controller:
@@ -22,13 +23,16 @@ class Controller:
         restarted: bool = False,
         require_all_adapters: bool = False,
         max_active_adapters: int = 0,
+        fetcher: Fetcher | None = None,
     ) -> None:
-        """`restarted`: an earlier one of the same node may have registered the start-up directory."""
+        """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
+        adapters from far."""
         settled = threading.Event()
         self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
-        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters)
+        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters, fetcher)
+        self.fetcher = fetcher
         self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import structlog
 
 from lora_server.adapters import Adapter, stamp_of, validate_adapter
-from lora_server.control.adapters import Adapters, described, uri_of
+from lora_server.control.adapters import Adapters, described
+from lora_server.control.origins import local, uri_of
 from lora_server.control.registry import Record, check_name
 from lora_server.control.shards import PendingCommand, wait_all
 from lora_server.errors import AdapterError, AdapterExistsError
@@ -66,7 +67,7 @@ class FollowedAdapters(Adapters):
                 return
             if served is None:
                 self._check_not_a_base_models(name)
-            record = self._record(name, where, adapter, version, stamp)
+            record = self._record(name, local(where, adapter, version), stamp)
             if served is not None:
                 self._coming.add(record.handle)
             self._registry.add(record, listed=served is None)

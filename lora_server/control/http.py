@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from lora_server.control.admission import Admission
 from lora_server.control.controller import Controller
+from lora_server.control.http_disk import disk_metrics
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
 from lora_server.errors import AdapterFormatError
 
@@ -87,6 +88,7 @@ class ControllerCollector(Collector):
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
         yield from _admission(controller.adapters.admission)
+        yield from disk_metrics(controller)
         help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
         codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts

@@ -10,11 +10,13 @@ from lora_server.placement import Placement
 
 @dataclass
 class Resident:
-    """One adapter, by shard: layers that are ready, layers in the host pool; who looked at it; why some failed."""
+    """One adapter, by shard: layers that are ready, layers in the host pool; who looked at it, whose disk does not have
+    its files; why some failed."""
 
     layers: dict[int, int] = field(default_factory=dict)
     host_layers: dict[int, int] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
+    remote: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -47,14 +49,18 @@ class Residency:
             resident.layers.pop(shard, None)
             resident.host_layers.pop(shard, None)
             resident.known.discard(shard)
+            resident.remote.discard(shard)
             resident.errors.pop(shard, None)
 
-    def by_shard(self, handle: int) -> list[tuple[int, int, int, int]]:
-        """(shard, layers that it has ready, that it has in the host pool, that it owns)."""
+    def by_shard(self, handle: int) -> list[tuple[int, int, int, int, bool]]:
+        """(shard, layers that it has ready, that it has in the host pool, that it owns; whether its disk has none)."""
         resident, placement = self.of(handle), self._placement
         ready, host = resident.layers, resident.host_layers
         shards = range(placement.layout.num_shards)
-        return [(one, ready.get(one, 0), host.get(one, 0), len(placement.layers(one))) for one in shards]
+        return [
+            (one, ready.get(one, 0), host.get(one, 0), len(placement.layers(one)), one in resident.remote)
+            for one in shards
+        ]
 
     def num_layers(self, handle: int) -> int:
         """Layers that all their shards have READY."""
@@ -70,7 +76,9 @@ class Residency:
             return "ready"
         if ready or any(resident.layers.values()) or len(resident.known) < self._placement.layout.num_shards:
             return "loading"
-        return "host" if self._on_all(resident.host_layers) == self._all else "disk"
+        if self._on_all(resident.host_layers) == self._all:
+            return "host"
+        return "remote" if resident.remote else "disk"
 
     def _on_all(self, layers: Mapping[int, int]) -> int:
         return sum(min(layers.get(shard, 0) for shard in shards) for shards in self._owning)

@@ -36,8 +36,8 @@ class AdaptersService:
 
     def Get(self, request: pb.GetAdapterRequest) -> pb.Adapter:
         reply = _adapter(self._adapters.get(request.name))
-        for shard, ready, host, layers in self._adapters.by_shard(request.name):
-            reply.shards.add(shard=shard, ready=ready, host=host, layers=layers)
+        for shard, ready, host, layers, remote in self._adapters.by_shard(request.name):
+            reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
         return reply
 
     def Remove(self, request: pb.RemoveAdapterRequest) -> pb.RemoveAdapterReply:

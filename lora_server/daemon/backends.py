@@ -25,6 +25,7 @@ from lora_server.memory.store import WeightStore
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
+from lora_server.sources.fetch import Fetcher
 from lora_server.transport.base import DeviceMemory
 from lora_server.units import Size
 
@@ -53,6 +54,7 @@ class Memory:
     eviction: str = "lru"
     link_gbps: float = 0.0
     sharing: int = 1
+    fetcher: Fetcher | None = None  # of files from far
 
     def bytes_of(self, size: Size, available: int, flag: str) -> int:
         """Of one pool; raises ConfigError where it is more than there is."""
@@ -73,7 +75,14 @@ class Memory:
         """A shard's."""
         policy = POLICIES[self.eviction]
         return WeightStore(
-            placement, shard, tier, host_pool, policy=policy, link_gbps=self.link_gbps, on_layer=on_layer
+            placement,
+            shard,
+            tier,
+            host_pool,
+            policy=policy,
+            link_gbps=self.link_gbps,
+            on_layer=on_layer,
+            fetcher=self.fetcher,
         )
 
 

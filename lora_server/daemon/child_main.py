@@ -16,7 +16,11 @@ from lora_server import logs
 from lora_server.config import ProcessConfig
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.errors import LoraServerError
+from lora_server.sources.cache import DiskCache
+from lora_server.sources.fetch import Fetcher
+from lora_server.spec import ModelSpec
 
+DISK_CACHE = "disk-cache"  # its directory, where --disk-cache does not name one
 STUCK_SECONDS = 10.0  # without a parent; one that lives would have killed it before
 log = structlog.get_logger()
 
@@ -31,6 +35,12 @@ class Process(Protocol):
     def stop(self) -> None:
         """From any thread, or a signal's handler."""
         ...
+
+
+def open_fetcher(config: ProcessConfig, spec: ModelSpec) -> Fetcher:
+    """Into the disk cache that this process shares with the others of its node. Raises ConfigError."""
+    assert config.disk_cache is not None  # the node chose
+    return Fetcher(DiskCache(config.disk_cache, config.disk_cache_size), spec)
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:

@@ -23,7 +23,7 @@ from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.registration import Doorkeeper
 from lora_server.control.server import ControlServer
 from lora_server.control.watch import Watcher
-from lora_server.daemon.child_main import run_child
+from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
@@ -44,13 +44,15 @@ class ControllerProcess:
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
-        agreement = Agreement.of(config, ModelSpec.from_json(config.spec_json))
+        spec = ModelSpec.from_json(config.spec_json)
+        agreement = Agreement.of(config, spec)
         self.controller = controller = Controller(
             agreement,
             Leases(config.lease_seconds),
             config.restarted,
             config.require_all_adapters,
             config.max_active_adapters,
+            open_fetcher(config, spec),
         )
         prefetch = PrefetchListener(
             config.bind_host, config.advertise, controller.clients.prefetches.receive, config.data_ports.prefetch()

@@ -21,6 +21,7 @@ from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import processes
+from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Child
 from lora_server.daemon.startup import Startup, ask
@@ -129,6 +130,7 @@ def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: th
     bind_host, advertise = _hosts(config, stop)
     found = {"spec_json": spec_json, "bind_host": bind_host, "advertise": advertise, "run_dir": run_dir}
     found["secret"] = _secret(config)
+    found["disk_cache"] = config.disk_cache or (config.data_dir or run_dir).resolve() / DISK_CACHE
     return ProcessConfig.model_validate(config.model_dump() | found)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend
-from lora_server.daemon.child_main import run_child
+from lora_server.daemon.child_main import DISK_CACHE, open_fetcher, run_child
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.errors import ConfigError, LeaseError, LoraServerError
@@ -27,6 +28,7 @@ from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.shard.loop import Shard
+from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port
@@ -61,6 +63,7 @@ class ShardProcess:
         data = config.data_ports.data(config.shard)
         self.zmq = ZmqListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
         self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
+        self.fetcher = open_fetcher(config, spec)
         backend = self._backend(Placement(spec, layout))
         self.store = backend.store
         self.coordinator = self._coordinator(layout)
@@ -93,6 +96,7 @@ class ShardProcess:
             eviction=config.eviction,
             link_gbps=config.host_link_gbps,
             sharing=sharing,
+            fetcher=self.fetcher,
         )
 
     @property
@@ -134,6 +138,7 @@ class ShardProcess:
         self.store.close()
         self.stream.leave(LEAVE_SECONDS)
         if os.getppid() != self._parent:  # a killed parent leaves its directory to its last shard
+            shutil.rmtree(self.config.run_dir / DISK_CACHE, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.config.run_dir.rmdir()
         log.info("shard stopped", shard=self.config.shard)
@@ -170,13 +175,15 @@ class ShardProcess:
 
     def _report_moved(self) -> None:
         moved = [
-            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m) for h, r, p, n, m in self.store.moved()
+            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f)
+            for h, r, p, n, m, f in self.store.moved()
         ]
         if moved:
             self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
 
     def _stats(self) -> None:
         while not self.stopping.wait(STATS_SECONDS):
+            self.store.note_disk(self.fetcher.cache.versions())
             self._report_moved()
             followers = self.coordinator.followers if isinstance(self.coordinator, Leader) else 0
             connections = self.port.connections
@@ -186,6 +193,7 @@ class ShardProcess:
                 device=self.store.tier.name,
                 clients=len(connections),
                 followers=followers,
+                disk=pb.DiskStats(**self.fetcher.use()._asdict()),
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
             )
             self.stream.report(pb.ShardReport(stats=stats))
@@ -274,6 +282,8 @@ class ShardProcess:
 
 
 def _source(load: pb.Load) -> Source:
+    if is_remote(load.path):
+        return Source(Path(), load.version, load.stamp, load.path)
     return Source(Path(load.path), load.version, load.stamp)
 
 

@@ -1,5 +1,8 @@
 """One adapter on one shard, and where each of its layers stands.
 
+   REMOTE
+    │  ▲                                its source is far, and the node's disk cache does not have its files
+    ▼  │
     DISK ──► LOADING ──► READY          a layer is LOADING while the adapter has device memory and the layer is
       ▲  ╲   ▲   ╲          │           not there yet; it is HOST where packed weights lie in the host pool, and
       │   ▼  │    ▼         │           no device memory is taken for it
@@ -33,6 +36,7 @@ class State(Enum):
     """Where the weights of (handle, layer) stand on this shard."""
 
     UNKNOWN = "unknown"
+    REMOTE = "at its source alone"
     DISK = "on disk"
     HOST = "in host memory"
     LOADING = "loading"
@@ -42,11 +46,18 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp)."""
+    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp).
+
+    `remote`: the URL of one from far, whose files are in the disk cache, or nowhere here; it has no path.
+    """
 
     path: Path
     version: str
     stamp: str
+    remote: str = ""
+
+    def __str__(self) -> str:
+        return self.remote or str(self.path)
 
 
 @dataclass
@@ -92,6 +103,7 @@ class Entry:
     stays: bool = False  # it never makes room (`adapters pin`)
     in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
     active: bool = False  # a client holds it: it makes room for nobody who is not
+    far: bool = False  # the disk cache does not have its files, as far as this shard knows
     eager: bool = False  # to be brought in, though nobody waits
     first: int = 0  # index of the layer that was asked for last: loading begins there
     looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
@@ -112,7 +124,9 @@ class Entry:
             return State.FAILED
         if self.device is not None:
             return State.LOADING
-        return State.HOST if layer in self.packed else State.DISK
+        if layer in self.packed:
+            return State.HOST
+        return State.REMOTE if self.far else State.DISK
 
     def lacks(self, layer: int) -> bool:
         """Whether a step of this layer has to wait."""
@@ -129,7 +143,12 @@ class Entry:
 
     def is_wanted(self) -> bool:
         """Whether somebody needs it, or waits for all of it."""
-        return bool(self.demands or self.waiting or self.in_part is not None or self.active or self.eager)
+        looked_for = self.source.remote and self.looking
+        return bool(self.demands or self.waiting or self.in_part is not None or self.active or self.eager or looked_for)
+
+    def is_packed(self) -> bool:
+        """Whether all of it is in the host pool: its files are not needed."""
+        return self.manifest is not None and len(self.packed) == len(self.layers)
 
     def deadline(self) -> float:
         """When it is needed first; infinite where nobody said."""

@@ -14,7 +14,8 @@ from lora_server.memory.manifest import Manifest
 from lora_server.memory.pools import Extent
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
-from lora_server.spec import Site
+from lora_server.sources.cache import Lease
+from lora_server.spec import ModelSpec, Site
 
 PATIENCE_SECONDS = 5e-4  # and no less than a block took: steps that never end make loading twice as slow, or so
 
@@ -35,6 +36,15 @@ class Loader:
     give_way: Callable[[float], object]
     link_gbps: float = 0.0
     _open: dict[Entry, Adapter] = field(default_factory=dict)
+    _leases: dict[Entry, Lease] = field(default_factory=dict)
+
+    def hold(self, entry: Entry, lease: Lease) -> None:
+        """Its files, which came from far; until `close`."""
+        self._leases[entry] = lease
+
+    def lacks_files(self, entry: Entry) -> bool:
+        """Whether they have to be fetched, or taken from the disk cache, first."""
+        return bool(entry.source.remote) and entry not in self._leases and not entry.is_packed()
 
     def measure(self, entry: Entry) -> None:
         """Open the files: what it has here, and how large that is. Raises AdapterError."""
@@ -61,7 +71,7 @@ class Loader:
         self.tier.synchronize()
         if self.link_gbps:
             self.pause(began + (end - begin) * 8e-9 / self.link_gbps - time.monotonic())
-        if len(entry.packed) == len(entry.layers):
+        if entry.is_packed():
             self.close(entry)
         return end - begin
 
@@ -70,6 +80,9 @@ class Loader:
         adapter = self._open.pop(entry, None)
         if adapter is not None:
             adapter.close()
+        lease = self._leases.pop(entry, None)
+        if lease is not None:
+            lease.close()
 
     def _read(self, entry: Entry, manifest: Manifest, layer: int, target: Extent) -> None:
         adapter, device = self._opened(entry), self.tier.device
@@ -84,7 +97,9 @@ class Loader:
 
     def _opened(self, entry: Entry) -> Adapter:
         if entry not in self._open:
-            self._open[entry] = _open(entry.source, self.placement)
+            lease = self._leases.get(entry)
+            spec = self.placement.spec
+            self._open[entry] = _open(entry.source, spec) if lease is None else open_adapter(lease.path, spec)
         return self._open[entry]
 
 
@@ -92,9 +107,9 @@ def _pairs(adapter: Adapter, site: Site, expert: int) -> list[Pair]:
     return [Pair(a_RK, b_OR, part.scale, part.out_begin) for part, a_RK, b_OR in adapter.read(site, expert)]
 
 
-def _open(source: Source, placement: Placement) -> Adapter:
+def _open(source: Source, spec: ModelSpec) -> Adapter:
     """The adapter that was registered; files touched since are read whole and must have the same content."""
-    adapter = open_adapter(source.path, placement.spec)
+    adapter = open_adapter(source.path, spec)
     if adapter.stamp != source.stamp and adapter.version() != source.version:
         adapter.close()
         raise AdapterLoadError(

@@ -19,11 +19,14 @@ import numpy.typing as npt
 from lora_server.errors import AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.entry import Demand, Done, Entry, Source, State
 from lora_server.memory.eviction import Policy, lru, may_go, victims
+from lora_server.memory.fetching import Fetching
 from lora_server.memory.loading import Loader
 from lora_server.memory.pins import Pins
 from lora_server.memory.pools import Pool
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
+from lora_server.sources.cache import Lease
+from lora_server.sources.fetch import Fetcher
 from lora_server.spec import Site
 
 LOOK_SECONDS = 0.02  # how often one that has no room looks whether somebody's turn is over
@@ -50,6 +53,7 @@ class Residency(NamedTuple):
     packed: int  # layers in the host pool
     nbytes: int  # that it takes of the device pool
     measured: bool  # its files were looked at: `nbytes` is true
+    far: bool  # its files are not on this node's disk
 
 
 class WeightStore:
@@ -65,7 +69,9 @@ class WeightStore:
         policy: Policy = lru,
         link_gbps: float = 0.0,
         on_layer: Callable[[int, int], None] = lambda handle, layers: None,
+        fetcher: Fetcher | None = None,
     ) -> None:
+        """`fetcher` brings files from far."""
         self.tier, self.host_pool = tier, host_pool
         self._shard, self._policy, self._on_layer = shard, policy, on_layer
         self._layers = placement.layers(shard)
@@ -85,6 +91,8 @@ class WeightStore:
         self._moved: set[int] = set()
         self._loads = self._loaded_bytes = self._evictions = self._orders = 0
         self._closing = threading.Event()
+        self._fetching = Fetching(fetcher, self._fetched, self._closing.is_set)
+        self._on_disk: frozenset[str] = frozenset()  # versions that the disk cache has
         self._loader = Loader(placement, shard, tier, self._closing.wait, self._pins.none.wait, link_gbps)
         self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
@@ -104,13 +112,15 @@ class WeightStore:
             if entry is None:
                 self._orders += 1
                 entry = self._entries[handle] = Entry(handle, source, self._layers, self._orders)
+                entry.far = self._is_far(entry)
                 self._note_active(entry)
             elif entry.source.version != source.version:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
                 return
             entry.retry()
             self._moved.add(handle)
-            if entry.failure is not None or entry.is_whole() or not (eager or entry.size is None):
+            known = entry.size is not None or (entry.far and not again)  # nothing is fetched before somebody asks
+            if entry.failure is not None or entry.is_whole() or (known and not eager):
                 done(entry.failure)
                 return
             if eager:
@@ -119,8 +129,7 @@ class WeightStore:
                 self._want(entry)
             else:
                 entry.looking.append(done)
-                (self._unasked.appendleft if again else self._unasked.append)(entry)
-                self._changed.notify()
+                self._look_at(entry, again)
 
     def keep(self, handle: int, done: Done) -> None:
         """Bring an adapter in, and let it never make room until `unkeep`; `done` is called as by an eager `load`.
@@ -144,8 +153,7 @@ class WeightStore:
                 done(entry.failure)
             elif entry.size is None:
                 entry.looking.append(looked)
-                self._unasked.append(entry)
-                self._changed.notify()
+                self._look_at(entry)
             elif (error := self._too_many_kept(entry)) is not None:
                 done(error)
             else:
@@ -171,7 +179,18 @@ class WeightStore:
         with self._changed:
             entry = self._entries.get(handle)
             if entry is not None and entry.source.version == source.version:
-                entry.source = source
+                entry.source, entry.far = source, self._is_far(entry)
+
+    def note_disk(self, versions: frozenset[str]) -> None:
+        """The disk cache has these, and no others."""
+        with self._changed:
+            if versions == self._on_disk:
+                return
+            self._on_disk = versions
+            for entry in self._entries.values():
+                if entry.far != self._is_far(entry):
+                    entry.far = not entry.far
+                    self._moved.add(entry.handle)
 
     def drop(self, handle: int) -> None:
         """Forget an adapter; its memory is free when no step reads it any more. Unknown handles are ignored.
@@ -300,7 +319,12 @@ class WeightStore:
             entries = [self._entries[handle] for handle in moved if handle in self._entries]
             return [
                 Residency(
-                    one.handle, len(one.ready), len(one.packed), one.size or 0, one.size is not None or one.is_whole()
+                    one.handle,
+                    len(one.ready),
+                    len(one.packed),
+                    one.size or 0,
+                    one.size is not None or one.is_whole(),
+                    one.far,
                 )
                 for one in entries
             ]
@@ -374,6 +398,17 @@ class WeightStore:
         if entry.active and not entry.is_whole() and entry.failure is None:
             self._want(entry)
 
+    def _is_far(self, entry: Entry) -> bool:
+        return bool(entry.source.remote) and entry.source.version not in self._on_disk
+
+    def _look_at(self, entry: Entry, soon: bool = False) -> None:
+        """At its files, which may have to come first."""
+        if self._loader.lacks_files(entry):
+            self._want(entry)
+            return
+        (self._unasked.appendleft if soon else self._unasked.append)(entry)
+        self._changed.notify()
+
     def _want(self, entry: Entry) -> None:
         self._wanted[entry.handle] = entry
         self._changed.notify()
@@ -416,6 +451,9 @@ class WeightStore:
             while not self._closing.is_set():
                 now = time.monotonic()
                 for entry in self._in_order(now):
+                    if self._loader.lacks_files(entry):
+                        self._fetching.start(entry)
+                        continue
                     if entry.size is None or self._make_room(entry, now):
                         self._busy = entry
                         return entry
@@ -445,13 +483,19 @@ class WeightStore:
             entry.forget_demands(now)
             if entry.is_whole() or entry.failure is not None or not entry.is_wanted():
                 del self._wanted[entry.handle]
+                self._let_go(entry)
         wanted = sorted(self._wanted.values(), key=lambda one: (one.deadline(), len(one.ready), one.order))
         while self._unasked:
             entry = self._unasked[0]
             if not (entry.dropped or entry.failure is not None or entry.is_whole()) and self._has_room(entry):
                 return [*wanted, entry] if entry.size is None or not wanted else wanted
-            self._unasked.popleft()
+            self._let_go(self._unasked.popleft())
         return wanted
+
+    def _let_go(self, entry: Entry) -> None:
+        """Nothing is brought in from its files now."""
+        if entry.device is None:
+            self._loader.close(entry)
 
     def _has_room(self, entry: Entry) -> bool:
         return entry.size is None or entry.device is not None or self.tier.pool.can_allocate(entry.nbytes)
@@ -526,6 +570,29 @@ class WeightStore:
             self._free_host(entry)
             self._changed.notify()
 
+    def _fetched(self, entry: Entry, lease: Lease | None, error: LoraServerError | None) -> None:
+        """In a thread of its own: its files are here, or why not."""
+        if error is not None:
+            self._fail(entry, error)
+        with self._changed:
+            self._fetching.finish(entry)
+            over = entry.dropped or self._closing.is_set() or not (entry.is_wanted() or entry in self._unasked)
+            if lease is not None and over:
+                lease.close()
+            elif lease is not None:
+                self._loader.hold(entry, lease)
+                self._on_disk |= {entry.source.version}
+                entry.far = False
+                self._moved.add(entry.handle)
+                if entry.looking:
+                    self._unasked.appendleft(entry)
+            self._changed.notify()
+            answered = entry.answered() if error is not None else []
+        if error is not None:
+            self._on_layer(entry.handle, len(entry.ready))
+        for done in answered:
+            done(error)
+
     # -- the thread
 
     def _run(self) -> None:
@@ -573,7 +640,7 @@ class WeightStore:
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         if not isinstance(error, LoraServerError):
-            error = AdapterLoadError(f"{entry.source.path}: {error!r}")
+            error = AdapterLoadError(f"{entry.source}: {error!r}")
         with self._changed:
             entry.failure, entry.failed_at, entry.in_part = error, time.monotonic(), None
             entry.eager = False

@@ -41,16 +41,18 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ...) -> None: ...
 
 class ShardLayers(_message.Message):
-    __slots__ = ("shard", "ready", "layers", "host")
+    __slots__ = ("shard", "ready", "layers", "host", "remote")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     ready: int
     layers: int
     host: int
-    def __init__(self, shard: _Optional[int] = ..., ready: _Optional[int] = ..., layers: _Optional[int] = ..., host: _Optional[int] = ...) -> None: ...
+    remote: bool
+    def __init__(self, shard: _Optional[int] = ..., ready: _Optional[int] = ..., layers: _Optional[int] = ..., host: _Optional[int] = ..., remote: bool = ...) -> None: ...
 
 class Invocation(_message.Message):
     __slots__ = ("tokens", "text")
@@ -393,7 +395,7 @@ class ClientStatus(_message.Message):
     def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions")
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +415,7 @@ class ShardStats(_message.Message):
     LOADS_FIELD_NUMBER: _ClassVar[int]
     LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     steps: int
     failed: int
     entries: int
@@ -432,7 +435,26 @@ class ShardStats(_message.Message):
     loads: int
     loaded_bytes: int
     evictions: int
-    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    disk: DiskStats
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., disk: _Optional[_Union[DiskStats, _Mapping]] = ...) -> None: ...
+
+class DiskStats(_message.Message):
+    __slots__ = ("bytes", "total_bytes", "fetches", "fetched_bytes", "fetch_seconds", "fetch_failures", "evictions")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    total_bytes: int
+    fetches: int
+    fetched_bytes: int
+    fetch_seconds: float
+    fetch_failures: int
+    evictions: int
+    def __init__(self, bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., fetches: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_seconds: _Optional[float] = ..., fetch_failures: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("client", "transport")
@@ -507,18 +529,20 @@ class Done(_message.Message):
     def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Residency(_message.Message):
-    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured")
+    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured", "remote")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     layers: int
     host_layers: int
     bytes: int
     measured: bool
-    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ...) -> None: ...
+    remote: bool
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ..., remote: bool = ...) -> None: ...
 
 class Residencies(_message.Message):
     __slots__ = ("moved",)

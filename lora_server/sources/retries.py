@@ -1,0 +1,43 @@
+"""Which errors of a source may pass. By status, errno and name, so that no library is imported that is not used."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import Retrying, retry_if_exception, wait_random_exponential
+
+ATTEMPTS = 5
+MIN_PAUSE, MAX_PAUSE = 0.1, 5.0  # seconds
+_STATUSES = (408, 425, 429)  # and 500 and above
+_NUMBERS = (errno.EIO, errno.EAGAIN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EBUSY)
+# Python's own; of aiohttp the next two; of botocore, httpx and urllib3
+_NAMES = {
+    *("ConnectionError", "TimeoutError"),
+    *("ClientConnectionError", "ClientPayloadError"),
+    *("HTTPClientError", "TransportError", "ProtocolError"),
+}
+_T = TypeVar("_T")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed later."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return status in _STATUSES or status >= 500
+    if isinstance(error, OSError) and error.errno in _NUMBERS:
+        return True
+    return any(kind.__name__ in _NAMES for kind in type(error).__mro__)
+
+
+def patiently(request: Callable[[], _T], deadline: float) -> _T:
+    """Its result; what may pass is tried again, a few times and not after `deadline` (time.monotonic())."""
+    retrying = Retrying(
+        retry=retry_if_exception(may_pass),
+        stop=lambda state: state.attempt_number >= ATTEMPTS or time.monotonic() > deadline,
+        wait=wait_random_exponential(MIN_PAUSE, max=MAX_PAUSE),
+        reraise=True,
+    )
+    return retrying(request)
