@@ -79,6 +79,9 @@ class ServeConfig(BaseSettings):
     eviction: Literal["lru", "value"] = Field(
         "lru", description="Who makes room: the least recently used, or who saves the least load time per byte."
     )
+    preload: bool = Field(
+        False, description="Fill device memory that is free with the most valuable adapters while nobody waits."
+    )
     max_active_adapters: int = Field(
         0, ge=0, description="Adapters that may be in use together; 0: as many as the device pools hold."
     )

@@ -44,6 +44,8 @@ _COUNTERS = (
     ("lora_server_compute_seconds", "Time shards computed", "compute_ns", 1e-9),
     ("lora_server_loads", "Adapters brought into the device pool", "loads", 1.0),
     ("lora_server_loaded_bytes", "Bytes brought into the device pool", "loaded_bytes", 1.0),
+    ("lora_server_preloads", "Adapters brought into idle memory before anybody asked", "preloads", 1.0),
+    ("lora_server_preload_hits", "Of these, those that were used", "preload_hits", 1.0),
     ("lora_server_evictions", "Adapters that made room in the device pool", "evictions", 1.0),
 )
 # metric, help, fields of ShardStats for the device pool and for the host pool

@@ -55,6 +55,7 @@ class Memory:
     link_gbps: float = 0.0
     sharing: int = 1
     fetcher: Fetcher | None = None  # of files from far
+    preload: bool = False
 
     def bytes_of(self, size: Size, available: int, flag: str) -> int:
         """Of one pool; raises ConfigError where it is more than there is."""
@@ -83,6 +84,7 @@ class Memory:
             link_gbps=self.link_gbps,
             on_layer=on_layer,
             fetcher=self.fetcher,
+            preload=self.preload,
         )
 
 

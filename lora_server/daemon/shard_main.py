@@ -97,6 +97,7 @@ class ShardProcess:
             link_gbps=config.host_link_gbps,
             sharing=sharing,
             fetcher=self.fetcher,
+            preload=config.preload,
         )
 
     @property

@@ -104,6 +104,7 @@ class Entry:
     in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
     active: bool = False  # a client holds it: it makes room for nobody who is not
     far: bool = False  # the disk cache does not have its files, as far as this shard knows
+    preloaded: bool = False  # it came, or comes, before anybody asked, and nobody has used it yet
     eager: bool = False  # to be brought in, though nobody waits
     first: int = 0  # index of the layer that was asked for last: loading begins there
     looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
@@ -150,6 +151,10 @@ class Entry:
         """Whether all of it is in the host pool: its files are not needed."""
         return self.manifest is not None and len(self.packed) == len(self.layers)
 
+    def is_spare(self) -> bool:
+        """Whether it makes room for anybody, and nobody for it."""
+        return self.preloaded and not self.is_wanted()
+
     def deadline(self) -> float:
         """When it is needed first; infinite where nobody said."""
         first = min((demand.due for demand in self.demands.values()), default=float("inf"))
@@ -166,7 +171,8 @@ class Entry:
 
     def arrived(self, now: float) -> None:
         """A layer is READY, perhaps the last."""
-        self.usage.count(now, 0)
+        if not self.preloaded:
+            self.usage.count(now, 0)
         if self.is_whole():
             self.in_part, self.eager = None, False
             self.whole_since, self.usage.load_seconds = now, now - self.began

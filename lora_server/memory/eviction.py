@@ -1,9 +1,9 @@
 """Who makes room, and for whom: pure functions of entries, apart from where their bytes lie.
 
 Never: one that is to stay (`adapters pin`), one that is needed earlier, one in use whose turn is not over; the store
-leaves out those that steps read. Of the others those go first that nobody has asked for, and among them the one that
-the policy values least. Active ones, which clients hold, make room for nobody as long as they fit together, and every
-other one makes room for them at once.
+leaves out those that steps read. Of the others those go first that were preloaded and not used, then those that nobody
+has asked for, and among them the one that the policy values least. Active ones, which clients hold, make room for
+nobody as long as they fit together, and every other one makes room for them at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def victims(
 ) -> list[Entry] | None:
     """Whose memory together has `missing` bytes, least wanted first; None where all have less."""
     chosen = []
-    for entry in sorted(resident, key=lambda one: (one.active, one.is_wanted(), -one.deadline(), policy(one))):
+    for entry in sorted(resident, key=lambda one: (*_rank(one), policy(one))):
         if missing <= 0:
             break
         chosen.append(entry)
@@ -56,12 +56,17 @@ def victims(
     return chosen
 
 
+def _rank(entry: Entry) -> tuple[bool, bool, bool, float]:
+    """Least first: spare ones, those that nobody asked for, those that are needed last, active ones."""
+    return entry.active, not entry.is_spare(), entry.is_wanted(), -entry.deadline()
+
+
 def may_go(entry: Entry, newcomer: Entry, now: float, active_fit: bool = True) -> bool:
     """Whether it has to make room; `active_fit`: all active ones have room together."""
     entry.forget_demands(now)
     if entry.stays or (entry.active and (active_fit or not newcomer.active)):
         return False
-    if newcomer.active and not entry.active:
+    if entry.is_spare() or (newcomer.active and not entry.active):
         return True
     if entry.is_wanted() and (entry.deadline(), entry.order) <= (newcomer.deadline(), newcomer.order):
         return False

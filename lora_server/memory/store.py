@@ -23,6 +23,7 @@ from lora_server.memory.fetching import Fetching
 from lora_server.memory.loading import Loader
 from lora_server.memory.pins import Pins
 from lora_server.memory.pools import Pool
+from lora_server.memory.preload import PAUSE_SECONDS, Preload
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.sources.cache import Lease
@@ -43,6 +44,8 @@ class MemoryUse(NamedTuple):
     loads: int  # of whole adapters
     loaded_bytes: int
     evictions: int
+    preloads: int
+    preload_hits: int
 
 
 class Residency(NamedTuple):
@@ -70,8 +73,9 @@ class WeightStore:
         link_gbps: float = 0.0,
         on_layer: Callable[[int, int], None] = lambda handle, layers: None,
         fetcher: Fetcher | None = None,
+        preload: bool = False,
     ) -> None:
-        """`fetcher` brings files from far."""
+        """`fetcher` brings files from far; `preload`: idle memory is filled."""
         self.tier, self.host_pool = tier, host_pool
         self._shard, self._policy, self._on_layer = shard, policy, on_layer
         self._layers = placement.layers(shard)
@@ -91,6 +95,7 @@ class WeightStore:
         self._moved: set[int] = set()
         self._loads = self._loaded_bytes = self._evictions = self._orders = 0
         self._closing = threading.Event()
+        self._preload = Preload(self._entries, tier.pool, self._let_go, preload)
         self._fetching = Fetching(fetcher, self._fetched, self._closing.is_set)
         self._on_disk: frozenset[str] = frozenset()  # versions that the disk cache has
         self._loader = Loader(placement, shard, tier, self._closing.wait, self._pins.none.wait, link_gbps)
@@ -343,6 +348,8 @@ class WeightStore:
             self._loads,
             self._loaded_bytes,
             self._evictions,
+            self._preload.preloads,
+            self._preload.hits,
         )
 
     def check_integrity(self) -> None:
@@ -392,6 +399,7 @@ class WeightStore:
             for handle in handles:
                 if handle in self._entries:
                     self._entries[handle].usage.count(now)
+                    self._preload.note_use(self._entries[handle])
 
     def _note_active(self, entry: Entry) -> None:
         entry.active = entry.handle in self._active
@@ -464,7 +472,14 @@ class WeightStore:
                     ):
                         self._postpone(entry)
                 self._starved = bool(self._wanted)
-                self._changed.wait(LOOK_SECONDS if self._starved else None)
+                spare = None if self._starved else self._preload.choose(now)
+                if spare is not None and self._loader.lacks_files(spare):
+                    self._fetching.start(spare)
+                elif spare is not None and self._make_room(spare, now):
+                    self._busy = spare
+                    return spare
+                idle = PAUSE_SECONDS if self._preload.enabled else None
+                self._changed.wait(LOOK_SECONDS if self._starved else idle)
             return None
 
     def _postpone(self, entry: Entry) -> None:
@@ -512,8 +527,8 @@ class WeightStore:
 
     def _evict_for(self, entry: Entry, pool: Pool, now: float) -> bool:
         missing = pool.size_of(entry.nbytes) - pool.free
-        if missing <= 0:
-            return True
+        if missing <= 0 or entry.is_spare():
+            return missing <= 0
         self._note_uses()
         others = [one for one in self._entries.values() if one is not entry]
         if pool is self.tier.pool:
@@ -541,7 +556,7 @@ class WeightStore:
     def _free_device(self, entry: Entry) -> None:
         if entry.device is not None:
             self.tier.pool.deallocate(entry.device)
-        entry.device, entry.first, entry.in_part = None, 0, None
+        entry.device, entry.first, entry.in_part, entry.preloaded = None, 0, None, False
         entry.ready.clear()
         if not entry.dropped:
             self._whole.discard(entry.handle)
@@ -576,7 +591,11 @@ class WeightStore:
             self._fail(entry, error)
         with self._changed:
             self._fetching.finish(entry)
-            over = entry.dropped or self._closing.is_set() or not (entry.is_wanted() or entry in self._unasked)
+            over = (
+                entry.dropped
+                or self._closing.is_set()
+                or not (entry.is_wanted() or entry.preloaded or entry in self._unasked)
+            )
             if lease is not None and over:
                 lease.close()
             elif lease is not None:
@@ -634,6 +653,7 @@ class WeightStore:
             entry.arrived(time.monotonic())
             if entry.is_whole():
                 self._loads += 1
+                self._preload.note_whole(entry)
                 self._whole.add(entry.handle)
                 self._loader.close(entry)
         return True
