@@ -35,19 +35,46 @@ def test_read_counts(tmp_path):
     (tmp_path / "bom.json").write_text("\ufeff[3, 1]", encoding="utf-8")
     (tmp_path / "headings.csv").write_text("\ufeffname,calls_total\nlaw,3\n\ncode,1e0\n", encoding="utf-8")
     (tmp_path / "bare.csv").write_text("3\n1\n")
-    assert read_counts(tmp_path / "c.csv") == pytest.approx([0.75, 0.25])
-    assert read_counts(tmp_path / "c.json") == pytest.approx([0.75, 0.25])
-    for name in ("bom.json", "headings.csv", "bare.csv"):
-        assert read_counts(tmp_path / name) == pytest.approx([0.75, 0.25]), name
+    for name in ("c.csv", "c.json", "bom.json", "headings.csv", "bare.csv"):
+        found = read_counts(tmp_path / name)
+        assert found.popularity == pytest.approx([0.75, 0.25]), name
+        assert found.tokens is None and not found.lengths.source
     for name in ("bad.csv", "absent.json"):
         with pytest.raises(InputError, match=r"^--counts: "):
             read_counts(tmp_path / name)
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.csv", "adapter,count,mean_output_tokens\nlaw,3,100\ncode,1,500\n"),
+        ("c.csv", "law,3,100\ncode,1,5e2\n"),
+        ("c.json", '{"law": {"count": 3, "mean_output_tokens": 100}, "code": {"count": 1, "mean_output_tokens": 500}}'),
+        ("c.json", '[{"count": 3, "mean_output_tokens": 100}, {"mean_output_tokens": 500, "count": 1}]'),
+    ],
+)
+def test_counts_with_lengths(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    found = read_counts(tmp_path / name)
+    assert found.popularity == pytest.approx([0.75, 0.25]) and found.tokens.tolist() == [100, 500]
+    assert found.lengths.mean_tokens == pytest.approx(200) and found.lengths.source == str(tmp_path / name)
+    assert found.in_flight == pytest.approx([0.375, 0.625])
+    longer = workload(Flags(slo="", model="", counts=tmp_path / name, mean_output_tokens=400.0))
+    assert longer.tokens.tolist() == [200, 1000] and longer.lengths.mean_tokens == 400
+
+
+@pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("c.json", "[true, 1]", "got True"),
+        ("c.json", '[{"count": 1, "mean_output_tokens": 9}, 3]', "of 1 of 2 adapters; give all or none"),
+        ("c.json", '[{"count": 1, "mean_output_tokens": 0}]', "mean_output_tokens of 0: got 0"),
+        ("c.json", '[{"count": 1, "mean_output_tokens": true}]', "mean_output_tokens of 0: got True"),
+        ("c.json", '{"law": {"calls": 1}}', "'law': got calls, expected such as"),
+        ("c.json", '{"law": {}}', "'law': got nothing"),
+        ("c.csv", "law,3,0\n", "line 1: got 0.0"),
+        ("c.csv", "adapter,count,tokens\nlaw,3,many\n", "line 2: got 'many', expected a number of tokens"),
+        ("c.csv", "law,3,1\ncode,3\n", "line 2: got 'code,3'"),
         ("c.json", '["3", 1]', "got '3'"),
         ("c.json", '{"law": null}', "count of 'law': got None"),
         ("c.json", '{"law": 3, "law": 1}', "'law' is counted twice"),
@@ -64,7 +91,7 @@ def test_read_counts(tmp_path):
         ("c.csv", "name,calls\nlaw,true\n", "line 2: got 'true'"),
         ("c.csv", "law,-3\ncode,1\n", "weight 0 is -3.0"),
         ("c.csv", "law,0\n", "all 1 weights are zero"),
-        ("c.csv", "law,3,1\n", "line 1: got 'law,3,1'"),
+        ("c.csv", "law,3,1,2\n", "line 1: got 'law,3,1,2'"),
         ("c.csv", "law,3\n4\n", "line 2: got '4'"),
         ("c.csv", ",3\n", "line 1: got ',3'"),
         ("c.csv", "\n \n", "holds no counts"),
@@ -96,14 +123,6 @@ def test_gaps_have_mean_1_and_the_cv(cv):
     gaps = renewal_gaps(np.random.default_rng(1), cv, 200_000)
     assert gaps.mean() == pytest.approx(1, rel=0.05)
     assert gaps.std() == pytest.approx(cv, rel=0.05, abs=1e-9)
-
-
-def test_adapters_with_their_own_burstiness():
-    workload = Workload(popularity=zipf(0.5, 20), cv=np.linspace(0.5, 3, 20))
-    requests = workload.sample(rate=50, num_requests=30_000, seed=1)
-    assert (np.diff(requests.arrival_s) >= 0).all()
-    assert len(requests) / requests.span_s == pytest.approx(50, rel=0.05)
-    assert requests.counts() / len(requests) == pytest.approx(workload.popularity, abs=0.01)
 
 
 def test_csv_and_jsonl_with_adapters_agree(tmp_path):
@@ -173,8 +192,6 @@ def test_servegen_clients_are_adapters(tmp_path):
     (tmp_path / "chunk-10-trace.csv").write_text("0,1.0,1.0,Weibull,1.0,1.0\n600,0,0,,0,0\n")
     clients = servegen.load(tmp_path)
     assert clients.names == ("chunk-0", "chunk-10")
-    assert clients.workload().popularity == pytest.approx([6 / 7, 1 / 7])
-    assert clients.workload().cv.tolist() == [2.0, 1.0]
     requests = clients.requests(start_s=0, span_s=1200, seed=1)
     assert requests.counts() == pytest.approx([3600, 600], rel=0.15)
     slower = clients.requests(start_s=0, span_s=1200, seed=1, rate=1.0)
@@ -225,12 +242,73 @@ def test_flags_that_a_file_answers_are_refused(tmp_path, arguments):
         workload(Flags(slo="", model="", **given))
 
 
+def servegen_directory(path):
+    """A client with long outputs, one that is off in the busier window and one without lengths that never calls."""
+    (path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
+    (path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
+    (path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n")
+    empty = {"input_tokens": "{}", "output_tokens": "{}"}
+    long = {"input_tokens": "{7: 1.0}", "output_tokens": "{100: 0.25, 300: 0.75}", "reason_ratio": "{0.5: 1.0}"}
+    longer = {"output_tokens": "{500: 1.0}"}
+    (path / "chunk-0-dataset.json").write_text(json.dumps({"0": long, "600": longer}))
+    (path / "chunk-1-dataset.json").write_text(json.dumps({"0": empty, "300": {"output_tokens": {"50": 1.0}}}))
+    return path
+
+
+def test_servegen_has_lengths_and_clients_that_are_off(tmp_path):
+    found = traces.load(servegen_directory(tmp_path))
+    assert found.popularity.tolist() == [1, 0, 0]  # of the window from 600 s on
+    assert found.tokens[0] == 500 and found.lengths.source == "2 chunk-*-dataset.json"
+    loads = 2 * 250 + 50, 4 * 500
+    assert found.lengths.mean_tokens == pytest.approx(sum(loads) / 7)
+    assert found.given_rate == pytest.approx(3.5)
+    assert found.peak == pytest.approx(loads[1] / (sum(loads) / 2)) and found.over_time.start_s == 600
+    made = found.calls(tokens_per_s=2000.0, num=20_000, seed=3)
+    assert len(made) == pytest.approx(20_000, rel=0.05) and set(made.adapter) == {0}
+    assert made.output_tokens.sum() / made.span_s == pytest.approx(2000, rel=0.001)
+    both = servegen.load(tmp_path).workload(1200.0)
+    assert both.popularity == pytest.approx([6 / 7, 1 / 7, 0]) and both.peak == pytest.approx(1)
+    assert both.tokens == pytest.approx([2500 / 6, 50, sum(loads) / 7])
+    made = both.calls(tokens_per_s=500.0, num=20_000, seed=3)
+    assert made.mean_tokens()[:2] == pytest.approx([2500 / 6, 50], rel=0.02)
+
+
 def test_servegen_brings_its_own_rate(tmp_path):
     (tmp_path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
     (tmp_path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
     flags = Flags(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", trace=tmp_path)
-    assert scenario(flags).global_batch == pytest.approx(3.5 * 256 * 0.1)
-    assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(7 * 256 * 0.1)
+    found = workload(flags)
+    assert found.own_rate == pytest.approx(3.5) and found.peak == pytest.approx(4 / 3.5)
+    assert scenario(flags).global_batch == pytest.approx(4 * 256 * 0.1)
+    assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(8 * 256 * 0.1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        '{"0": {}}',
+        '{"0": {"output_tokens": "12: 1"}}',
+        '{"0": {"output_tokens": "{12}"}}',
+        '{"0": {"output_tokens": "{-1: 1.0}"}}',
+        '{"0": {"output_tokens": "{1: -1.0}"}}',
+        '{"0": {"output_tokens": 7}}',
+        '{"start": {"output_tokens": "{1: 1.0}"}}',
+    ],
+)
+def test_servegen_lengths_are_checked(tmp_path, text):
+    servegen_directory(tmp_path)
+    (tmp_path / "chunk-1-dataset.json").write_text(text)
+    with pytest.raises(InputError, match=r"^--trace: .*chunk-1-dataset.json"):
+        traces.load(tmp_path)
+
+
+def test_servegen_clients_have_the_same_windows(tmp_path):
+    servegen_directory(tmp_path)
+    (tmp_path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n")
+    with pytest.raises(InputError, match=r"chunk-2-trace.csv has other windows"):
+        traces.load(tmp_path)
 
 
 def test_a_given_mean_stretches_the_outputs_that_a_trace_replays(tmp_path):
@@ -256,12 +334,14 @@ def test_shared_traces(name, rows):
 
 
 @shared
-@pytest.mark.parametrize(("name", "clients"), [("m-small", 43), ("m-mid", 109)])
-def test_shared_servegen(name, clients):
-    workload = traces.load(SHARED / "servegen" / name)
-    assert workload.num_adapters == clients
-    requests = workload.sample(rate=20, num_requests=10_000, seed=0)
-    assert len(requests) / requests.span_s == pytest.approx(20, rel=0.5)
+@pytest.mark.parametrize(("name", "clients", "median"), [("m-small", 43, 20), ("m-mid", 109, 55)])
+def test_shared_servegen(name, clients, median):
+    found = servegen.load(SHARED / "servegen" / name)
+    assert np.median((found.rates > 0).sum(axis=0)) == median  # of all, at any moment
+    workload = found.workload()
+    assert workload.num_adapters == clients > np.count_nonzero(workload.popularity)
+    requests = workload.calls(tokens_per_s=20 * 256, num=10_000, seed=0)
+    assert len(requests) / requests.span_s == pytest.approx(20, rel=0.1)
 
 
 @pytest.mark.parametrize(

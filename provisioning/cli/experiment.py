@@ -10,13 +10,14 @@ from typing import Any, get_args
 import numpy as np
 
 from provisioning.iar.admissibility import Model, immediate_admissibility
+from provisioning.iar.models import offered_curve
 from provisioning.inputs import InputError, count, non_negative, positive
 from provisioning.plan.judge import silent
 from provisioning.plan.scenario import Flags, workload
-from provisioning.simulation.measure import Estimate, adapters_within, measured
+from provisioning.simulation.measure import Estimate, adapters_within, parts
 from provisioning.simulation.run import System, assign_greedily
 from provisioning.simulation.run import run as play
-from provisioning.workload.requests import Requests, rotated
+from provisioning.workload.requests import Requests
 from provisioning.workload.workload import Workload
 
 MOST_REQUESTS = 2_000_000
@@ -56,7 +57,7 @@ def run(experiment: Experiment, say: Callable[[str], None] = silent) -> dict[str
     for seed in range(count(experiment.seeds, "--seeds", 2, 1000)):
         say(f"simulating, run {seed + 1:,} of {experiment.seeds:,}")
         outcome = play(_requests(experiment, found, rate, seed), system)
-        kept = measured(outcome)
+        kept = parts(outcome)[-1]
         ttft_s = outcome.ttft_s[kept]
         rows.append(
             {
@@ -69,17 +70,21 @@ def run(experiment: Experiment, say: Callable[[str], None] = silent) -> dict[str
             }
         )
     estimates = {name: _estimate(name, [row[name] for row in rows]) for name in rows[0]}
-    in_flight = rate * found.lengths.mean_tokens * system.step_s[0]
-    shown = min(experiment.cache_slots, found.num_adapters)
+    in_flight = rate * found.lengths.mean_tokens * system.step_s[0] * found.peak
     return {
         "simulated": {name: {"mean": e.mean, "interval": [e.low, e.high]} for name, e in estimates.items()},
-        "model_iar": {
-            model: immediate_admissibility(found.popularity, in_flight, shown, model)
-            for model in (get_args(Model) if system.shared else ())
-        },
-        "load": {"request_rate": rate, "global_batch": in_flight, "adapters": found.num_adapters},
+        "model_iar": _models(found, in_flight, experiment.cache_slots) if system.shared else {},
+        "load": {"request_rate": rate, "global_batch": in_flight, "adapters": found.num_adapters, "peak": found.peak},
         "seeds": experiment.seeds,
     }
+
+
+def _models(found: Workload, in_flight: float, cache_slots: int) -> dict[str, float]:
+    """What each model says; all but `offered` know no adapters that write longer than others."""
+    slots = min(cache_slots, found.num_adapters)
+    if found.tokens is not None:
+        return {"offered": float(offered_curve(found.popularity, in_flight, found.in_flight)[slots])}
+    return {model: immediate_admissibility(found.popularity, in_flight, slots, model) for model in get_args(Model)}
 
 
 def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
@@ -104,7 +109,7 @@ def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
     step_s = positive(experiment.step_ms, "--step-ms", MOST_MS) * 1e-3
     instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
     system = System(
-        instance_of=assign_greedily(found.popularity, instances),
+        instance_of=assign_greedily(found.in_flight, instances),
         step_s=[step_s],
         cache_slots=count(experiment.cache_slots, "--cache-slots", 1),
         shared=experiment.mode == "disaggregated",
@@ -121,10 +126,8 @@ def _estimate(name: str, values: list[float]) -> Estimate:
 
 def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
     if (experiment.request_rate is None) == (experiment.batch_size is None):
-        if experiment.request_rate is None and found.trace is not None:
-            return found.trace.mean_rate()
-        if experiment.request_rate is None and found.given_rate is not None:
-            return found.given_rate
+        if experiment.request_rate is None and found.own_rate is not None:
+            return found.own_rate
         raise InputError("--request-rate: give either it or --batch-size (with --instances)")
     if experiment.request_rate is not None:
         return positive(experiment.request_rate, "--request-rate", 1e9)
@@ -133,6 +136,4 @@ def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
 
 def _requests(experiment: Experiment, found: Workload, rate: float, seed: int) -> Requests:
     num = count(experiment.requests, "--requests", 100, MOST_REQUESTS)
-    if found.trace is None:
-        return found.sample(rate=rate, num_requests=num, seed=seed)
-    return rotated(found.trace, seed, num).scaled_to(rate)
+    return found.calls(tokens_per_s=rate * found.lengths.mean_tokens * found.peak, num=num, seed=seed)

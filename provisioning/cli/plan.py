@@ -35,7 +35,7 @@ def plan(
     ] = None,
     zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S, 0 is uniform (default: 1.2).")] = None,
     counts: Annotated[
-        Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count` (default: none).")
+        Path | None, typer.Option(help="Calls per adapter, and mean output tokens: JSON or CSV (default: none).")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
@@ -48,7 +48,7 @@ def plan(
         float | None, typer.Option(help="Requests/s in all, instead of a batch (default: the trace's).")
     ] = None,
     mean_output_tokens: Annotated[
-        float | None, typer.Option(help="Of a request (default: 256, or the trace's).")
+        float | None, typer.Option(help="Of a request (default: 256, or the file's).")
     ] = None,
     burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
     iar: Annotated[float | None, typer.Option(help="IAR target (default: ttft's percentile).")] = None,
@@ -66,6 +66,10 @@ def plan(
     shared_a: Annotated[bool, typer.Option("--shared-a", help="gate and up share one A (fused layout).")] = False,
     profile: Annotated[Path | None, typer.Option(help="Measured times, JSON of bench/ (default: none).")] = None,
     price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency (default: none).")] = None,
+    window: Annotated[
+        float | None,
+        typer.Option(help="Seconds of the trace's peak, which is sized for (default: 1/48 of it, or 1,000 requests)."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="For adapters drawn for a trace.")] = 0,
     seeds: Annotated[int, typer.Option(help="Simulated seeds, at least 5.")] = 5,
     no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Model only.")] = False,

@@ -19,7 +19,7 @@ def simulate(
     ] = None,
     zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S, 0 is uniform (default: 1.2).")] = None,
     counts: Annotated[
-        Path | None, typer.Option(help="Calls per adapter: JSON, or CSV `adapter,count` (default: none).")
+        Path | None, typer.Option(help="Calls per adapter, and mean output tokens: JSON or CSV (default: none).")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
@@ -37,7 +37,7 @@ def simulate(
     step_ms: Annotated[float, typer.Option(help="Time of a decode step.")] = 25.0,
     load_ms: Annotated[float, typer.Option(help="What a cold adapter adds.")] = 0.0,
     mean_output_tokens: Annotated[
-        float | None, typer.Option(help="Of a request (default: 256, or the trace's).")
+        float | None, typer.Option(help="Of a request (default: 256, or the file's).")
     ] = None,
     burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
     requests: Annotated[int, typer.Option(help="Per seed.")] = 50_000,
@@ -75,9 +75,10 @@ def _print(found: dict[str, Any]) -> None:
     from provisioning.simulation.measure import Estimate
 
     on, load = screen.console(), found["load"]
+    at_peak = " at the peak" if load["peak"] > 1 else ""
     on.print(
         f"{words.count(load['adapters'], 'adapter')}, {words.number(load['request_rate'])} requests/s, "
-        f"{words.number(load['global_batch'])} in flight on average, {words.count(found['seeds'], 'run')}"
+        f"{words.number(load['global_batch'])} in flight on average{at_peak}, {words.count(found['seeds'], 'run')}"
     )
     table = screen.table("", "mean [95 % interval]")
     for name, value in found["simulated"].items():

@@ -52,6 +52,9 @@ def shared_curve(p_N: Floats, q_N: Floats) -> Floats:
     return curve
 
 
-def offered_curve(p_N: Floats, global_batch: float) -> Floats:
-    """`offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda)."""
-    return shared_curve(p_N, -np.expm1(-global_batch * p_N))
+def offered_curve(p_N: Floats, global_batch: float, in_flight_N: Floats | None = None) -> Floats:
+    """`offered` for M = 0..N: present means that a request is in flight, q = 1 - exp(-lambda).
+
+    `in_flight_N` are the adapters' shares of the requests in flight, where these are not p for all write alike.
+    """
+    return shared_curve(p_N, -np.expm1(-global_batch * (p_N if in_flight_N is None else in_flight_N)))

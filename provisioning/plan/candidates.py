@@ -28,7 +28,7 @@ from provisioning.workload.workload import Workload
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scenario:
-    """One question to the planner."""
+    """One question to the planner; `global_batch` is LB at the workload's peak."""
 
     slo: Slo
     workload: Workload
@@ -47,7 +47,7 @@ class Scenario:
     @cached_property
     def curve(self) -> Floats:
         """`offered` for M = 0..N."""
-        return offered_curve(self.workload.popularity, self.global_batch)
+        return offered_curve(self.workload.popularity, self.global_batch, self.workload.in_flight)
 
     @cached_property
     def min_cache_slots(self) -> int:

@@ -61,13 +61,13 @@ def most_requests(scenario: Scenario) -> int:
 
 def model_iar(scenario: Scenario, instances: int, cache_slots: int) -> float:
     """`offered` of every instance with its own adapters and its share of LB, weighted by requests."""
-    popularity = scenario.workload.popularity
-    owner, total = assign_greedily(popularity, instances), 0.0
+    popularity, in_flight = scenario.workload.popularity, scenario.workload.in_flight
+    owner, total = assign_greedily(in_flight, instances), 0.0
     for instance in np.unique(owner):
         own: Floats = popularity[owner == instance]
         share = float(own.sum())
         if share > 0:
-            curve = offered_curve(own / share, scenario.global_batch * share)
+            curve = offered_curve(own / share, scenario.global_batch, in_flight[owner == instance])
             total += share * float(curve[min(cache_slots, own.size)])
     return total
 
@@ -78,7 +78,7 @@ def system(scenario: Scenario, instances: int, step_us: float) -> System:
     bytes_ = model.spec.adapter_bytes(model.lora_rank, shared_a=model.shared_a)
     load_us = bytes_ / (model.instance_gpus * model.cluster.host_bytes_per_us)
     return System(
-        instance_of=assign_greedily(scenario.workload.popularity, instances),
+        instance_of=assign_greedily(scenario.workload.in_flight, instances),
         step_s=[step_us * 1e-6],
         cache_slots=slots(scenario),
         shared=False,

@@ -2,8 +2,9 @@
 
 What is simulated: the rules of `simulation.run`; L instances; arrivals so that LB requests are in flight on
 average (a request stays output tokens times the modelled step; its batch may exceed B for a while);
-the workload's burstiness, or the trace itself from a different point per seed; output lengths as
-given or seen. The share of requests that are admitted at once has a t interval over seeds.
+the workload's burstiness, or the very trace, and again from other points or with other adapters drawn; output
+lengths as given or seen. Of a trace with a peak, the worse counts of the whole and of the peak. The share of
+requests that are admitted at once has a t interval over seeds.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from provisioning.arrays import Floats
+from provisioning.arrays import Floats, Ints
 from provisioning.plan.candidates import Scenario
-from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, measured
-from provisioning.simulation.run import System, run
-from provisioning.workload.requests import Requests, rotated
+from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, parts
+from provisioning.simulation.run import Outcome, System, run
+from provisioning.workload.requests import Requests
 
 _MOST_SEEDS = 10
 _FAR_BELOW = 0.03
+_Row = tuple[float, float, float, float]  # immediate, TTFT in s at the percentile, within the TTFT SLO, adapters
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,14 +50,10 @@ def silent(_: str) -> None:
 
 
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
-    """One seed's requests: LB in flight on average, long enough for 30,000 after the warm-up."""
-    workload = scenario.workload
-    residence_s = workload.lengths.mean_tokens * step_us * 1e-6
-    rate = scenario.global_batch / residence_s
+    """One seed's requests: LB in flight on average (at the peak), long enough for 30,000 after the warm-up."""
     num = int(30_000 + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
-    if workload.trace is None:
-        return workload.sample(rate=rate, num_requests=num, seed=seed)
-    return rotated(workload.trace, seed, num).scaled_to(rate)
+    tokens_per_s = scenario.global_batch / (step_us * 1e-6)
+    return scenario.workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed)
 
 
 def judge(
@@ -71,20 +69,16 @@ def judge(
 
     `give_up`: two seeds are enough if both are three points below the target or more.
     """
-    rows: list[tuple[float, float, float, float]] = []
+    rows: list[_Row] = []
     ttft_s: list[Floats] = []
-    slo_s, num = scenario.slo.ttft_us * 1e-6, 0
+    num = 0
     while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(rows, scenario.iar_target)):
         say(f"run {len(rows) + 1}")
         outcome = run(played(scenario, step_us, seed=len(rows)), system)
-        kept = measured(outcome)
-        times = outcome.ttft_s[kept]
-        num = times.size
-        ttft_s.append(times)
-        percentile = float(np.percentile(times, scenario.slo.percentile))
-        within = float((times <= slo_s).mean())
-        adapters = adapters_within(outcome, kept, slo_s)
-        rows.append((float(outcome.immediate[kept].mean()), percentile, within, adapters))
+        kept = parts(outcome)
+        num = outcome.ttft_s[kept[0]].size
+        ttft_s.append(outcome.ttft_s[kept[0]])
+        rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
         if give_up and len(rows) == 2 and max(rows)[0] < scenario.iar_target - _FAR_BELOW:
             break
     columns = zip(zip(*rows, strict=True), (1.0, np.inf, 1.0, 1.0), strict=True)
@@ -101,7 +95,22 @@ def judge(
     )
 
 
-def _straddles(rows: list[tuple[float, float, float, float]], target: float) -> bool:
+def _row(scenario: Scenario, outcome: Outcome, part: slice | Ints) -> _Row:
+    slo_s, ttft_s = scenario.slo.ttft_us * 1e-6, outcome.ttft_s[part]
+    return (
+        float(outcome.immediate[part].mean()),
+        float(np.percentile(ttft_s, scenario.slo.percentile)),
+        float((ttft_s <= slo_s).mean()),
+        adapters_within(outcome, part, slo_s),
+    )
+
+
+def _worst(rows: list[_Row]) -> _Row:
+    immediate, percentile_s, within, adapters = zip(*rows, strict=True)
+    return min(immediate), max(percentile_s), min(within), min(adapters)
+
+
+def _straddles(rows: list[_Row], target: float) -> bool:
     estimates = [Estimate.of([row[column] for row in rows], top=1.0) for column in (0, 2)]
     return any(estimate.low < target <= estimate.high for estimate in estimates)
 

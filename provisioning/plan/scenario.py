@@ -17,7 +17,6 @@ from provisioning.model.profile import load as load_profile
 from provisioning.plan import slo
 from provisioning.plan.candidates import Scenario
 from provisioning.workload.counts import read_counts
-from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, littles_law_batch, zipf
 
 MOST_ADAPTERS = 1_000_000
@@ -65,10 +64,13 @@ class Flags:
     shared_a: bool = False
     profile: Path | None = None
     seed: int = 0
+    window: float | None = None
 
 
 def workload(flags: Flags) -> Workload:
-    """Popularity, lengths and burstiness from --adapters and --zipf, --counts or --trace."""
+    """Popularity, lengths, burstiness and load over time from --adapters and --zipf, --counts or --trace."""
+    if flags.window is not None and flags.trace is None:
+        raise InputError("--window: only a trace has a load over time; give --trace too, or leave it out")
     if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
         raise InputError("--counts: give it alone, without --trace, --adapters or --zipf")
     seed = count(flags.seed, "--seed", 0)
@@ -77,13 +79,14 @@ def workload(flags: Flags) -> Workload:
         from provisioning.workload import traces
 
         num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
-        found = traces.load(flags.trace, traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed))
+        drawn = traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed)
+        found = traces.load(flags.trace, drawn, flags.window)
         if found.zipf_skew is None and (flags.adapters is not None or flags.zipf is not None):
             flag = "--zipf" if flags.adapters is None else "--adapters"
             raise InputError(f"{flag}: {flags.trace} says which adapters are called, and how often; leave it out")
-        return _with_lengths(found, flags)
+        return _with_lengths(found, flags).sized_for(flags.window)
     if flags.counts is not None:
-        return _with_lengths(Workload(popularity=read_counts(flags.counts), source=str(flags.counts)), flags)
+        return _with_lengths(read_counts(flags.counts), flags)
     if flags.adapters is None:
         raise InputError("--adapters: missing; give --adapters N with --zipf S, or --counts FILE, or --trace FILE")
     num = count(flags.adapters, "--adapters", 1, MOST_ADAPTERS)
@@ -93,21 +96,20 @@ def workload(flags: Flags) -> Workload:
 
 def _with_lengths(found: Workload, flags: Flags) -> Workload:
     cv = non_negative(flags.burst_cv, "--burst-cv", MOST_CV)
-    if cv != 1.0 and found.trace is not None:
+    if cv != 1.0 and flags.trace is not None:
         raise InputError("--burst-cv: a trace is replayed with its own gaps; leave it out")
     if cv != 1.0:
         found = replace(found, cv=cv)
     if flags.mean_output_tokens is None:
         return found
-    mean = positive(flags.mean_output_tokens, "--mean-output-tokens", MOST_TOKENS)
-    if found.trace is None:
-        return replace(found, lengths=Lengths(mean_tokens=mean))
-    stretched = found.trace.stretched_to(mean)
-    return replace(found, trace=stretched, lengths=Lengths.of(stretched.output_tokens))
+    return found.with_mean_tokens(positive(flags.mean_output_tokens, "--mean-output-tokens", MOST_TOKENS))
 
 
 def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]:
-    """(L, LB): instances and global batch, from --instances * --batch-size or by Little's law."""
+    """(L, LB): instances and global batch at the peak, from --instances * --batch-size or by Little's law.
+
+    What is given is the mean over time.
+    """
     instances = None if flags.instances is None else count(flags.instances, "--instances", 1, int(_MOST))
     batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size", _MOST)
     rate = None if flags.request_rate is None else positive(flags.request_rate, "--request-rate", _MOST)
@@ -117,11 +119,11 @@ def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]
         if instances is None or batch is None:
             missing = "--instances" if instances is None else "--batch-size"
             raise InputError(f"{missing}: missing; give --instances and --batch-size, or --request-rate")
-        return instances, instances * batch
+        return instances, instances * batch * found.peak
     if instances is not None and batch is not None:
         raise InputError("--request-rate: give it, or --instances and --batch-size, not all three")
     in_flight = littles_law_batch(
-        request_rate=rate, mean_output_tokens=found.lengths.mean_tokens, tpot_s=objective.tpot_us * 1e-6
+        request_rate=rate * found.peak, mean_output_tokens=found.lengths.mean_tokens, tpot_s=objective.tpot_us * 1e-6
     )
     if instances is None:
         instances = max(math.ceil(in_flight / (batch or 64.0)), 1)
@@ -154,7 +156,7 @@ def scenario(flags: Flags) -> Scenario:
         model=StepModel(
             spec=geometry,
             cluster=cluster,
-            popularity=found.popularity,
+            popularity=found.in_flight,
             lora_rank=count(flags.lora_rank, "--lora-rank", 1, int(_MOST)),
             instance_gpus=_instance_gpus(flags, geometry, cluster),
             context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),

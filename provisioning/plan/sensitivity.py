@@ -115,5 +115,5 @@ def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
 
 
 def _with_popularity(scenario: Scenario, popularity: Floats) -> Scenario:
-    workload = replace(scenario.workload, popularity=popularity, trace=None)
+    workload = replace(scenario.workload, popularity=popularity, tokens=None, trace=None, over_time=None)
     return replace(scenario, workload=workload, model=replace(scenario.model, popularity=popularity))

@@ -22,7 +22,7 @@ _FINEST = 1e-4  # a share of misses that runs of 30,000 requests can tell from n
 def disaggregated(scenario: Scenario, candidate: Candidate) -> System:
     """The LoRA Server of a layout, shared by all instances."""
     return System(
-        instance_of=assign_greedily(scenario.workload.popularity, scenario.instances),
+        instance_of=assign_greedily(scenario.workload.in_flight, scenario.instances),
         step_s=[candidate.step_us * 1e-6],
         cache_slots=min(candidate.slots, scenario.workload.num_adapters),
         max_batch=max(scenario.kv_requests, 1),

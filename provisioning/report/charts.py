@@ -108,6 +108,28 @@ def _cdf(axes: Any, values: Floats, label: str) -> None:
     axes.plot(np.quantile(values, shares), shares, label=label)
 
 
+def load_over_time(axes: Any, result: Result) -> None:
+    """Of a trace, in its own time, and the window that is sized for."""
+    found = result.scenario.workload.over_time
+    if found is None:
+        return
+    unit_s, unit = (3600.0, "h") if found.load_W.size * found.window_s > 7200 else (60.0, "min")
+    starts = np.arange(found.load_W.size) * found.window_s / unit_s
+    axes.step(starts, found.load_W, where="post", label="load")
+    axes.axhline(1.0, color="grey", linestyle=":", label="mean")
+    if not found.steady:
+        ends = found.start_s / unit_s, (found.start_s + found.window_s) / unit_s
+        axes.axvspan(*ends, color="tab:orange", alpha=0.3, label=f"sized for: x{found.fullest:.2f}")
+    axes.set(xlabel=f"time in {unit}", ylabel="tokens/s over the mean", ylim=(0, None))
+
+
+def charts(result: Result) -> tuple[tuple[str, Draw], ...]:
+    """(title, plot) of what there is to show."""
+    if result.scenario.workload.over_time is None:
+        return CHARTS
+    return (("Load over time", load_over_time), *CHARTS)
+
+
 CHARTS: tuple[tuple[str, Draw], ...] = (
     ("IAR over cache slots", iar_over_slots),
     ("Feasible (M, GPUs)", region),

@@ -41,15 +41,28 @@ def document(result: Result) -> dict[str, Any]:
     }
 
 
-def _load(result: Result) -> dict[str, float]:
+def _load(result: Result) -> dict[str, Any]:
+    """`batch` and `global_batch` are means over time, as they are asked for; at the peak they are in `peak`."""
     scenario = result.scenario
+    mean, over_time = 1 / scenario.workload.peak, scenario.workload.over_time
     return {
         "instances": scenario.instances,
         "instance_gpus": scenario.model.instance_gpus,
-        "batch": scenario.batch,
+        "batch": scenario.batch * mean,
         "batch_limit_by_kv": scenario.kv_requests,
-        "global_batch": scenario.global_batch,
+        "global_batch": scenario.global_batch * mean,
         "adapters": scenario.workload.num_adapters,
+        "peak": None
+        if over_time is None
+        else {
+            "steady": over_time.steady,
+            "load_over_mean": over_time.fullest,
+            "window_s": over_time.window_s,
+            "start_s": over_time.start_s,
+            "batch": scenario.batch,
+            "global_batch": scenario.global_batch,
+            "load_over_time": over_time.load_W.tolist(),
+        },
     }
 
 

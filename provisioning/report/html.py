@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from html import escape
 
 from provisioning.report import words
-from provisioning.report.charts import CHARTS, png
+from provisioning.report.charts import charts, png
 from provisioning.report.provenance import Entry, provenance
-from provisioning.report.render import changes, costs, headline, question, rows, sizing
+from provisioning.report.render import changes, costs, headline, load_over_time, question, rows, sizing
 from provisioning.report.result import NOTES, Result
 
 _STYLE = """:root{color-scheme:light dark;--text:#222;--page:#fff;--line:#ddd;--quiet:#5a5a5a;--warn:#9a3b00}
@@ -31,9 +31,9 @@ def html(result: Result) -> str:
         f'<p class="worth">{escape(result.worth)}</p>',
         *(f'<p class="warning">Warning: {escape(line)}</p>' for line in result.warnings),
         _table(("", "plan", "limit"), rows(result)),
-        *(f"<p>{escape(line)}</p>" for line in sizing(result)),
+        *(f"<p>{escape(line)}</p>" for line in (*load_over_time(result), *sizing(result))),
     ]
-    for title, draw in CHARTS:
+    for title, draw in charts(result):
         data = base64.b64encode(png(draw, result)).decode()
         body.append(f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">')
     priced = list(costs(result))

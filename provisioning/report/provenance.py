@@ -92,7 +92,6 @@ def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
 
 def _workload(scenario: Scenario) -> dict[str, Entry]:
     workload, lengths = scenario.workload, scenario.workload.lengths
-    seen = bool(lengths.observed)
     return {
         "popularity": Entry(
             value=workload.num_adapters,
@@ -103,8 +102,8 @@ def _workload(scenario: Scenario) -> dict[str, Entry]:
         "output_tokens": Entry(
             value=lengths.mean_tokens,
             unit="tokens, mean",
-            kind="measured" if seen else "assumed",
-            source=workload.source if seen else f"log-normal, CV {lengths.cv:g}; --mean-output-tokens or --trace",
+            kind="measured" if lengths.source else "assumed",
+            source=lengths.source or f"log-normal, CV {lengths.cv:g}; --mean-output-tokens, --counts or --trace",
         ),
         "context_tokens": Entry(
             value=scenario.model.context_tokens, unit="tokens", kind="assumed", source="--context-tokens"

@@ -15,9 +15,10 @@ def question(result: Result) -> str:
     model, slo = scenario.model, scenario.slo
     adapters, instances = words.count(workload.num_adapters, "adapter"), words.count(scenario.instances, "instance")
     zipf = "" if workload.zipf_skew is None else f" (Zipf {workload.zipf_skew:g})"
+    peak = " at the peak" if workload.peak > 1 else ""
     return (
         f"{model.spec.name} on {model.cluster.gpu.name}: {adapters} of rank {model.lora_rank:,}{zipf}, "
-        f"{instances} with {words.number(scenario.batch)} requests each in flight, "
+        f"{instances} with {words.number(scenario.batch)} requests each in flight{peak}, "
         f"TTFT p{slo.percentile:g} within {words.time(slo.ttft_us)}, TPOT within {words.time(slo.tpot_us)}"
     )
 
@@ -56,6 +57,20 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
         words.size(model.cluster.adapter_memory_bytes),
         f"{model.cluster.usable_memory:.0%} of {model.cluster.gpu.name}",
     )
+
+
+def load_over_time(result: Result) -> Iterator[str]:
+    """The load of a trace, and whether the plan is sized for a peak of it."""
+    found = result.scenario.workload.over_time
+    if found is None:
+        return
+    yield f"Load over time: {words.sparkline(found.load_W.tolist())}"
+    width, most = words.moment(found.window_s), f"{found.fullest:.2f} times the mean"
+    if found.steady:
+        yield f"It is steady: the fullest window of {width} has {most}, which chance explains."
+    else:
+        since = words.moment(found.start_s)
+        yield f"Sized for its peak, {most}: {width} from {since} after its start (--window)."
 
 
 def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
@@ -121,6 +136,7 @@ def plan_yaml(result: Result) -> str:
         headline(result),
         result.worth,
         *result.warnings,
+        *load_over_time(result),
         *sizing(result),
         *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
         *NOTES,

@@ -85,7 +85,7 @@ class Result:
         scenario, price = self.scenario, self.price_per_gpu_hour
         engines = scenario.instances * scenario.model.instance_gpus
         hourly = (engines + self.candidate.gpus) * price
-        tokens_per_hour = scenario.global_batch / (self.candidate.step_us * 1e-6) * 3600
+        tokens_per_hour = scenario.global_batch / scenario.workload.peak / (self.candidate.step_us * 1e-6) * 3600
         return {
             "price_per_gpu_hour": price,
             "lora_server_per_hour": self.candidate.gpus * price,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from provisioning.simulation.measure import Estimate
 
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPANS = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 _TIMES = ((1e6, "s"), (1e3, "ms"), (1.0, "us"))
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
@@ -46,6 +49,20 @@ def size(num_bytes: float) -> str:
 def count(value: int, noun: str) -> str:
     """1 GPU, 2 GPUs."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def sparkline(values: Sequence[float], columns: int = 48) -> str:
+    """A line of blocks, the highest value full; of many values, the highest of each column."""
+    step = max(math.ceil(len(values) / columns), 1)
+    highest = [max(values[start : start + step]) for start in range(0, len(values), step)]
+    top = max(highest) or 1.0
+    return "".join(_BLOCKS[min(int(value / top * len(_BLOCKS)), len(_BLOCKS) - 1)] for value in highest)
+
+
+def moment(seconds: float) -> str:
+    """Since the start of a trace: 90 s, 12.5 min, 6.25 h, 3.5 days."""
+    size, unit = next(pair for pair in _SPANS if seconds >= 2 * pair[0] or pair[0] == 1)
+    return f"{number(seconds / size, 3)} {unit}"
 
 
 def _scale(value: float, scales: tuple[tuple[float, str], ...]) -> tuple[float, str]:

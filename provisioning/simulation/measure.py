@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from provisioning.arrays import Ints
 from provisioning.simulation.run import Outcome
 
 WARM_UP_RESIDENCES = 3.0
@@ -41,7 +42,15 @@ def measured(outcome: Outcome) -> slice:
     return slice(int(np.searchsorted(arrival_s, settled_s)), len(outcome.requests))
 
 
-def adapters_within(outcome: Outcome, kept: slice, ttft_slo_s: float, share: float = 0.9) -> float:
+def parts(outcome: Outcome) -> list[slice | Ints]:
+    """What a target must hold of: the measured requests, and those of them at the peak, where there is one."""
+    kept, at_peak = measured(outcome), outcome.requests.at_peak
+    if at_peak is None or not at_peak[kept].any():
+        return [kept]
+    return [kept, kept.start + np.flatnonzero(at_peak[kept])]
+
+
+def adapters_within(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float, share: float = 0.9) -> float:
     """Share of adapters of whom at least 90 % of the requests meet the TTFT SLO (the paper's attainment)."""
     adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
     calls = np.bincount(adapter, minlength=outcome.requests.num_adapters)

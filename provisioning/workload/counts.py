@@ -1,4 +1,4 @@
-"""Counts files: calls per adapter, as JSON or CSV."""
+"""Counts files: calls per adapter, and how long their outputs are where that is known, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -7,31 +7,52 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from provisioning.arrays import Floats
-from provisioning.inputs import InputError, parsed
-from provisioning.workload.workload import from_counts
+import numpy as np
+
+from provisioning.inputs import InputError, parsed, positive
+from provisioning.workload.requests import Lengths
+from provisioning.workload.workload import Workload, from_counts
+
+_FORM = "JSON or CSV `adapter,count` or `adapter,count,mean_output_tokens`"
+_OBJECT = '{"count": 3, "mean_output_tokens": 256}'
+_MOST_TOKENS = 2**31
+_Row = tuple[float, float | None]  # calls, mean output tokens
 
 
-def read_counts(path: str | Path) -> Floats:
-    """Popularity from a JSON list or object {adapter: count}, or a CSV of `adapter,count` lines or of bare counts.
+def read_counts(path: str | Path) -> Workload:
+    """Popularity, and the adapters' mean output tokens where the file has them, for all adapters or for none.
 
-    A CSV may have one line of headings. Raises InputError naming --counts, the file and, in a CSV, the line.
+    JSON: a list or an object by adapter, of counts or of {"count": ..., "mean_output_tokens": ...}. CSV: lines of
+    `adapter,count`, `adapter,count,mean_output_tokens` or bare counts; a line of headings may come first. Raises
+    InputError naming --counts, the file and, in a CSV, the line.
     """
     file = Path(path)
     where = f"--counts: {file}"
     try:
         text = file.read_text(encoding="utf-8-sig")
-        values = _json_counts(text, where) if file.suffix.lower() == ".json" else list(_csv_counts(text, where))
+        rows = list(_json_rows(text, where) if file.suffix.lower() == ".json" else _csv_rows(text, where))
     except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{where} cannot be used: {error}; expected JSON or CSV `adapter,count`") from None
-    if not values:
-        raise InputError(f"{where} holds no counts; expected JSON or CSV `adapter,count`")
-    return from_counts(values, where)
+        raise InputError(f"{where} cannot be used: {error}; expected {_FORM}") from None
+    if not rows:
+        raise InputError(f"{where} holds no counts; expected {_FORM}")
+    popularity = from_counts([calls for calls, _ in rows], where)
+    lengths = [tokens for _, tokens in rows if tokens is not None]
+    if not lengths:
+        return Workload(popularity=popularity, source=str(file))
+    if len(lengths) < len(rows):
+        raise InputError(f"{where}: mean output tokens of {len(lengths)} of {len(rows)} adapters; give all or none")
+    tokens = np.array(lengths)
+    return Workload(
+        popularity=popularity,
+        tokens=tokens,
+        lengths=Lengths(mean_tokens=float(popularity @ tokens), source=str(file)),
+        source=str(file),
+    )
 
 
-def _json_counts(text: str, where: str) -> list[float]:
+def _json_rows(text: str, where: str) -> Iterator[_Row]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         _distinct([name for name, _ in pairs], where)
         return dict(pairs)
@@ -39,29 +60,43 @@ def _json_counts(text: str, where: str) -> list[float]:
     found = parsed(text, where, once)
     if not isinstance(found, (list, dict)):
         raise InputError(f"{where}: got {type(found).__name__}, expected a list of counts or an object adapter: count")
-    named = found.items() if isinstance(found, dict) else enumerate(found)
-    for name, value in named:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InputError(f"{where}: count of {name!r}: got {value!r}, expected a number of calls")
-    return list(found.values()) if isinstance(found, dict) else found
+    for name, value in found.items() if isinstance(found, dict) else enumerate(found):
+        fields = value if isinstance(value, dict) else {"count": value}
+        if set(fields) - {"mean_output_tokens"} != {"count"}:
+            raise InputError(f"{where}: {name!r}: got {', '.join(fields) or 'nothing'}, expected such as {_OBJECT}")
+        for what, number in fields.items():
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise InputError(f"{where}: {what} of {name!r}: got {number!r}, expected a number of calls or tokens")
+        tokens = fields.get("mean_output_tokens")
+        yield fields["count"], None if tokens is None else _mean(tokens, f"{where}: mean_output_tokens of {name!r}")
 
 
-def _csv_counts(text: str, where: str) -> Iterator[float]:
+def _csv_rows(text: str, where: str) -> Iterator[_Row]:
     rows = [
         (number, row) for number, row in enumerate(csv.reader(text.splitlines()), start=1) if any(map(str.strip, row))
     ]
     if rows and _headings(rows[0][1]):
         del rows[0]
-    _distinct([row[0].strip() for _, row in rows if len(row) == 2], where)
+    _distinct([row[0].strip() for _, row in rows if len(row) > 1], where)
     for number, row in rows:
-        if len(row) > 2 or (len(row) == 2 and not row[0].strip()) or len(row) != len(rows[0][1]):
+        line = f"{where} line {number}"
+        if len(row) > 3 or (len(row) > 1 and not row[0].strip()) or len(row) != len(rows[0][1]):
             raise InputError(
-                f"{where} line {number}: got {','.join(row)!r}, expected `adapter,count`, or a count alone"
+                f"{line}: got {','.join(row)!r}, expected `adapter,count`, or with `,mean_output_tokens`, or a count"
             )
-        try:
-            yield float(row[-1])
-        except ValueError:
-            raise InputError(f"{where} line {number}: got {row[-1]!r}, expected a number of calls") from None
+        calls = _number(row[min(len(row) - 1, 1)], line, "calls")
+        yield calls, _mean(_number(row[2], line, "tokens"), line) if len(row) == 3 else None
+
+
+def _number(text: str, line: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{line}: got {text!r}, expected a number of {what}") from None
+
+
+def _mean(tokens: float, where: str) -> float:
+    return positive(tokens, where, _MOST_TOKENS)
 
 
 def _headings(row: list[str]) -> bool:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from provisioning.arrays import Floats, Ints
-from provisioning.inputs import InputError, positive
+from provisioning.inputs import InputError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requests:
-    """Calls in order of arrival; `adapter` indexes adapters 0..num_adapters-1, in `names` where known."""
+    """Calls in order of arrival; `adapter` indexes adapters 0..num_adapters-1, in `names` where known.
+
+    `at_peak` marks those of the window that the plan is sized for, where the load varies.
+    """
 
     arrival_s: Floats
     adapter: Ints
@@ -20,6 +24,7 @@ class Requests:
     num_adapters: int
     input_tokens: Ints | None = None
     names: tuple[str, ...] = ()
+    at_peak: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return int(self.arrival_s.size)
@@ -39,10 +44,25 @@ class Requests:
             raise InputError("--trace: all requests have one timestamp, so that no rate follows; give distinct ones")
         return (len(self) - 1) / self.span_s
 
-    def scaled_to(self, rate: float) -> Requests:
-        """The same calls, with time stretched to a mean rate (requests/s)."""
-        factor = self.mean_rate() / positive(rate, "request_rate")
+    def mean_tokens(self) -> Floats:
+        """Output tokens of an adapter's calls on average; 0 where it has none."""
+        sums = np.bincount(self.adapter, self.output_tokens, self.num_adapters)
+        return np.asarray(sums / np.maximum(self.counts(), 1))
+
+    def slowed(self, factor: float) -> Requests:
+        """The same calls from 0 on, with time stretched by a factor."""
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
+
+    def part(self, index: slice | Ints) -> Requests:
+        """Some of the calls, in the order of `index`."""
+        return replace(
+            self,
+            arrival_s=self.arrival_s[index],
+            adapter=self.adapter[index],
+            output_tokens=self.output_tokens[index],
+            input_tokens=None if self.input_tokens is None else self.input_tokens[index],
+            at_peak=None if self.at_peak is None else self.at_peak[index],
+        )
 
     def stretched_to(self, mean_tokens: float) -> Requests:
         """The same calls with outputs longer, or shorter, by one factor: to this mean, rounding apart."""
@@ -50,36 +70,37 @@ class Requests:
         return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
 
 
-def rotated(trace: Requests, seed: int, num: int) -> Requests:
-    """The trace from a point that the seed draws, round its end; at most once through."""
+def rotated(trace: Requests, seed: int) -> Requests:
+    """The trace from a point that the seed draws, round its end, once through."""
     start = int(np.random.default_rng(seed).integers(len(trace)))
-    index = (start + np.arange(min(num, len(trace)))) % len(trace)
+    index = (start + np.arange(len(trace))) % len(trace)
     gap_s = trace.span_s / max(len(trace) - 1, 1)
     arrival_s = trace.arrival_s[index] - trace.arrival_s[start]
     arrival_s = np.where(index < start, arrival_s + trace.span_s + gap_s, arrival_s)
-    return Requests(
-        arrival_s=arrival_s,
-        adapter=trace.adapter[index],
-        output_tokens=trace.output_tokens[index],
-        num_adapters=trace.num_adapters,
-        names=trace.names,
-    )
+    return replace(trace.part(index), arrival_s=arrival_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Output lengths: log-normal with a mean and a coefficient of variation, or drawn from `observed`."""
+    """Output lengths: log-normal with a mean and a coefficient of variation, or drawn from `observed`.
+
+    `source` says where the mean was seen; it is empty where it is assumed.
+    """
 
     mean_tokens: float = 256.0
     cv: float = 1.0
+    source: str = ""
     observed: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, output_tokens: Ints) -> Lengths:
+    def of(cls, output_tokens: Ints, source: str) -> Lengths:
         """The lengths seen in a trace."""
         values = np.maximum(output_tokens, 1)
         return cls(
-            mean_tokens=float(values.mean()), cv=float(values.std() / values.mean()), observed=tuple(map(int, values))
+            mean_tokens=float(values.mean()),
+            cv=float(values.std() / values.mean()),
+            source=source,
+            observed=tuple(map(int, values)),
         )
 
     def sample(self, rng: np.random.Generator, num: int) -> Ints:

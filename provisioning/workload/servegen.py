@@ -1,104 +1,112 @@
-"""ServeGen (alibaba/ServeGen): one file per client, with its rate and burstiness per window of time.
+"""ServeGen (alibaba/ServeGen): two files per client, of its rate and burstiness and of its output lengths over time.
 
-Clients stand for adapters. A line is: window start (s), requests/s, CV of the gaps, family (Gamma or
-Weibull), its two parameters (shape, scale in s); a window without traffic has an empty family.
+Clients stand for adapters. For `chunk-N-trace.csv` see `servegen_windows`, for `chunk-N-dataset.json`
+`servegen_lengths`; a client without the latter has lengths that are assumed.
+
+Legend: C clients, W windows.
 """
 
 from __future__ import annotations
 
-import csv
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from provisioning.arrays import Floats
-from provisioning.inputs import InputError, normalised
+from provisioning.inputs import InputError, normalised, positive
+from provisioning.workload import servegen_lengths, servegen_windows
+from provisioning.workload.replay import LoadOverTime
 from provisioning.workload.requests import Lengths, Requests
+from provisioning.workload.servegen_lengths import Period
+from provisioning.workload.servegen_windows import Window
 from provisioning.workload.workload import Workload
-
-_FAMILIES = ("Gamma", "Weibull")
-_LARGEST_CV = 10.0  # a longer-tailed renewal process does not settle within a run; some windows claim 170
-
-
-@dataclass(frozen=True)
-class Window:
-    """Traffic of one client from `start_s` on: mean rate, CV and law of the gaps between requests."""
-
-    start_s: float
-    rate: float
-    cv: float
-    family: str
-    shape: float
-    scale_s: float
-
-    def gaps(self, rng: np.random.Generator, num: int) -> Floats:
-        """Gaps in seconds with the window's mean rate."""
-        if self.family == "Weibull":
-            drawn = rng.weibull(self.shape, num)
-        elif self.family == "Gamma":
-            drawn = rng.gamma(self.shape, 1.0, num)
-        else:
-            drawn = rng.exponential(size=num)
-        return np.asarray(drawn / _unit_mean(self.family, self.shape) / self.rate)
-
-
-def _median_cv(series: tuple[Window, ...]) -> float:
-    busy = sorted((window.cv, window.rate) for window in series if window.rate > 0)
-    if not busy:
-        return 1.0
-    requests = np.cumsum([rate for _, rate in busy])
-    return min(busy[int(np.searchsorted(requests, requests[-1] / 2))][0], _LARGEST_CV)
-
-
-def _unit_mean(family: str, shape: float) -> float:
-    from scipy.special import gamma
-
-    return {"Weibull": float(gamma(1 + 1 / shape)) if shape else 1.0, "Gamma": shape}.get(family, 1.0)
 
 
 @dataclass(frozen=True)
 class Clients:
-    """All clients of one ServeGen directory, in the order of their numbers."""
+    """All clients of one ServeGen directory, in the order of their numbers, with the same windows each."""
 
     path: Path
     names: tuple[str, ...]
     windows: tuple[tuple[Window, ...], ...]
+    periods: tuple[tuple[Period, ...], ...]
 
-    def mean_rates(self) -> Floats:
-        """Requests/s per client over the whole trace."""
-        return np.array([np.mean([window.rate for window in series]) for series in self.windows])
+    @cached_property
+    def rates(self) -> Floats:
+        """Requests/s, CW."""
+        return np.array([[window.rate for window in series] for series in self.windows])
 
-    def burstiness(self) -> Floats:
-        """CV per client: the median over its requests, 1 where it never calls. Within windows, not across."""
-        return np.array([_median_cv(series) for series in self.windows])
-
-    def workload(self) -> Workload:
-        """Popularity by mean rate and the clients' own CV; the files give no lengths, which stay assumed."""
-        return Workload(
-            popularity=normalised(self.mean_rates(), "--trace"),
-            cv=self.burstiness(),
-            given_rate=float(self.mean_rates().sum()),
-            source=f"{self.path}: {len(self.names)} ServeGen clients as adapters",
+    @cached_property
+    def tokens(self) -> Floats:
+        """Mean output tokens of a request, CW."""
+        assumed = Lengths().mean_tokens
+        return np.array(
+            [
+                [servegen_lengths.at(periods, window.start_s).mean if periods else assumed for window in series]
+                for series, periods in zip(self.windows, self.periods, strict=True)
+            ]
         )
 
-    def requests(
-        self, *, start_s: float, span_s: float, seed: int, rate: float | None = None, lengths: Lengths | None = None
-    ) -> Requests:
-        """Calls of all clients in [start, start + span), each window by its own law.
+    def workload(self, window_s: float | None = None) -> Workload:
+        """Of the windows with the largest load, as many as `window_s` takes (one, if it is not given).
+
+        Who is off then is not called. Lengths and rate are means over all time, and the peak is what the load then is.
+        """
+        width_s = servegen_windows.width_s(self.windows[0])
+        if window_s is not None:
+            positive(window_s, "--window")
+        load_W = (self.rates * self.tokens).sum(axis=0)
+        num = min(math.ceil((window_s or width_s) / width_s - 1e-9), load_W.size)
+        rolling = np.convolve(load_W, np.full(num, 1 / num), "valid")
+        first = int(np.argmax(rolling))
+        rates_CP, tokens_CP = self.rates[:, first : first + num], self.tokens[:, first : first + num]
+        rates_C = rates_CP.mean(axis=1)
+        popularity = normalised(rates_C, f"--trace: {self.path}: requests/s")
+        tokens_C = (rates_CP * tokens_CP).mean(axis=1) / np.maximum(rates_C, 1e-300)
+        mean = float(load_W.sum() / self.rates.sum())
+        start_s, active = self.windows[0][first].start_s, int(np.count_nonzero(rates_C))
+        known = sum(bool(periods) for periods in self.periods)
+
+        def generate(num_requests: int, seed: int) -> Requests:
+            span_s = num * width_s
+            return self.requests(start_s=start_s, span_s=span_s, seed=seed, rate=num_requests / span_s)
+
+        return Workload(
+            popularity=popularity,
+            tokens=np.where(rates_C > 0, tokens_C, mean),
+            lengths=Lengths(mean_tokens=mean, source=f"{known:,} chunk-*-dataset.json" if known else ""),
+            given_rate=float(self.rates.sum(axis=0).mean()),
+            source=f"{self.path}: {len(self.names)} ServeGen clients as adapters, {active} of them active at the peak",
+            generate=generate,
+            over_time=LoadOverTime(
+                window_s=num * width_s,
+                start_s=start_s,
+                fullest=float(rolling[first] / load_W.mean()),
+                load_W=load_W[: load_W.size // num * num].reshape(-1, num).mean(axis=1) / load_W.mean(),
+            ),
+        )
+
+    def requests(self, *, start_s: float, span_s: float, seed: int, rate: float | None = None) -> Requests:
+        """Calls of all clients in [start, start + span), each window by its own law, with its own lengths.
 
         `rate` thins or thickens all clients alike to that mean total of requests/s.
         """
         rng = np.random.default_rng(seed)
         factor = 1.0 if rate is None else rate / max(self._offered(start_s, span_s) / span_s, 1e-12)
-        times, owners = [], []
+        times, owners, tokens = [], [], []
         for client, series in enumerate(self.windows):
             for window, end_s in _spans(series):
                 begin, end = max(window.start_s, start_s), min(end_s, start_s + span_s)
                 if window.rate > 0 and end > begin:
-                    arrivals = _renewals(rng, window, (end - begin) * factor) / factor + begin - start_s
+                    arrivals = servegen_windows.renewals(rng, window, (end - begin) * factor) / factor + begin - start_s
+                    periods = self.periods[client]
+                    law = servegen_lengths.at(periods, window.start_s) if periods else Lengths()
                     times.append(arrivals)
                     owners.append(np.full(arrivals.size, client))
+                    tokens.append(law.sample(rng, arrivals.size))
         arrival_s = np.concatenate(times) if times else np.empty(0)
         if not arrival_s.size:
             raise InputError(f"--trace: {self.path} has no traffic in [{start_s:g}, {start_s + span_s:g}) s")
@@ -106,7 +114,7 @@ class Clients:
         return Requests(
             arrival_s=arrival_s[order],
             adapter=np.concatenate(owners)[order].astype(np.int64),
-            output_tokens=(lengths or Lengths()).sample(rng, arrival_s.size),
+            output_tokens=np.concatenate(tokens)[order],
             num_adapters=len(self.names),
             names=self.names,
         )
@@ -121,59 +129,22 @@ class Clients:
 
 
 def _spans(series: tuple[Window, ...]) -> list[tuple[Window, float]]:
-    length = series[1].start_s - series[0].start_s if len(series) > 1 else 600.0
-    return [(window, window.start_s + length) for window in series]
-
-
-def _renewals(rng: np.random.Generator, window: Window, span_s: float) -> Floats:
-    times: list[Floats] = []
-    now = -float(rng.random() * window.gaps(rng, 1)[0])
-    while now < span_s:
-        block = now + np.cumsum(window.gaps(rng, int(window.rate * span_s * 1.2) + 16))
-        times.append(block)
-        now = float(block[-1])
-    arrivals = np.concatenate(times)
-    return np.asarray(arrivals[(arrivals >= 0) & (arrivals < span_s)])
+    width_s = servegen_windows.width_s(series)
+    return [(window, window.start_s + width_s) for window in series]
 
 
 def load(directory: Path) -> Clients:
-    """Reads `chunk-N-trace.csv` of a directory; raises InputError naming file and line."""
+    """All clients of a directory; raises InputError naming the file, and the line of a table."""
     files = sorted(directory.glob("chunk-*-trace.csv"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise InputError(f"--trace: {directory} holds no chunk-*-trace.csv; expected a ServeGen directory or a file")
     names = tuple(file.name.removesuffix("-trace.csv") for file in files)
-    return Clients(directory, names, tuple(_series(file) for file in files))
-
-
-def _series(file: Path) -> tuple[Window, ...]:
-    windows = []
-    try:
-        rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"--trace: {file} cannot be read as CSV: {error}") from None
-    for number, row in enumerate(rows, start=1):
-        windows.append(_window(row, f"--trace: {file} line {number}"))
-        if number > 1 and windows[-1].start_s <= windows[-2].start_s:
+    windows = tuple(servegen_windows.read(file) for file in files)
+    starts = [[window.start_s for window in series] for series in windows]
+    for file, own in zip(files, starts, strict=True):
+        if own != starts[0]:
             raise InputError(
-                f"--trace: {file} line {number}: starts at {windows[-1].start_s:g} s, not after the line before"
+                f"--trace: {file} has other windows than {files[0].name}; expected the same for all clients"
             )
-    if not windows:
-        raise InputError(f"--trace: {file} is empty")
-    return tuple(windows)
-
-
-def _window(row: list[str], where: str) -> Window:
-    got = f"{where}: got {','.join(row)!r}"
-    try:
-        start, rate, cv, family, shape, scale = row
-        window = Window(float(start), float(rate), float(cv), family.strip(), float(shape), float(scale))
-    except ValueError:
-        raise InputError(f"{got}, expected start,rate,cv,family,shape,scale with numbers but for the family") from None
-    numbers = [window.start_s, window.rate, window.cv, window.shape, window.scale_s]
-    if not np.isfinite(numbers).all() or min(numbers) < 0:
-        raise InputError(f"{got}, expected finite numbers of 0 or more")
-    if window.rate > 0 and not (window.family in _FAMILIES and min(window.shape, window.scale_s) > 0):
-        raise InputError(f"{got}, expected Gamma or Weibull with shape and scale above 0 where there is traffic")
-    if window.rate > 0 and not np.isfinite(_unit_mean(window.family, window.shape)):
-        raise InputError(f"{got}, expected a larger shape: the gaps of this one have no mean that can be computed")
-    return window
+    periods = tuple(servegen_lengths.read(directory / f"{name}-dataset.json") for name in names)
+    return Clients(directory, names, windows, periods)

@@ -45,20 +45,23 @@ class ZipfAdapters:
     seed: int = 0
 
 
-def load(path: str | Path, adapters: ZipfAdapters | None = None) -> Workload:
-    """The workload of a trace file, or of a ServeGen directory. Raises InputError naming file and line."""
+def load(path: str | Path, adapters: ZipfAdapters | None = None, window_s: float | None = None) -> Workload:
+    """The workload of a trace file, or of a ServeGen directory, of which `window_s` is the length of the peak.
+
+    Raises InputError naming file and line.
+    """
     file = Path(path)
     if file.is_dir():
         from provisioning.workload import servegen
 
-        return servegen.load(file).workload()
+        return servegen.load(file).workload(window_s)
     drawn = adapters or ZipfAdapters()
     requests, named = read(file, drawn)
     if named:
         return from_requests(requests, f"{file}, adapters as it names them")
     return Workload(
         popularity=zipf(drawn.skew, drawn.num_adapters),
-        lengths=Lengths.of(requests.output_tokens),
+        lengths=Lengths.of(requests.output_tokens, str(file)),
         source=f"{file}; no adapter ids, drawn from Zipf({drawn.skew:g}, {drawn.num_adapters}) with seed {drawn.seed}",
         trace=requests,
         zipf_skew=drawn.skew,

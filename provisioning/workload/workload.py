@@ -7,14 +7,16 @@ seed; `Requests` is a sequence of calls, sampled or read from a trace. Readers a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from provisioning.arrays import Floats, Ints
+from provisioning.arrays import Floats
 from provisioning.inputs import InputError, count, non_negative, normalised, positive
+from provisioning.workload.replay import LoadOverTime, marked, over_time, replayed
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
 
 __all__ = [
@@ -32,15 +34,20 @@ __all__ = [
 class Workload:
     """Popularity p_i, lengths and burstiness (CV of the gaps between arrivals, 1 = Poisson).
 
-    `cv` is one number for the whole stream, or one per adapter, each then an own renewal process.
+    `tokens` are the mean output tokens of each adapter where they are known; `trace` is replayed, and `generate`
+    makes one of about so many calls from a seed. `given_rate` is the mean over all time, and `over_time` says how
+    much fuller the window is that is sized for, of which `popularity` is where the source tells.
     """
 
     popularity: Floats
+    tokens: Floats | None = None
     lengths: Lengths = field(default_factory=Lengths)
-    cv: float | Floats = 1.0
+    cv: float = 1.0
     source: str = "given"
     given_rate: float | None = None
     trace: Requests | None = None
+    generate: Callable[[int, int], Requests] | None = None
+    over_time: LoadOverTime | None = None
     zipf_skew: float | None = None
 
     @property
@@ -55,35 +62,71 @@ class Workload:
         """N, those never called included."""
         return int(self.popularity.size)
 
+    @property
+    def peak(self) -> float:
+        """Load of the window that is sized for, over the mean load; 1 where the load is steady."""
+        return 1.0 if self.over_time is None else self.over_time.peak
+
+    @cached_property
+    def in_flight(self) -> Floats:
+        """Shares of the requests in flight: who writes longer is there for longer."""
+        return self.popularity if self.tokens is None else normalised(self.popularity * self.tokens, "tokens")
+
+    def with_mean_tokens(self, mean: float) -> Workload:
+        """The same with all outputs longer, or shorter, by one factor."""
+        factor = mean / self.lengths.mean_tokens
+        if self.trace is None:
+            tokens = None if self.tokens is None else self.tokens * factor
+            generate = None if self.generate is None else partial(_longer, self.generate, factor)
+            return replace(self, lengths=replace(self.lengths, mean_tokens=mean), tokens=tokens, generate=generate)
+        trace = self.trace.stretched_to(mean)
+        tokens = None if self.tokens is None else trace.mean_tokens()
+        return replace(self, trace=trace, tokens=tokens, lengths=Lengths.of(trace.output_tokens, self.lengths.source))
+
+    def sized_for(self, window_s: float | None) -> Workload:
+        """A trace's with its load over time, and the calls of its peak marked."""
+        if self.trace is None:
+            return self
+        found = over_time(self.trace, window_s)
+        return replace(self, over_time=found, trace=marked(self.trace, found))
+
+    def calls(self, *, tokens_per_s: float, num: int, seed: int) -> Requests:
+        """About `num` calls that ask for so many tokens/s, at the peak where there is one; see `replayed` for a trace.
+
+        Where a trace names no adapters, every seed but 0 draws them anew.
+        """
+        if self.generate is not None:
+            made = self.generate(num, seed)
+            return made.slowed(made.mean_rate() * float(made.output_tokens.mean()) / tokens_per_s)
+        if self.trace is None:
+            return self.sample(rate=tokens_per_s / self.lengths.mean_tokens, num_requests=num, seed=seed)
+        trace = self.trace
+        own = trace.mean_rate() * float(trace.output_tokens.mean()) * self.peak
+        if seed and not trace.names:
+            drawn = np.random.default_rng(seed).choice(self.num_adapters, len(trace), p=self.popularity)
+            trace = replace(trace, adapter=drawn.astype(np.int64))
+        return replayed(trace, num, seed).slowed(own / tokens_per_s)
+
     def sample(self, *, rate: float, num_requests: int, seed: int) -> Requests:
-        """About `num_requests` calls at `rate` requests/s; the same seed gives the same calls."""
+        """So many calls at `rate` requests/s, from popularity and lengths; the same seed gives the same calls."""
         rng = np.random.default_rng(seed)
-        if isinstance(self.cv, np.ndarray):
-            arrival_s, adapter = self._own_processes(rng, rate, num_requests)
-        else:
-            arrival_s = np.cumsum(renewal_gaps(rng, self.cv, num_requests)) / rate
-            adapter = rng.choice(self.num_adapters, num_requests, p=self.popularity)
+        arrival_s = np.cumsum(renewal_gaps(rng, self.cv, num_requests)) / rate
+        adapter = rng.choice(self.num_adapters, num_requests, p=self.popularity)
+        lengths = self.lengths.sample(rng, num_requests)
+        if self.tokens is not None:
+            longer = lengths * self.tokens[adapter] / self.lengths.mean_tokens
+            lengths = np.maximum(np.rint(longer), 1).astype(np.int64)
         return Requests(
             arrival_s=arrival_s,
             adapter=adapter.astype(np.int64),
-            output_tokens=self.lengths.sample(rng, arrival_s.size),
+            output_tokens=lengths,
             num_adapters=self.num_adapters,
         )
 
-    def _own_processes(self, rng: np.random.Generator, rate: float, num_requests: int) -> tuple[Floats, Ints]:
-        horizon_s, times, owners = num_requests / rate, [], []
-        for index in np.flatnonzero(self.popularity):
-            mean_gap_s = 1 / (rate * self.popularity[index])
-            cv = float(np.asarray(self.cv)[index])
-            expected = horizon_s / mean_gap_s
-            gaps = renewal_gaps(rng, cv, int(expected + 6 * max(cv, 1) * np.sqrt(expected) + 10)) * mean_gap_s
-            own = np.cumsum(gaps) - rng.random() * gaps[0]
-            own = own[own < horizon_s]
-            times.append(own)
-            owners.append(np.full(own.size, index))
-        arrival_s = np.concatenate(times)
-        order = np.argsort(arrival_s, kind="stable")
-        return arrival_s[order], np.concatenate(owners)[order]
+
+def _longer(generate: Callable[[int, int], Requests], factor: float, num: int, seed: int) -> Requests:
+    made = generate(num, seed)
+    return made.stretched_to(float(made.output_tokens.mean()) * factor)
 
 
 def zipf(skew: float, num_adapters: int) -> Floats:
@@ -109,7 +152,8 @@ def from_requests(requests: Requests, source: str, **options: Any) -> Workload:
         raise InputError(f"--trace: {source} holds no requests")
     return Workload(
         popularity=normalised(requests.counts(), "trace"),
-        lengths=Lengths.of(requests.output_tokens),
+        tokens=requests.mean_tokens(),
+        lengths=Lengths.of(requests.output_tokens, source),
         source=source,
         trace=requests,
         **options,

@@ -1,0 +1,50 @@
+"""Traces made with a seed, for what a plan must hold: steady, diurnal, in bursts, longer in the tail, drifting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from provisioning.workload.workload import zipf
+
+KINDS = ("steady", "diurnal", "bursts", "long-tail", "drift")
+ADAPTERS = 300
+
+
+def calls(kind: str, seed: int, num: int = 15_000, span_s: float = 3600.0):
+    """(arrivals in s, adapters, output tokens) of one kind, in order of arrival."""
+    rng = np.random.default_rng(seed)
+    popularity = zipf(1.0, ADAPTERS)
+    arrival_s = np.sort(rng.uniform(0, span_s, num))
+    if kind == "diurnal":  # +-60 % of the mean, by inverting the integral of the rate
+        grid = np.linspace(0, 1, 4001)
+        integral = grid + 0.6 * (1 - np.cos(2 * np.pi * grid)) / (2 * np.pi)
+        arrival_s = np.interp(np.sort(rng.uniform(size=num)), integral, grid) * span_s
+    if kind == "bursts":
+        gaps = rng.gamma(1 / 16, 16, num)
+        arrival_s = np.cumsum(gaps) * span_s / gaps.sum()
+    adapter = rng.choice(ADAPTERS, num, p=popularity)
+    if kind == "drift":  # who is popular changes with the hour
+        adapter = (adapter + (arrival_s / span_s * 5).astype(int) * 40) % ADAPTERS
+    tokens = np.maximum(np.rint(rng.lognormal(np.log(180) - 0.35, 0.84, num)), 1)
+    if kind == "long-tail":
+        tokens = np.where(adapter >= 30, 4 * tokens, tokens)
+    return arrival_s, adapter, tokens.astype(int)
+
+
+def write(path: Path, kind: str, seed: int, **size) -> Path:
+    """As a file for --trace."""
+    rows = zip(*calls(kind, seed, **size), strict=True)
+    lines = (f"{at:.4f},adapter-{adapter},100,{tokens}\n" for at, adapter, tokens in rows)
+    path.write_text("timestamp,adapter,input_tokens,output_tokens\n" + "".join(lines))
+    return path
+
+
+def write_counts(path: Path, kind: str, seed: int, **size) -> Path:
+    """The same calls as a file for --counts, with mean output tokens."""
+    _, adapter, tokens = calls(kind, seed, **size)
+    seen = np.unique(adapter)
+    lines = (f"adapter-{i},{(adapter == i).sum()},{tokens[adapter == i].mean():.3f}\n" for i in seen)
+    path.write_text("adapter,count,mean_output_tokens\n" + "".join(lines))
+    return path
