@@ -1,6 +1,7 @@
 """Traffic as it is: lengths that differ by adapter, load that varies, and that the very trace is served."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from provisioning.cli import app
 from provisioning.iar.models import offered_curve
 from provisioning.inputs import InputError
 from provisioning.plan.choice import smallest
+from provisioning.plan.judge import judge
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.verify import disaggregated, verify
 from provisioning.report import charts, render, words
@@ -143,6 +145,54 @@ def test_a_window_that_cannot_be_is_refused(tmp_path, window):
 def test_a_window_without_a_trace_is_refused():
     with pytest.raises(InputError, match=r"^--window: only a trace"):
         question(adapters=10, window=60.0)
+
+
+PLAN = ["--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "qwen3-30b-a3b", "--lora-rank", "32", "--gpu", "hopper-96"]
+
+
+def test_what_is_emitted_is_the_load_and_reads_back(tmp_path):
+    counts = write_counts(tmp_path / "counts.csv", "long-tail", 3)
+    load = ["--instances", "2", "--batch-size", "32"]
+    made = CliRunner().invoke(
+        app, [*PLAN, *load, "--counts", str(counts), "--emit", str(tmp_path / "out"), "--no-simulate", "--json"]
+    )
+    assert made.exit_code == 0, made.output
+    plan = json.loads(made.stdout)
+    back = scenario(
+        Flags(
+            slo=PLAN[1], model=PLAN[3], lora_rank=32, gpu="hopper-96", trace=tmp_path / "out" / "trace.csv",
+            instances=2, batch_size=32.0,
+        )
+    )  # fmt: skip
+    trace = back.workload.trace
+    tokens_per_s = trace.output_tokens.sum() / trace.span_s
+    assert tokens_per_s * plan["latency_us"]["decode_step"] * 1e-6 == pytest.approx(64, rel=0.05)
+    assert abs(back.min_cache_slots - plan["min_cache_slots"]) <= 3
+    assert set(trace.names) <= set(counts.read_text().replace(",", "\n").split())
+    typed = (tmp_path / "out" / "commands.sh").read_text().splitlines()
+    assert sum(line.startswith("lora-server serve --config plan.yaml") for line in typed) == 1
+    served = [line for line in typed if "vllm serve" in line]
+    assert len(served) == 2 and "--port 8000" in served[0] and "--port 8001" in served[1]
+    assert "layout: " in (tmp_path / "out" / "plan.yaml").read_text()
+
+
+def test_no_plan_is_not_emitted(tmp_path):
+    asked = [*PLAN, "--adapters", "512", "--instances", "2", "--batch-size", "32", "--max-gpus", "1", "--no-simulate"]
+    done = CliRunner().invoke(app, [*asked, "--emit", str(tmp_path / "out")])
+    assert done.exit_code == 3 and "not written" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_the_worst_served_are_named(tmp_path):
+    """With two thirds of the slots that the target needs."""
+    asked = question(counts=write_counts(tmp_path / "c.csv", "steady", 6))
+    result = answer(asked, seeds=0)
+    few = replace(disaggregated(asked, result.candidate), cache_slots=asked.min_cache_slots * 2 // 3)
+    verdict = judge(asked, few, result.candidate.step_us, 2)
+    worst = verdict.worst_served()
+    assert len(worst) == 5 and all(calls >= 20 and share < 0.95 for _, calls, share in worst)
+    assert [share for *_, share in worst] == sorted(share for *_, share in worst)
+    line = " ".join(render.worst_served(replace(result, verified=replace(result.verified, verdict=verdict))))
+    assert line.startswith("Served worst") and f"{asked.workload.names[worst[0][0]]} " in line
 
 
 def test_sparkline():

@@ -77,6 +77,9 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="Write a file for `lora-server serve --config` (default: none).")
     ] = None,
+    emit: Annotated[
+        Path | None, typer.Option(help="Write the load as a trace, and the servers' commands, into it (default: none).")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report (default: none).")] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it, and exit.")
@@ -108,7 +111,7 @@ def _plan(given: dict[str, Any]) -> None:
     if price is not None:
         price = positive(price, "--price-per-gpu-hour")
     seeds = count(given["seeds"], "--seeds", 5, 1000)
-    for name in ("out", "report"):
+    for name in ("out", "report", "emit"):
         if given[name] is not None and not given[name].parent.is_dir():
             raise InputError(f"--{name}: no directory {given[name].parent}; create it first")
     seeds = 0 if given["no_simulate"] else seeds
@@ -126,6 +129,10 @@ def _write(result: Any, given: dict[str, Any]) -> None:
         _save(given["out"], render.plan_yaml(result), "--out")
     elif given["out"] is not None:
         typer.echo(f"out: {given['out']} not written, there is no plan", err=True)
+    if given["emit"] is not None and result.feasible:
+        _emit(given["emit"], result)
+    elif given["emit"] is not None:
+        typer.echo(f"emit: {given['emit']} not written, there is no plan", err=True)
     if given["report"] is not None:
         from provisioning.report.html import html
 
@@ -140,6 +147,19 @@ def _write(result: Any, given: dict[str, Any]) -> None:
         from provisioning.report import screen
 
         screen.print_plan(result, screen.console())
+
+
+def _emit(directory: Path, result: Any) -> None:
+    from provisioning.inputs import InputError
+    from provisioning.report import emitted, render
+
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--emit: {directory} cannot be made: {error.strerror}") from None
+    texts = {emitted.TRACE: emitted.trace, emitted.COMMANDS: emitted.commands, emitted.PLAN: render.plan_yaml}
+    for name, write in texts.items():
+        _save(directory / name, write(result), "--emit")
 
 
 def _save(path: Path, text: str, flag: str) -> None:

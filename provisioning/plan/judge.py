@@ -17,18 +17,19 @@ import numpy as np
 
 from provisioning.arrays import Floats, Ints
 from provisioning.plan.candidates import Scenario
-from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, parts
+from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts
 from provisioning.simulation.run import Outcome, System, run
 from provisioning.workload.requests import Requests
 
 _MOST_SEEDS = 10
 _FAR_BELOW = 0.03
+_FEW_CALLS = 20
 _Row = tuple[float, float, float, float]  # immediate, TTFT in s at the percentile, within the TTFT SLO, adapters
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Verdict:
-    """What the simulation of one system says; `ttft_s` of all measured requests for the CDF."""
+    """What the simulation of one system says; `ttft_s` and `in_time` of all measured requests."""
 
     immediate: Estimate
     ttft_s_at_percentile: Estimate
@@ -38,6 +39,15 @@ class Verdict:
     requests_per_seed: int
     target: float
     ttft_s: Floats = field(repr=False)
+    in_time: Floats = field(repr=False)  # requests per adapter, and those within the TTFT SLO
+
+    def worst_served(self, most: int = 5) -> list[tuple[int, int, float]]:
+        """(adapter, requests, share in time) of those below the target, the worst first; of 20 requests or more."""
+        calls, met = self.in_time
+        share = met / np.maximum(calls, 1)
+        below = np.flatnonzero((calls >= _FEW_CALLS) & (share < self.target))
+        worst = below[np.argsort(share[below], kind="stable")][:most]
+        return [(int(index), int(calls[index]), float(share[index])) for index in worst]
 
     @property
     def holds(self) -> bool:
@@ -71,13 +81,14 @@ def judge(
     """
     rows: list[_Row] = []
     ttft_s: list[Floats] = []
-    num = 0
+    num, in_time_2N = 0, np.zeros((2, scenario.workload.num_adapters))
     while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(rows, scenario.iar_target)):
         say(f"run {len(rows) + 1}")
         outcome = run(played(scenario, step_us, seed=len(rows)), system)
         kept = parts(outcome)
         num = outcome.ttft_s[kept[0]].size
         ttft_s.append(outcome.ttft_s[kept[0]])
+        in_time_2N += in_time(outcome, kept[0], scenario.slo.ttft_us * 1e-6)
         rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
         if give_up and len(rows) == 2 and max(rows)[0] < scenario.iar_target - _FAR_BELOW:
             break
@@ -92,6 +103,7 @@ def judge(
         requests_per_seed=num,
         target=scenario.iar_target,
         ttft_s=np.concatenate(ttft_s),
+        in_time=in_time_2N,
     )
 
 

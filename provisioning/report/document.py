@@ -108,6 +108,10 @@ def _simulation(result: Result) -> dict[str, Any]:
     return {
         "simulated": True,
         **verdict_json(verdict),
+        "worst_served": [
+            {"adapter": result.scenario.workload.name(index), "requests": calls, "share_within_ttft_slo": share}
+            for index, calls, share in verdict.worst_served()
+        ],
         "refuted": [trial_json(item) for item in verified.refuted],
         "refuted_below": [trial_json(item) for item in verified.refuted_below],
         "model_gpus": model_gpus,

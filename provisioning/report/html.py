@@ -9,7 +9,7 @@ from html import escape
 from provisioning.report import words
 from provisioning.report.charts import charts, png
 from provisioning.report.provenance import Entry, provenance
-from provisioning.report.render import changes, costs, headline, load_over_time, question, rows, sizing
+from provisioning.report.render import changes, costs, headline, load_over_time, question, rows, sizing, worst_served
 from provisioning.report.result import NOTES, Result
 
 _STYLE = """:root{color-scheme:light dark;--text:#222;--page:#fff;--line:#ddd;--quiet:#5a5a5a;--warn:#9a3b00}
@@ -31,7 +31,7 @@ def html(result: Result) -> str:
         f'<p class="worth">{escape(result.worth)}</p>',
         *(f'<p class="warning">Warning: {escape(line)}</p>' for line in result.warnings),
         _table(("", "plan", "limit"), rows(result)),
-        *(f"<p>{escape(line)}</p>" for line in (*load_over_time(result), *sizing(result))),
+        *(f"<p>{escape(line)}</p>" for line in (*load_over_time(result), *worst_served(result), *sizing(result))),
     ]
     for title, draw in charts(result):
         data = base64.b64encode(png(draw, result)).decode()

@@ -85,6 +85,15 @@ def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
     yield "adapters within SLO", f"{verdict.adapters_within_slo.mean:.1%}", ">= 90 % of their requests in time"
 
 
+def worst_served(result: Result) -> Iterator[str]:
+    """The adapters with the smallest share of requests in time, by name, where it is below the target."""
+    verdict, workload = result.verified.verdict, result.scenario.workload
+    worst = verdict.worst_served() if verdict is not None else []
+    if worst:
+        named = (f"{workload.name(index)} {share:.1%} of {calls:,}" for index, calls, share in worst)
+        yield f"Served worst, requests within the TTFT SLO: {', '.join(named)}."
+
+
 def sizing(result: Result) -> Iterator[str]:
     """How the simulation moved the plan: what it refuted, above and below the model's, and where it went lower."""
     verified, gpus = result.verified, words.count(result.candidate.gpus, "GPU")
@@ -137,6 +146,7 @@ def plan_yaml(result: Result) -> str:
         result.worth,
         *result.warnings,
         *load_over_time(result),
+        *worst_served(result),
         *sizing(result),
         *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
         *NOTES,

@@ -40,7 +40,7 @@ def print_plan(result: Result, on: Console) -> None:
     for row in render.rows(result):
         limits.add_row(*row, style="red" if row[2].endswith("REFUTED") else None)
     on.print(limits)
-    for line in (*render.load_over_time(result), *render.sizing(result)):
+    for line in (*render.load_over_time(result), *render.worst_served(result), *render.sizing(result)):
         on.print(line)
     on.print()
     _print_changes(result, on)

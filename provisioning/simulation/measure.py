@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from provisioning.arrays import Ints
+from provisioning.arrays import Floats, Ints
 from provisioning.simulation.run import Outcome
 
 WARM_UP_RESIDENCES = 3.0
@@ -50,10 +50,15 @@ def parts(outcome: Outcome) -> list[slice | Ints]:
     return [kept, kept.start + np.flatnonzero(at_peak[kept])]
 
 
+def in_time(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float) -> Floats:
+    """Per adapter (requests, those that met the TTFT SLO), as two rows."""
+    adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
+    num = outcome.requests.num_adapters
+    return np.stack([np.bincount(adapter, minlength=num), np.bincount(adapter, met, num)]).astype(float)
+
+
 def adapters_within(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float, share: float = 0.9) -> float:
     """Share of adapters of whom at least 90 % of the requests meet the TTFT SLO (the paper's attainment)."""
-    adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
-    calls = np.bincount(adapter, minlength=outcome.requests.num_adapters)
-    good = np.bincount(adapter, weights=met, minlength=outcome.requests.num_adapters)
+    calls, good = in_time(outcome, kept, ttft_slo_s)
     called = calls > 0
     return float((good[called] >= share * calls[called]).mean())

@@ -16,7 +16,7 @@ from provisioning.workload.workload import Workload, from_counts
 _FORM = "JSON or CSV `adapter,count` or `adapter,count,mean_output_tokens`"
 _OBJECT = '{"count": 3, "mean_output_tokens": 256}'
 _MOST_TOKENS = 2**31
-_Row = tuple[float, float | None]  # calls, mean output tokens
+_Row = tuple[str, float, float | None]  # name, empty where there is none; calls; mean output tokens
 
 
 def read_counts(path: str | Path) -> Workload:
@@ -37,10 +37,11 @@ def read_counts(path: str | Path) -> Workload:
         raise InputError(f"{where} cannot be used: {error}; expected {_FORM}") from None
     if not rows:
         raise InputError(f"{where} holds no counts; expected {_FORM}")
-    popularity = from_counts([calls for calls, _ in rows], where)
-    lengths = [tokens for _, tokens in rows if tokens is not None]
+    popularity = from_counts([calls for _, calls, _ in rows], where)
+    lengths = [tokens for *_, tokens in rows if tokens is not None]
+    names = tuple(name for name, *_ in rows) if rows[0][0] else ()
     if not lengths:
-        return Workload(popularity=popularity, source=str(file))
+        return Workload(popularity=popularity, source=str(file), names=names)
     if len(lengths) < len(rows):
         raise InputError(f"{where}: mean output tokens of {len(lengths)} of {len(rows)} adapters; give all or none")
     tokens = np.array(lengths)
@@ -49,6 +50,7 @@ def read_counts(path: str | Path) -> Workload:
         tokens=tokens,
         lengths=Lengths(mean_tokens=float(popularity @ tokens), source=str(file)),
         source=str(file),
+        names=names,
     )
 
 
@@ -68,7 +70,8 @@ def _json_rows(text: str, where: str) -> Iterator[_Row]:
             if isinstance(number, bool) or not isinstance(number, (int, float)):
                 raise InputError(f"{where}: {what} of {name!r}: got {number!r}, expected a number of calls or tokens")
         tokens = fields.get("mean_output_tokens")
-        yield fields["count"], None if tokens is None else _mean(tokens, f"{where}: mean_output_tokens of {name!r}")
+        mean = None if tokens is None else _mean(tokens, f"{where}: mean_output_tokens of {name!r}")
+        yield name if isinstance(name, str) else "", fields["count"], mean
 
 
 def _csv_rows(text: str, where: str) -> Iterator[_Row]:
@@ -85,7 +88,8 @@ def _csv_rows(text: str, where: str) -> Iterator[_Row]:
                 f"{line}: got {','.join(row)!r}, expected `adapter,count`, or with `,mean_output_tokens`, or a count"
             )
         calls = _number(row[min(len(row) - 1, 1)], line, "calls")
-        yield calls, _mean(_number(row[2], line, "tokens"), line) if len(row) == 3 else None
+        tokens = _mean(_number(row[2], line, "tokens"), line) if len(row) == 3 else None
+        yield row[0].strip() if len(row) > 1 else "", calls, tokens
 
 
 def _number(text: str, line: str, what: str) -> float:

@@ -81,6 +81,7 @@ class Clients:
             given_rate=float(self.rates.sum(axis=0).mean()),
             source=f"{self.path}: {len(self.names)} ServeGen clients as adapters, {active} of them active at the peak",
             generate=generate,
+            names=self.names,
             over_time=LoadOverTime(
                 window_s=num * width_s,
                 start_s=start_s,

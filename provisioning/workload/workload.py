@@ -49,6 +49,11 @@ class Workload:
     generate: Callable[[int, int], Requests] | None = None
     over_time: LoadOverTime | None = None
     zipf_skew: float | None = None
+    names: tuple[str, ...] = ()
+
+    def name(self, index: int) -> str:
+        """Of an adapter; a number by rank of popularity, from 1 on, where the source names none."""
+        return self.names[index] if self.names else f"adapter-{index + 1}"
 
     @property
     def own_rate(self) -> float | None:
@@ -156,5 +161,6 @@ def from_requests(requests: Requests, source: str, **options: Any) -> Workload:
         lengths=Lengths.of(requests.output_tokens, source),
         source=source,
         trace=requests,
+        names=requests.names,
         **options,
     )

@@ -1,0 +1,54 @@
+"""`--emit DIR`: what would refute the plan. The load as a trace, and the commands of the servers that it is for."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from collections.abc import Iterator
+
+from provisioning.plan.judge import played
+from provisioning.report.render import headline, question
+from provisioning.report.result import Result
+
+TRACE, COMMANDS, PLAN = "trace.csv", "commands.sh", "plan.yaml"
+
+
+def trace(result: Result) -> str:
+    """What the first simulated run was given, at the planned load: `provision --trace` reads it."""
+    requests = played(result.scenario, result.candidate.step_us, 0)
+    workload, stream = result.scenario.workload, io.StringIO()
+    outputs = requests.output_tokens
+    given = max(round(result.scenario.model.context_tokens - float(outputs.mean()) / 2), 1)  # a request's on average
+    inputs = [given] * len(requests) if requests.input_tokens is None else requests.input_tokens.tolist()
+    rows = csv.writer(stream, lineterminator="\n")
+    rows.writerow(("timestamp", "adapter", "input_tokens", "output_tokens"))
+    names = [workload.name(index) for index in range(workload.num_adapters)]
+    for at, adapter, asked, written in zip(requests.arrival_s, requests.adapter, inputs, outputs, strict=True):
+        rows.writerow((f"{at:.6f}", names[adapter], asked, written))
+    return stream.getvalue()
+
+
+def commands(result: Result) -> str:
+    """A server with the plan, and as many vLLMs as the plan has instances, each to be sent an equal share."""
+    return "".join(f"{line}\n" for line in _commands(result))
+
+
+def _commands(result: Result) -> Iterator[str]:
+    scenario, model = result.scenario, shlex.quote(result.base_model)
+    gpus, first = scenario.model.instance_gpus, result.candidate.gpus
+    one_host = first + scenario.instances * gpus <= scenario.model.cluster.gpus_per_node
+    yield f"# {question(result)}"
+    yield f"# {headline(result)}"
+    yield f"# {TRACE}: arrivals in s, adapters, tokens; send each request to any instance, `model` being its adapter."
+    yield f"# The adapters of {TRACE} are sub-directories of ./adapters. What is measured is `immediate` of"
+    yield "# lora_server_admissions_total against all of them, beside the plan's target."
+    yield f"lora-server serve --config {PLAN} --device cuda --base-model {model} --adapters ./adapters"
+    yield "export LORA_SERVER_ADDRESS=127.0.0.1:7400  # the server's, on every host"
+    if not one_host:
+        yield "# All do not fit on one host: start each of these where GPUs are free."
+    for instance in range(scenario.instances):
+        own = range(first + instance * gpus, first + (instance + 1) * gpus)
+        local = f"CUDA_VISIBLE_DEVICES={','.join(map(str, own))} " if one_host else ""
+        parallel = f" --tensor-parallel-size {gpus}" if gpus > 1 else ""
+        yield f"{local}vllm serve {model} --served-model-name base --port {8000 + instance}{parallel}"
