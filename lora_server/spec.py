@@ -126,7 +126,7 @@ class ModelSpec:
 
     def adapter_bytes(
         self,
-        lora_rank: int,
+        lora_rank: float,
         *,
         projections: Sequence[str] = EXPERT_PROJECTIONS,
         element_bytes: int = 2,
@@ -135,16 +135,16 @@ class ModelSpec:
         """Bytes of an adapter on all experts of `projections`.
 
         `shared_a`: the sections of a site (gate and up; q, k and v) share one A, as in PEFT's fused
-        `target_parameters` layout; otherwise each section has its own.
+        `target_parameters` layout; otherwise each section has its own. A mean rank may be fractional.
         """
         if lora_rank <= 0:
             raise ConfigError(f"lora_rank must be positive, got {lora_rank}")
-        elements = 0
+        elements = 0.0
         for site in self.sites(projections):
             num_a = 1 if shared_a else len(self.sections(site))
             pair = num_a * self.in_width(site) + self.out_width(site)
             elements += self.experts_at(site) * lora_rank * pair
-        return elements * element_bytes
+        return int(elements * element_bytes)
 
     def fingerprint(self) -> str:
         """Digest of the geometry alone: equal for two models that an adapter cannot tell apart."""

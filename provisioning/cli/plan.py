@@ -30,6 +30,10 @@ def plan(
     ] = None,
     gpu: Annotated[str, typer.Option(help="h200, h100, hopper-96, h20, a100-80, a100-40, b200, b300, l40s.")] = "h200",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 64,
+    from_adapters: Annotated[
+        str | None,
+        typer.Option(help="Adapters as they are: a directory, a server's HOST:PORT or its list (default: none)."),
+    ] = None,
     adapters: Annotated[
         int | None, typer.Option(help="Number of adapters N (required without --counts or --trace).")
     ] = None,

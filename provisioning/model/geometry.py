@@ -46,21 +46,26 @@ def lora_step(
     popularity: Floats,
     *,
     batch: float,
-    lora_rank: int,
+    lora_rank: float,
     ep: int,
     element_bytes: int = 2,
     shared_a: bool = False,
     once_per_shard: bool = True,
+    attention_share: float = 0.0,
 ) -> StepBytes:
     """gate_up and down of one layer, for one instance's batch.
 
     `once_per_shard` is our wire: gate_up carries a token once per shard, and down returns the weighted
-    sum per token and shard. Otherwise, as in the paper, both carry one row per expert.
+    sum per token and shard. Otherwise, as in the paper, both carry one row per expert. Of `attention_share` of the
+    tokens the rows of qkv and o travel too; their weights are in `lora_rank`.
     """
     moe = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=False)
     dense = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=True)
     share = len(spec.moe_layers) / spec.layers
     mixed = {name: share * getattr(moe, name) + (1 - share) * getattr(dense, name) for name in vars(moe)}
+    rows = attention_share * batch * element_bytes
+    mixed["receive"] += rows * (spec.hidden + spec.q_width)
+    mixed["send"] += rows * (spec.q_width + 2 * spec.kv_width + spec.hidden)
     return StepBytes(**mixed)
 
 
@@ -68,7 +73,7 @@ def _layer_step(
     spec: ModelSpec,
     popularity: Floats,
     batch: float,
-    lora_rank: int,
+    lora_rank: float,
     ep: int,
     element_bytes: int,
     shared_a: bool,

@@ -31,11 +31,12 @@ class StepModel:
     spec: ModelSpec
     cluster: Cluster
     popularity: Floats
-    lora_rank: int
+    lora_rank: float
     instance_gpus: int
     context_tokens: float = 1024.0
     shared_a: bool = False
     once_per_shard: bool = True
+    attention_share: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     profile: Profile = field(default_factory=Profile)
 
@@ -117,6 +118,7 @@ class StepModel:
             ep=ep,
             shared_a=self.shared_a,
             once_per_shard=self.once_per_shard,
+            attention_share=self.attention_share,
         )
 
     def _term(self, name: str, batch: float, ep: int, modelled_us: float) -> Quantity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -21,14 +22,14 @@ def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
             yield Layout(ep, gpus // ep)
 
 
-def site_bytes(spec: ModelSpec, layer: int, lora_rank: int, shared_a: bool) -> int:
+def site_bytes(spec: ModelSpec, layer: int, lora_rank: float, shared_a: bool) -> float:
     """Of one expert at one layer, gate_up and down, 2-byte elements."""
     ffn, num_a = spec.ffn_at(layer), 1 if shared_a else 2
     return 2 * lora_rank * (num_a * spec.hidden + 2 * ffn + ffn + spec.hidden)
 
 
 @lru_cache(maxsize=4096)
-def fullest_shard_bytes(spec: ModelSpec, layout: Layout, lora_rank: int, shared_a: bool = False) -> int:
+def fullest_shard_bytes(spec: ModelSpec, layout: Layout, lora_rank: float, shared_a: bool = False) -> int:
     """Bytes that one adapter takes on the shard that holds most of it, in whole pages.
 
     ceil(layers / y) layers of ceil(experts / x) experts where all layers have experts; with dense
@@ -40,11 +41,11 @@ def fullest_shard_bytes(spec: ModelSpec, layout: Layout, lora_rank: int, shared_
     else:
         placement = Placement(spec, layout)
         largest = max(_shard_bytes(placement, shard, lora_rank, shared_a) for shard in range(layout.num_shards))
-    return -(-largest // PAGE_BYTES) * PAGE_BYTES
+    return math.ceil(largest / PAGE_BYTES) * PAGE_BYTES
 
 
-def _shard_bytes(placement: Placement, shard: int, lora_rank: int, shared_a: bool) -> int:
-    spec, total = placement.spec, 0
+def _shard_bytes(placement: Placement, shard: int, lora_rank: float, shared_a: bool) -> float:
+    spec, total = placement.spec, 0.0
     for site in spec.sites(EXPERT_PROJECTIONS):
         ffn, experts = spec.ffn_at(site.layer), len(placement.experts(site, shard))
         if site.projection == "gate_up":
@@ -54,7 +55,7 @@ def _shard_bytes(placement: Placement, shard: int, lora_rank: int, shared_a: boo
     return total
 
 
-def cache_slots(spec: ModelSpec, layout: Layout, cluster: Cluster, lora_rank: int, shared_a: bool = False) -> int:
+def cache_slots(spec: ModelSpec, layout: Layout, cluster: Cluster, lora_rank: float, shared_a: bool = False) -> int:
     """M of a layout: what the fullest shard holds."""
     return int(cluster.adapter_memory_bytes // fullest_shard_bytes(spec, layout, lora_rank, shared_a))
 
@@ -73,7 +74,7 @@ def smallest_instance(spec: ModelSpec, cluster: Cluster) -> int:
 
 
 def coupled_slots(
-    spec: ModelSpec, cluster: Cluster, instance_gpus: int, lora_rank: int, shared_a: bool = False, share: float = 0.5
+    spec: ModelSpec, cluster: Cluster, instance_gpus: int, lora_rank: float, shared_a: bool = False, share: float = 0.5
 ) -> int:
     """Adapters per coupled instance: `share` of what the weights leave (S-LoRA as in section 6.1)."""
     adapter = spec.adapter_bytes(lora_rank, shared_a=shared_a)

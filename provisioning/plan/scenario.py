@@ -10,8 +10,9 @@ from lora_server import spec as specs
 from lora_server.errors import ConfigError
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
 from provisioning.model import memory
-from provisioning.model.hardware import Cluster, gpu_named
+from provisioning.model.hardware import Cluster, Efficiency, gpu_named
 from provisioning.model.latency import StepModel
+from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
 from provisioning.model.profile import load as load_profile
 from provisioning.plan import slo
@@ -43,6 +44,7 @@ class Flags:
     model: str
     gpu: str = "h200"
     lora_rank: int = 64
+    from_adapters: str | None = None
     adapters: int | None = None
     zipf: float | None = None
     counts: Path | None = None
@@ -141,7 +143,13 @@ def model_spec(name: str) -> specs.ModelSpec:
 def scenario(flags: Flags) -> Scenario:
     """The planner's question; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
-    found = workload(flags)
+    library = None if flags.from_adapters is None else read_library(flags.from_adapters)
+    if library is not None and flags.adapters is None and flags.counts is None and flags.trace is None:
+        flags = replace(flags, adapters=len(library.names))
+    found, rank = workload(flags), float(count(flags.lora_rank, "--lora-rank", 1, int(_MOST)))
+    attention = 0.0
+    if library is not None:
+        found, rank, attention = library.sized(found, geometry, shared_a=flags.shared_a)
     cluster = Cluster(
         gpu=gpu_named(flags.gpu, flags.gpu_memory_gib),
         gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1, MOST_GPUS),
@@ -157,7 +165,9 @@ def scenario(flags: Flags) -> Scenario:
             spec=geometry,
             cluster=cluster,
             popularity=found.in_flight,
-            lora_rank=count(flags.lora_rank, "--lora-rank", 1, int(_MOST)),
+            lora_rank=rank,
+            attention_share=attention,
+            efficiency=Efficiency().with_attention() if attention else Efficiency(),
             instance_gpus=_instance_gpus(flags, geometry, cluster),
             context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),
             shared_a=flags.shared_a,

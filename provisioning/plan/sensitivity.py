@@ -90,7 +90,7 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         for change in (-0.2, 0.2):
             yield f"zipf s {max(skew + change, 0):.12g}", _with_popularity(scenario, zipf(max(skew + change, 0), num))
     for rank in sorted({max(model.lora_rank // 2, 1), model.lora_rank * 2}):
-        yield f"rank {rank}", replace(scenario, model=replace(model, lora_rank=rank))
+        yield f"rank {round(rank, 2):.12g}", replace(scenario, model=replace(model, lora_rank=rank))
     for factor in (0.5, 2.0):
         yield f"batch {scenario.batch * factor:.12g}", replace(scenario, global_batch=scenario.global_batch * factor)
     for factor in (0.5, 2.0):

@@ -82,7 +82,14 @@ def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
         return Entry(value=value, unit="bytes", kind=kind, source=f"{source}; {note}")
 
     return {
-        "adapter_bytes": entry(model.spec.adapter_bytes(rank, shared_a=shared_a), "all experts, 2-byte elements"),
+        "adapter_bytes": Entry(
+            value=model.spec.adapter_bytes(rank, shared_a=shared_a),
+            unit="bytes",
+            kind="measured",
+            source=f"mean of {scenario.workload.ranks}, 2-byte elements",
+        )
+        if scenario.workload.ranks
+        else entry(model.spec.adapter_bytes(rank, shared_a=shared_a), "all experts, 2-byte elements"),
         "fullest_shard_bytes": entry(
             memory.fullest_shard_bytes(model.spec, layout, rank, shared_a), f"one adapter on {layout}"
         ),

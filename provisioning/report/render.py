@@ -15,9 +15,10 @@ def question(result: Result) -> str:
     model, slo = scenario.model, scenario.slo
     adapters, instances = words.count(workload.num_adapters, "adapter"), words.count(scenario.instances, "instance")
     zipf = "" if workload.zipf_skew is None else f" (Zipf {workload.zipf_skew:g})"
+    ranks = workload.ranks or f"rank {model.lora_rank:,.12g}"
     peak = " at the peak" if workload.peak > 1 else ""
     return (
-        f"{model.spec.name} on {model.cluster.gpu.name}: {adapters} of rank {model.lora_rank:,}{zipf}, "
+        f"{model.spec.name} on {model.cluster.gpu.name}: {adapters} of {ranks}{zipf}, "
         f"{instances} with {words.number(scenario.batch)} requests each in flight{peak}, "
         f"TTFT p{slo.percentile:g} within {words.time(slo.ttft_us)}, TPOT within {words.time(slo.tpot_us)}"
     )

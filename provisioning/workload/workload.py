@@ -36,7 +36,8 @@ class Workload:
 
     `tokens` are the mean output tokens of each adapter where they are known; `trace` is replayed, and `generate`
     makes one of about so many calls from a seed. `given_rate` is the mean over all time, and `over_time` says how
-    much fuller the window is that is sized for, of which `popularity` is where the source tells.
+    much fuller the window is that is sized for, of which `popularity` is where the source tells. `ranks` says what
+    the adapters are, where they were read.
     """
 
     popularity: Floats
@@ -50,6 +51,7 @@ class Workload:
     over_time: LoadOverTime | None = None
     zipf_skew: float | None = None
     names: tuple[str, ...] = ()
+    ranks: str = ""
 
     def name(self, index: int) -> str:
         """Of an adapter; a number by rank of popularity, from 1 on, where the source names none."""
