@@ -19,7 +19,7 @@ from provisioning.arrays import Floats
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, measured
 from provisioning.simulation.run import System, run
 from provisioning.workload import traces
-from provisioning.workload.requests import Requests, rotated
+from provisioning.workload.requests import Requests
 from provisioning.workload.workload import Workload, zipf
 
 TICK_SECONDS = 0.001  # of a simulated token: holds are so many of these
@@ -61,11 +61,8 @@ def workloads(directory: Path, adapters: int) -> dict[str, Workload]:
 
 def calls(workload: Workload, scale: Scale, num: int, seed: int) -> Requests:
     """As `provision` plays them (provisioning/plan/judge.py), at the scale; output tokens are ticks."""
-    rate = scale.load / scale.hold_seconds
-    if workload.trace is None:
-        requests = workload.sample(rate=rate, num_requests=num, seed=seed)
-    else:
-        requests = rotated(workload.trace, seed, num).scaled_to(rate)
+    tokens_per_s = scale.load / scale.hold_seconds * workload.lengths.mean_tokens
+    requests = workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed).part(slice(num))
     ticks = requests.output_tokens * (scale.hold_seconds / workload.lengths.mean_tokens / TICK_SECONDS)
     return Requests(
         arrival_s=requests.arrival_s - requests.arrival_s[0],
