@@ -92,7 +92,10 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
     for rank in sorted({max(model.lora_rank // 2, 1), model.lora_rank * 2}):
         yield f"rank {round(rank, 2):.12g}", replace(scenario, model=replace(model, lora_rank=rank))
     for factor in (0.5, 2.0):
-        yield f"batch {scenario.batch * factor:.12g}", replace(scenario, global_batch=scenario.global_batch * factor)
+        yield (
+            f"batch {round(scenario.batch * factor, 2):.12g}",
+            replace(scenario, global_batch=scenario.global_batch * factor),
+        )
     for factor in (0.5, 2.0):
         gbps = model.cluster.link_gbps * factor
         cluster = replace(model.cluster, link_gbps=gbps)

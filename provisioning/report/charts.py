@@ -114,8 +114,8 @@ def load_over_time(axes: Any, result: Result) -> None:
     if found is None:
         return
     unit_s, unit = (3600.0, "h") if found.load_W.size * found.window_s > 7200 else (60.0, "min")
-    starts = np.arange(found.load_W.size) * found.window_s / unit_s
-    axes.step(starts, found.load_W, where="post", label="load")
+    edges = np.arange(found.load_W.size + 1) * found.window_s / unit_s
+    axes.stairs(found.load_W, edges, label="load")
     axes.axhline(1.0, color="grey", linestyle=":", label="mean")
     if not found.steady:
         ends = found.start_s / unit_s, (found.start_s + found.window_s) / unit_s
