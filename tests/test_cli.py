@@ -92,7 +92,7 @@ def test_processes_of_a_node_take_nothing_from_the_environment(monkeypatch, tmp_
     monkeypatch.setenv("LORA_SERVER_SHARD", "3")
     monkeypatch.setenv("LORA_SERVER_SLOTS", "9")
     node = config.load({"base_model": "x", "slots": 5})
-    found = {"spec_json": "{}", "bind_host": "h", "run_dir": tmp_path}
+    found = {"spec_json": "{}", "bind_host": "h", "run_dir": tmp_path, "secret": "s"}
     child = config.ProcessConfig.model_validate(node.model_dump() | found)
     assert (child.shard, child.slots) == (-1, 5)
     assert config.ProcessConfig.model_validate_json(child.model_dump_json()) == child

@@ -137,7 +137,7 @@ def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: th
 def _secret(config: ServeConfig) -> str:
     """What this node's shards show to the controller: the token that all nodes have, or rank 0's of this run."""
     if config.join_token_file is None:
-        if config.nodes > 1:
+        if config.nodes > 1 and not config.node_rank:
             log.warning("no --join-token-file: whoever reaches --listen can pose as a shard of another node")
         return "" if config.node_rank else secrets.token_hex(32)
     try:
