@@ -3,11 +3,11 @@
     python -m bench.cold_start [--json] [--rounds N]
 
 A server with --host-link-gbps, so slow that one layer takes 20 ms, and a model of 32 layers. Each round takes an
-adapter that is not in memory and times, from before its first step:
+adapter that is not in memory and times, from before it is acquired (which begins its load):
 
     first    a step at layer 0 alone; the bar is 1.2 x (the load of one layer + a step), and a fifth of `whole`
     pass     a step at each layer, one after the other: each waits for its own layer only
-    ahead    a pass with the adapter prefetched by the time of its load before: nothing is waited for
+    ahead    a pass with the adapter acquired by the time of its load before: nothing is waited for
     whole    what the link alone takes for the adapter; `warm` is a pass when all of it is there
 
 Others make room all the time: the pool holds two adapters of six. A round begins when nothing is loaded any more.
@@ -17,11 +17,13 @@ Medians of all rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +63,28 @@ def _elements_per_rank(base: Path) -> int:
     return sum(width + model.in_width(site) * (parts.get(site.projection, 1) - 1) for site, width in widths.items())
 
 
-def timed(caller: Caller, held: Held, sites: list[Site]) -> float:
-    """Seconds of a step at each site."""
-    began = time.perf_counter()
+def timed(caller: Caller, held: Held, sites: list[Site], began: float = 0.0) -> float:
+    """Seconds of a step at each site, since `began` if it is given."""
+    began = began or time.perf_counter()
     for site in sites:
         caller.step(held, site)
     return time.perf_counter() - began
 
 
+@contextlib.contextmanager
+def cold(caller: Caller, name: str) -> Iterator[tuple[Held, float]]:
+    """Acquired now, and since when."""
+    began = time.perf_counter()
+    held = caller.hold(name)
+    try:
+        yield held, began
+    finally:
+        caller.client.release([held])
+
+
 def measure(rounds: int) -> dict[str, float]:
     """Medians in milliseconds, and the bars' ratios."""
-    times: dict[str, list[float]] = {"first": [], "pass": [], "ahead": [], "warm": [], "step": []}
+    times: dict[str, list[float]] = {"acquire": [], "first": [], "pass": [], "ahead": [], "warm": [], "step": []}
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         size = make(work)
@@ -80,19 +93,21 @@ def measure(rounds: int) -> dict[str, float]:
         flags += ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-link-gbps", f"{gbps:.6f}"]
         with running_server(work / "log", flags) as server:
             caller = Caller(server.address, 4, 0)
-            (*held,) = caller.client.session.acquire([f"a{index}" for index in range(ADAPTERS)])
             time.sleep(LAYER_SECONDS * LAYERS * (ROOM + 1))  # what there is room for comes by itself
-            turn = itertools.cycle(held[ROOM:] + held[:ROOM])
+            turn = itertools.cycle([f"a{index % ADAPTERS}" for index in range(ROOM, ROOM + ADAPTERS)])
             for _ in track(range(rounds), "stepping", console=Console(stderr=True)):
                 time.sleep(QUIET_SECONDS)
-                times["first"].append(timed(caller, one := next(turn), SITES[:1]))
-                timed(caller, one, SITES)
-                times["step"].append(timed(caller, one, SITES[:1]))
-                times["pass"].append(timed(caller, one := next(turn), SITES))
-                times["warm"].append(timed(caller, one, SITES))
-                caller.client.session.prefetch([(one := next(turn)).handle])
-                time.sleep(LAYER_SECONDS * LAYERS * 1.5)
-                times["ahead"].append(timed(caller, one, SITES))
+                with cold(caller, next(turn)) as (held, began):
+                    times["acquire"].append(time.perf_counter() - began)
+                    times["first"].append(timed(caller, held, SITES[:1], began))
+                    timed(caller, held, SITES)
+                    times["step"].append(timed(caller, held, SITES[:1]))
+                with cold(caller, next(turn)) as (held, began):
+                    times["pass"].append(timed(caller, held, SITES, began))
+                    times["warm"].append(timed(caller, held, SITES))
+                with cold(caller, next(turn)) as (held, began):
+                    time.sleep(LAYER_SECONDS * LAYERS * 1.5)
+                    times["ahead"].append(timed(caller, held, SITES))
             caller.client.close()
     found = {f"{name}_ms": statistics.median(seen) * 1e3 for name, seen in times.items()}
     layer, whole = LAYER_SECONDS * 1e3, LAYER_SECONDS * LAYERS * 1e3
@@ -119,7 +134,7 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         return
     table = Table("what", "seen", "bar", title=f"Cold start, {LAYERS} layers", title_justify="left")
-    for name in ("layer", "whole", "step", "first", "pass", "ahead", "warm"):
+    for name in ("layer", "whole", "step", "acquire", "first", "pass", "ahead", "warm"):
         table.add_row(f"{name}, ms", f"{found[f'{name}_ms']:.1f}", "")
     table.add_row("first / (layer + step)", f"{found['first_ratio']:.2f}", f"at most {BAR}")
     table.add_row("whole / first", f"{found['whole_by_first']:.1f}", f"at least {SHORTER:g}")

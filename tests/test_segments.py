@@ -134,7 +134,7 @@ def one_by_one(store, site, segments):
             )
         if expert not in store.tier._placement.experts(site, store._shard):
             raise ProtocolError(f"{site} expert {expert}: not on shard {store._shard}; placements differ, join again")
-        placed = store._entries[handle].manifest.blocks.get(site, {}).get(expert)
+        placed = store._entries[handle].manifest.blocks(site.layer).get(site, {}).get(expert)
         row, tile = store.tier.empty_row(site), 0
         if placed is not None:
             row, tile = store.tier._published[handle].rows[placed.shape], placed.begin // TILE_BYTES

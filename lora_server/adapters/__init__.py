@@ -4,7 +4,8 @@ files     directories, bounded reads       header     safetensors headers
 config    adapter_config.json              settings   what it says about the delta
 patterns  rank_pattern, alpha_pattern      selection  which modules it selects
 keys      tensor names -> site, expert     parts      pairs of tensors, checked shapes
-adapter   what users hold                  refusal    the one form of error
+outline   where each matrix lies, small    weights    reads them from open files
+adapter   opens and checks one             refusal    the one form of error
 scan      a directory of them, by stat
 """
 
@@ -19,8 +20,10 @@ from lora_server.adapters.files import (
     no_weights,
     weight_map,
 )
+from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import Part
 from lora_server.adapters.scan import Scan, scan, stamp_of
+from lora_server.adapters.weights import Weights, reopen
 
 __all__ = [
     "CONFIG",
@@ -28,12 +31,15 @@ __all__ = [
     "MAX_JSON_BYTES",
     "WEIGHTS",
     "Adapter",
+    "Outline",
     "Part",
     "Scan",
+    "Weights",
     "find_adapters",
     "is_adapter",
     "no_weights",
     "open_adapter",
+    "reopen",
     "scan",
     "stamp_of",
     "validate_adapter",

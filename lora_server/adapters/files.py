@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,68 +62,36 @@ def read_json_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-class WeightFiles:
-    """The opened safetensors files of one adapter. Owns their descriptors until `close`."""
+class OpenFiles:
+    """Some files of a directory. Owns their descriptors until `close`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Opens and checks; raises AdapterFormatError, with nothing left open, or OSError."""
-        self.entries: dict[str, TensorEntry] = {}
-        self.warnings: list[str] = []
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        """Raises OSError, with nothing left open."""
+        self.names = names
         self._descriptors: list[int] = []
-        self._names = _weight_files(directory)
         try:
-            for name in self._names:
-                self._open(directory / name)
-            if (directory / INDEX).exists():
-                self._check_index(directory)
+            for name in names:
+                self._descriptors.append(os.open(directory / name, os.O_RDONLY | os.O_NONBLOCK))
         except BaseException:
             self.close()
             raise
-        for other in sorted(directory.glob("*.safetensors")):
-            if other.name not in self._names:
-                self.warnings.append(f"{other.name} is not one of the adapter's weight files; not used")
 
-    def _open(self, path: Path) -> None:
-        if not path.is_file():
-            raise refusal(path.name, got="no such file", expected="the adapter's weights", do="copy it again")
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            for entry in read_header(stream, size, name=path.name, file=len(self._descriptors)):
-                if entry.name in self.entries:
-                    raise refusal(entry.name, got="the tensor in two files", expected="one", do="save it again")
-                self.entries[entry.name] = entry
-            self._descriptors.append(os.dup(stream.fileno()))
+    def size(self, file: int) -> int:
+        """In bytes, now."""
+        return os.fstat(self._descriptors[file]).st_size
 
-    def _check_index(self, directory: Path) -> None:
-        listed = {key: self._names.index(name) for key, name in _weight_map(directory).items()}
-        for key in sorted(listed.keys() | self.entries.keys()):
-            entry = self.entries.get(key)
-            if entry is None or listed.get(key) != entry.file:
-                got = "a tensor that is not where the index says"
-                raise refusal(key, got=got, expected=f"{INDEX} and the files to agree", do="save it again")
-
-    def read(self, entry: TensorEntry, begin: int = 0, end: int | None = None) -> bytearray:
-        """Bytes [begin, end) of a tensor; raises AdapterFormatError where the file has become shorter."""
-        at, stop = entry.begin + begin, entry.end if end is None else entry.begin + end
-        buffer = bytearray(stop - at)
+    def read(self, file: int, begin: int, end: int) -> bytearray:
+        """Bytes [begin, end); raises AdapterFormatError where the file has become shorter."""
+        buffer, at = bytearray(end - begin), begin
         view = memoryview(buffer)
         while view:
-            got = os.preadv(self._descriptors[entry.file], [view], at)
+            got = os.preadv(self._descriptors[file], [view], at)
             if got == 0:
-                wanted = f"{entry.end} bytes of {self._names[entry.file]}"
-                raise refusal(entry.name, got=f"the end of the file at {at}", expected=wanted, do="it was changed")
+                raise refusal(
+                    self.names[file], got=f"the end of the file at {at}", expected=f"{end} bytes", do="it was changed"
+                )
             view, at = view[got:], at + got
         return buffer
-
-    def chunks(self) -> Iterator[tuple[TensorEntry | None, bytearray]]:
-        """All bytes of all files in order; with each piece the tensor it belongs to, None for a header."""
-        ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
-        for file in range(len(self._descriptors)):
-            mine = [entry for entry in ordered if entry.file == file]
-            yield None, self.read(TensorEntry(self._names[file], "", (), 0, mine[0].begin, file))
-            for entry in mine:
-                for begin in range(0, entry.end - entry.begin, _CHUNK_BYTES):
-                    yield entry, self.read(entry, begin, min(begin + _CHUNK_BYTES, entry.end - entry.begin))
 
     def stamp(self) -> str:
         """Sizes, times and inodes: equal stamps on one host mean that nobody wrote to the files."""
@@ -133,6 +102,56 @@ class WeightFiles:
         """Closes the descriptors; may be called again."""
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+class WeightFiles:
+    """The safetensors files of one adapter, `opened`, and what their headers say."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens and checks; raises AdapterFormatError, with nothing left open, or OSError."""
+        self.entries: dict[str, TensorEntry] = {}
+        self.warnings: list[str] = []
+        names = _weight_files(directory)
+        for name in names:
+            if not (directory / name).is_file():
+                raise refusal(name, got="no such file", expected="the adapter's weights", do="copy it again")
+        self.opened = OpenFiles(directory, names)
+        try:
+            for file, name in enumerate(names):
+                self._read_header(file, name)
+            if (directory / INDEX).exists():
+                self._check_index(directory)
+        except BaseException:
+            self.opened.close()
+            raise
+        for other in sorted(directory.glob("*.safetensors")):
+            if other.name not in names:
+                self.warnings.append(f"{other.name} is not one of the adapter's weight files; not used")
+
+    def _read_header(self, file: int, name: str) -> None:
+        opened = self.opened
+        for entry in read_header(partial(opened.read, file), opened.size(file), name=name, file=file):
+            if entry.name in self.entries:
+                raise refusal(entry.name, got="the tensor in two files", expected="one", do="save it again")
+            self.entries[entry.name] = entry
+
+    def _check_index(self, directory: Path) -> None:
+        listed = {key: self.opened.names.index(name) for key, name in _weight_map(directory).items()}
+        for key in sorted(listed.keys() | self.entries.keys()):
+            entry = self.entries.get(key)
+            if entry is None or listed.get(key) != entry.file:
+                got = "a tensor that is not where the index says"
+                raise refusal(key, got=got, expected=f"{INDEX} and the files to agree", do="save it again")
+
+    def chunks(self) -> Iterator[tuple[TensorEntry | None, bytearray]]:
+        """All bytes of all files in order; with each piece the tensor it belongs to, None for a header."""
+        ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
+        for file in range(len(self.opened.names)):
+            mine = [entry for entry in ordered if entry.file == file]
+            yield None, self.opened.read(file, 0, mine[0].begin)
+            for entry in mine:
+                for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
+                    yield entry, self.opened.read(file, begin, min(begin + _CHUNK_BYTES, entry.end))
 
 
 def _weight_files(directory: Path) -> list[str]:

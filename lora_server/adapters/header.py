@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from lora_server.adapters.refusal import refusal, shown
 
@@ -32,19 +33,21 @@ class TensorEntry:
     file: int = 0
 
 
-def read_header(stream: IO[bytes], size: int, *, name: str, file: int = 0) -> list[TensorEntry]:
-    """The tensors of a file of `size` bytes, by offset; `name` is how errors call the file.
+def read_header(
+    read: Callable[[int, int], bytes | bytearray], size: int, *, name: str, file: int = 0
+) -> list[TensorEntry]:
+    """The tensors of a file of `size` bytes, by offset; `read(begin, end)` reads it, errors call it `name`.
 
     Raises AdapterFormatError for every header that does not describe this file exactly.
     """
     if size < 8:
         raise refusal(name, got=f"{size} bytes", expected="a safetensors file of at least 8 bytes", do=_DAMAGED)
-    (length,) = struct.unpack("<Q", stream.read(8))
+    (length,) = struct.unpack("<Q", read(0, 8))
     if length > MAX_HEADER_BYTES:
         raise refusal(name, got=f"a header length of {length}", expected=f"at most {MAX_HEADER_BYTES}", do=_DAMAGED)
     if length > size - 8:
         raise refusal(name, got=f"a header length of {length} in {size} bytes", expected="it to fit", do=_DAMAGED)
-    fields = _parse(stream.read(length), name)
+    fields = _parse(read(8, 8 + length), name)
     fields.pop("__metadata__", None)
     data_begin = 8 + length
     entries = [_entry(key, value, data_begin, size, file) for key, value in fields.items()]
@@ -55,7 +58,7 @@ def read_header(stream: IO[bytes], size: int, *, name: str, file: int = 0) -> li
     return entries
 
 
-def _parse(raw: bytes, name: str) -> dict[str, Any]:
+def _parse(raw: bytes | bytearray, name: str) -> dict[str, Any]:
     try:
         fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -60,6 +60,15 @@ class Source:
         return self.remote or str(self.path)
 
 
+class Files(NamedTuple):
+    """What was learned of an adapter's files when they had the right content (see adapters.reopen)."""
+
+    path: Path
+    seen: str
+    stamp: str
+    outline: bytes  # its key
+
+
 @dataclass
 class Usage:
     """What eviction policies judge by. Times are time.monotonic()."""
@@ -95,6 +104,7 @@ class Entry:
     nbytes: int = 0  # of its extent
     size: int | None = None  # what that takes of the device pool; None until the files were looked at
     manifest: Manifest | None = None  # while anything of it is in memory
+    files: Files | None = None
     device: Extent | None = None
     host: Extent | None = None
     ready: set[int] = field(default_factory=set)

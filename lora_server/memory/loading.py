@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kernels_cuda.ops import Pair
-from lora_server.adapters import Adapter, open_adapter
+from lora_server.adapters import Weights, open_adapter, reopen
 from lora_server.errors import AdapterLoadError
-from lora_server.memory.entry import Entry, Source
-from lora_server.memory.manifest import Manifest
+from lora_server.memory.entry import Entry, Files
+from lora_server.memory.manifest import Manifest, Manifests
 from lora_server.memory.pools import Extent
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.sources.cache import Lease
-from lora_server.spec import ModelSpec, Site
+from lora_server.spec import Site
 
 PATIENCE_SECONDS = 5e-4  # and no less than a block took: steps that never end make loading twice as slow, or so
 
@@ -35,7 +36,8 @@ class Loader:
     pause: Callable[[float], object]
     give_way: Callable[[float], object]
     link_gbps: float = 0.0
-    _open: dict[Entry, Adapter] = field(default_factory=dict)
+    _open: dict[Entry, Weights] = field(default_factory=dict)
+    _manifests: Manifests = field(default_factory=Manifests)
     _leases: dict[Entry, Lease] = field(default_factory=dict)
 
     def hold(self, entry: Entry, lease: Lease) -> None:
@@ -48,8 +50,11 @@ class Loader:
 
     def measure(self, entry: Entry) -> None:
         """Open the files: what it has here, and how large that is. Raises AdapterError."""
-        adapter = self._opened(entry)
-        entry.manifest = Manifest(adapter, self.placement, self.shard, entry.layers, self.tier.format)
+        outline = self._opened(entry).outline
+        entry.manifest = self._manifests.get(outline.key)
+        if entry.manifest is None:
+            entry.manifest = Manifest(outline, self.placement, self.shard, entry.layers, self.tier.format)
+            self._manifests.put(entry.manifest)
         entry.nbytes = entry.manifest.nbytes
         entry.size = self.tier.pool.size_of(entry.nbytes)
 
@@ -57,7 +62,7 @@ class Loader:
         """One layer to the device, by way of the host pool where it has memory there; returns its bytes."""
         manifest, device = entry.manifest, entry.device
         assert manifest is not None and device is not None
-        begin, end = manifest.spans[layer]
+        begin, end = manifest.span(layer)
         began = time.monotonic()
         if entry.host is None:
             self._read(entry, manifest, layer, device)
@@ -85,35 +90,47 @@ class Loader:
             lease.close()
 
     def _read(self, entry: Entry, manifest: Manifest, layer: int, target: Extent) -> None:
-        adapter, device = self._opened(entry), self.tier.device
-        for site, blocks in manifest.blocks.items():
-            for expert, placed in blocks.items() if site.layer == layer else ():
+        weights, device = self._opened(entry), self.tier.device
+        for site, blocks in manifest.blocks(layer).items():
+            for expert, placed in blocks.items():
                 began = time.monotonic()
                 with self.tier.on_stream():
                     target.write(
-                        placed.begin, self.tier.format.pack(_pairs(adapter, site, expert), placed.shape, device)
+                        placed.begin, self.tier.format.pack(_pairs(weights, site, expert), placed.shape, device)
                     )
                 self.give_way(max(PATIENCE_SECONDS, time.monotonic() - began))
 
-    def _opened(self, entry: Entry) -> Adapter:
+    def _opened(self, entry: Entry) -> Weights:
         if entry not in self._open:
             lease = self._leases.get(entry)
-            spec = self.placement.spec
-            self._open[entry] = _open(entry.source, spec) if lease is None else open_adapter(lease.path, spec)
+            path = entry.source.path if lease is None else lease.path
+            self._open[entry] = self._as_before(entry, path) or self._anew(entry, path)
         return self._open[entry]
 
+    def _as_before(self, entry: Entry, path: Path) -> Weights | None:
+        """From what is known of its files, where nobody touched them since."""
+        files = entry.files
+        manifest = self._manifests.get(files.outline) if files is not None and files.path == path else None
+        if files is None or manifest is None:
+            return None
+        return reopen(path, self.placement.spec, manifest.outline, files.seen, files.stamp)
 
-def _pairs(adapter: Adapter, site: Site, expert: int) -> list[Pair]:
-    return [Pair(a_RK, b_OR, part.scale, part.out_begin) for part, a_RK, b_OR in adapter.read(site, expert)]
+    def _anew(self, entry: Entry, path: Path) -> Weights:
+        """The adapter that was registered; files touched since are read whole and must have the same content.
+
+        The disk cache answers for what came from far.
+        """
+        source = entry.source
+        adapter = open_adapter(path, self.placement.spec)
+        if not source.remote and adapter.stamp != source.stamp and adapter.version() != source.version:
+            adapter.close()
+            raise AdapterLoadError(
+                f"{path}: its content changed since it was registered (version {source.version[:12]}); "
+                "remove it and add it again"
+            )
+        entry.files = Files(path, adapter.seen, adapter.stamp, adapter.outline.key)
+        return adapter
 
 
-def _open(source: Source, spec: ModelSpec) -> Adapter:
-    """The adapter that was registered; files touched since are read whole and must have the same content."""
-    adapter = open_adapter(source.path, spec)
-    if adapter.stamp != source.stamp and adapter.version() != source.version:
-        adapter.close()
-        raise AdapterLoadError(
-            f"{source.path}: its content changed since it was registered (version {source.version[:12]}); "
-            "remove it and add it again"
-        )
-    return adapter
+def _pairs(weights: Weights, site: Site, expert: int) -> list[Pair]:
+    return [Pair(a_RK, b_OR, part.scale, part.out_begin) for part, a_RK, b_OR in weights.read(site, expert)]

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from kernels_cuda.ops import NOTHING, Block, Segment
 from lora_server.memory.formats import HostFormat
-from lora_server.memory.manifest import Manifest
+from lora_server.memory.manifest import Blocks, Manifest
 from lora_server.memory.pools import Extent, Pool
 from lora_server.memory.tier import Refusal, Tier
 from lora_server.placement import Placement
@@ -23,8 +23,7 @@ class _Published:
     """Blocks are made when a step first asks for them."""
 
     extent: Extent
-    manifest: Manifest
-    layers: set[int] = field(default_factory=set)
+    layers: dict[int, Blocks] = field(default_factory=dict)
     blocks: dict[tuple[Site, int], Block] = field(default_factory=dict)
 
 
@@ -39,7 +38,7 @@ class CpuTier(Tier):
 
     @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        self._published.setdefault(handle, _Published(extent, manifest)).layers.add(layer)
+        self._published.setdefault(handle, _Published(extent)).layers[layer] = manifest.blocks(layer)
 
     @override
     def withdraw(self, handle: int) -> object:
@@ -62,7 +61,7 @@ class CpuTier(Tier):
         return block
 
     def _read(self, published: _Published, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
-        placed = published.manifest.blocks.get(site, {}).get(expert)
+        placed = published.layers[site.layer].get(site, {}).get(expert)
         if placed is not None:
             (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)
             return self.format.unpack(packed_B, placed.shape)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,7 @@ from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.directory import Directory, Ints
 from lora_server.memory.formats import TileFormat
-from lora_server.memory.manifest import Manifest
+from lora_server.memory.manifest import Manifest, Placed
 from lora_server.memory.pages import PageExtent, PagePool
 from lora_server.memory.pools import Extent
 from lora_server.memory.tier import Refusal, Tier
@@ -81,7 +82,8 @@ class PagedTier(Tier):
         if published is None:
             published = self._published[handle] = self._new(handle, extent)
         sites = [Site(layer, projection) for projection in PROJECTIONS]
-        entries = {site: self._entries(site, published, manifest) for site in sites}
+        blocks = manifest.blocks(layer)
+        entries = {site: self._entries(site, published, blocks.get(site, {})) for site in sites}
         self.synchronize()
         self.directory.put(published.place, entries)
 
@@ -91,12 +93,12 @@ class PagedTier(Tier):
             page_table = torch.tensor(extent.addresses(), dtype=torch.int64).to(self.device)
         return _Published(self.directory.allocate(handle), page_table)
 
-    def _entries(self, site: Site, published: _Published, manifest: Manifest) -> Ints:
+    def _entries(self, site: Site, published: _Published, blocks: Mapping[int, Placed]) -> Ints:
         """[E, 2]: row and first tile of each expert; where it has no delta, what says so."""
         entries_E2, own = self.directory.absent(site), self._placement.experts(site, self._shard)
         if own:
             entries_E2[own.start : own.stop] = self.empty_row(site), 0
-        for expert, placed in manifest.blocks.get(site, {}).items():
+        for expert, placed in blocks.items():
             if placed.shape not in published.rows:
                 published.rows[placed.shape] = self.add_row(published.page_table.data_ptr(), placed.shape)
             entries_E2[expert] = published.rows[placed.shape], placed.begin // TILE_BYTES
