@@ -76,7 +76,8 @@ def later(seconds):
 
 def idle(store):
     """The thread has nothing to do."""
-    until(lambda: not store._wanted and not store._unasked and store._busy is None, "the loader to be idle")
+    turns = store._turns
+    until(lambda: not turns._wanted and not turns._unasked and store._busy is None, "the loader to be idle")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cpu and host", "paged"])
@@ -140,7 +141,7 @@ def test_bytes_are_exact_whatever_comes_and_goes(kind, seed, adapters, sizes):
     for done in dones:
         error = done.result()
         assert error is None or "dropped while it loaded" in str(error)
-    until(lambda: not store._wanted and store._busy is None, "the loader to be idle")
+    until(lambda: not store._turns._wanted and store._busy is None, "the loader to be idle")
     store.check_integrity()
     for handle in known:  # whatever happened: each of them can be had
         store.unpin(pinned_by(store, handle))
