@@ -3,7 +3,7 @@
     python -m bench.eviction [--json] [--traces DIR] [--requests N] [--adapters N]
 
 Each request of a trace needs one adapter: from its arrival on, once that is there, for its output tokens. Adapters of
-running requests stay; of the others the shard's own functions choose (lora_server/memory/eviction.py: may_go, victims,
+running requests are active and stay; of the others the shard's own functions choose (lora_server/memory/eviction.py: may_go, victims,
 POLICIES), by what the shard's own Usage counts, here once a second. One loader brings one adapter after the other, in
 the order of need, over a link; an adapter has a rank of 8 to 64. A request waits cold from its arrival until its
 adapter is there, for the link or for room. Pools are shares of the bytes of all adapters that are asked for. ServeGen's
@@ -91,7 +91,7 @@ class Simulation:
             self._begin(now, entry, index)
             return
         if entry not in self._waiting:
-            self._waiting[entry] = []
+            self._waiting[entry], entry.active = [], True
             entry.demands["requests"] = Demand(now, float("inf"))
             if entry is not self._loading:
                 self._queue.append(entry)
@@ -99,6 +99,7 @@ class Simulation:
 
     def _begin(self, now: float, entry: Entry, index: int) -> None:
         self._running[entry.handle] += 1
+        entry.active = True
         end = now + int(self._requests.output_tokens[index]) * TOKEN_SECONDS
         for second in np.arange(now, end, 1.0).tolist():
             self._at(second, "used", entry.handle)
@@ -109,6 +110,7 @@ class Simulation:
 
     def _ends(self, now: float, handle: int) -> None:
         self._running[handle] -= 1
+        self._entries[handle].active = self._running[handle] > 0
         self._entries[handle].usage.count(now)
 
     def _load(self, now: float) -> None:
@@ -125,10 +127,10 @@ class Simulation:
                 return
 
     def _make_room(self, entry: Entry, now: float) -> bool:
-        missing, mine = entry.nbytes - self._free, (entry.deadline(), entry.order)
+        missing = entry.nbytes - self._free
         if missing > 0:
-            idle = [one for one in self._resident if not self._running[one.handle] and may_go(one, mine, now)]
-            chosen = victims(missing, idle, lambda one: one.nbytes, self._policy)
+            resident = [one for one in self._resident if may_go(one, entry, now)]
+            chosen = victims(missing, resident, lambda one: one.nbytes, self._policy)
             for one in chosen or ():
                 self._resident.remove(one)
                 one.ready.clear()

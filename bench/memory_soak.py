@@ -1,13 +1,15 @@
 """Many adapters, little memory, several engines, and shards that are killed: is every answer right, is anything lost?
 
-    python -m bench.memory_soak [--json] [--adapters N] [--pool N] [--engines N] [--steps N] [--kills N] [--host-pool N]
+    python -m bench.memory_soak [--json] [--adapters N] [--pool N] [--engines N] [--steps N] [--kills N] [--calm S]
+                                [--host-pool N]
 
 One `lora-server serve` process over shared memory; the adapters are links to twenty of mixed ranks and sites, their
 popularity is Zipf 1.2, and --device-pool holds --pool of them. Every engine is a process that compares each of its
 steps with the same product in float64. What processes of the server hold (resident memory, descriptors, shared memory)
 is read all the time, and compared between the first and the last tenth after a warm-up of a quarter. With --kills the
-shard is killed by SIGKILL that often at seeded moments while it loads; back means that every engine has had a right
-answer since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
+shard is killed by SIGKILL that often at seeded moments while it loads, each time after it has run for --calm seconds
+(a shard that has run for half a minute has a successor in reserve); back means that every engine has had a right answer
+since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
 """
 
 from __future__ import annotations
@@ -133,9 +135,9 @@ class Held:
         return found
 
 
-def kill(server: RunningServer, engines: list[Engine], dice: random.Random) -> dict[str, float]:
+def kill(server: RunningServer, engines: list[Engine], dice: random.Random, calm: float) -> dict[str, float]:
     """SIGKILL at a random moment while it loads; seconds until it is up, and until all engines had a right answer."""
-    time.sleep(dice.uniform(0.2, 1.5))
+    time.sleep(calm + dice.uniform(0.2, 1.5))
     (shard,) = status(server.address).shards
     os.kill(shard.pid, signal.SIGKILL)
     killed, up = time.time(), 0.0
@@ -199,7 +201,7 @@ def _watch(server: RunningServer, engines: list[Engine], options: argparse.Names
             if any(engine.process.poll() for engine in engines) or time.time() > deadline:
                 raise RuntimeError("an engine died, or nothing comes any more")
             if len(kills) < options.kills and all(engine.seen.steps for engine in engines):
-                kills.append(kill(server, engines, dice))
+                kills.append(kill(server, engines, dice, options.calm))
             if len(kills) == options.kills and not told:
                 told = True
                 for engine in engines:
@@ -256,6 +258,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--calm", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eviction", default="lru")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Where concrete backends are named and processes are started.
 
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
-  startup         says that it starts, and serves
+  startup         says that it starts, and serves           spare    one in reserve, for a quick restart
 controller_main   the controller's process (rank 0)         http       its port
 shard_main        a shard's process                         backends   what it computes with
                                                             host_memory  what it may take

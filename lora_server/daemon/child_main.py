@@ -53,7 +53,10 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
     """Never returns: daemon threads hold grpc and zmq, and nothing is left to flush."""
     logs.configure()
     threading.excepthook = _die
-    config = ProcessConfig.model_validate_json(sys.stdin.buffer.readline())
+    line = sys.stdin.buffer.readline()
+    if not line:  # it was in reserve, and is not needed
+        os._exit(0)
+    config = ProcessConfig.model_validate_json(line)
     code = 1
     try:
         process = make(config)

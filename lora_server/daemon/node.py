@@ -24,6 +24,7 @@ from lora_server.daemon import processes
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Child
+from lora_server.daemon.spare import Spare
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout
@@ -51,6 +52,8 @@ class Node:
         self.failure = ""
         self._stack = contextlib.ExitStack()
         self._children: list[Child] = []
+        self._controllers = Spare("lora_server.daemon.controller_main", config.threads)
+        self._shards = Spare("lora_server.daemon.shard_main", config.threads)
         try:
             self._start()
         except BaseException:
@@ -60,6 +63,8 @@ class Node:
     def _start(self) -> None:
         run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
+        for spare in (self._controllers, self._shards):
+            self._stack.callback(spare.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
@@ -69,7 +74,7 @@ class Node:
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
             return
-        controller = self._run("lora_server.daemon.controller_main", "controller", process)
+        controller = self._run(self._controllers, "controller", process)
         if not (process.listen.port and process.http.port):  # its shards, and its successors, have to be told
             up = controller.wait_up(UP_SECONDS)
             chosen = {"listen": Address.parse(up.listen), "http": Address.parse(up.http)}
@@ -86,10 +91,10 @@ class Node:
         layout = Layout.parse(process.layout)
         for shard in process.local_shards:
             name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
-            self._run("lora_server.daemon.shard_main", name, process.model_copy(update={"shard": shard}))
+            self._run(self._shards, name, process.model_copy(update={"shard": shard}))
 
-    def _run(self, module: str, name: str, process: ProcessConfig) -> Child:
-        child = Child(name, module, process, self._fail, self._stop)
+    def _run(self, spare: Spare, name: str, process: ProcessConfig) -> Child:
+        child = Child(name, spare, process, self._fail, self._stop)
         self._children.append(child)
         child.start()
         return child

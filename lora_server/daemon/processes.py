@@ -7,7 +7,6 @@ closes, however the node ended, the child stops. On stdout it says once that it 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import msgspec
 import structlog
 
 from lora_server.config import ProcessConfig
+from lora_server.daemon.spare import Spare
 from lora_server.errors import ConfigError, ServerUnavailableError
 
 EXIT_REFUSED = 78
@@ -28,6 +28,7 @@ STOP_SECONDS = 5.0
 MAX_FAILED_STARTS = 5  # of one that never was up
 GIVE_UP_SECONDS = 60.0  # of failed starts of one that was
 PAUSE_SECONDS = 1.0  # before a restart of one that lived less
+SPARE_SECONDS = 30.0  # after which a process that runs gets a successor in reserve
 ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 TOGETHER_SECONDS = 1.0  # who stops a whole group of processes stops node and child in any order
 log = structlog.get_logger()
@@ -52,7 +53,7 @@ class Child:
     """One process, and who takes its place when it dies."""
 
     name: str
-    module: str
+    spare: Spare
     config: ProcessConfig
     on_fatal: Callable[[str], None]
     node_stops: threading.Event
@@ -102,16 +103,10 @@ class Child:
         self.on_fatal(f"{self.name}: {reason}; see the log above")
 
     def _run_once(self) -> tuple[Up | None, int]:
-        threads = str(self.config.threads)
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        command = [sys.executable, "-m", self.module]
         with self._lock:
             if self._stopping.is_set():
                 return None, 0
-            # a group of its own: Ctrl-C goes to the parent, which stops its children in order
-            process = self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0
-            )
+            process = self._process = self.spare.take()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
@@ -120,7 +115,11 @@ class Child:
         if up is not None and self._up is None:
             self._up = up
             self._answered.set()
+        prepare = threading.Timer(SPARE_SECONDS, self.spare.prepare)
+        prepare.daemon = True
+        prepare.start()
         code = process.wait()
+        prepare.cancel()
         process.stdin.close()
         process.stdout.close()
         return up, code
