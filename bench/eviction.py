@@ -3,11 +3,12 @@
     python -m bench.eviction [--json] [--traces DIR] [--requests N] [--adapters N]
 
 Each request of a trace needs one adapter: from its arrival on, once that is there, for its output tokens. Adapters of
-running requests are active and stay; of the others the shard's own functions choose (lora_server/memory/eviction.py: may_go, victims,
-POLICIES), by what the shard's own Usage counts, here once a second. One loader brings one adapter after the other, in
-the order of need, over a link; an adapter has a rank of 8 to 64. A request waits cold from its arrival until its
-adapter is there, for the link or for room. Pools are shares of the bytes of all adapters that are asked for. ServeGen's
-clients are adapters; Azure's and Mooncake's requests get theirs from Zipf 1.2. Traces that are not there are left out.
+running and waiting requests are active, and the running ones' stay; of the others the shard's own functions choose
+(lora_server/memory/eviction.py: may_go, victims, POLICIES), by what the shard's own Usage counts, here once a second.
+One loader brings one adapter after the other, in the order of need, over a link; an adapter has a rank of 8 to 64. A
+request waits cold from its arrival until its adapter is there, for the link or for room. Pools are shares of the bytes
+of all adapters that are asked for. ServeGen's clients are adapters; Azure's and Mooncake's requests get theirs from
+Zipf 1.2. Traces that are not there are left out.
 """
 
 from __future__ import annotations

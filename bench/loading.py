@@ -69,9 +69,10 @@ def make(kind: str, work: Path) -> int:
 def load_forever(address: str) -> None:
     """The neighbour: a line once its first adapter is there, then on until killed."""
     caller = Caller(address, 1, 1)
-    held = [caller.hold(f"a{index}") for index in range(1, ADAPTERS)]
-    for one in itertools.cycle(held):
-        caller.step(one, SITE)
+    for index in itertools.cycle(range(1, ADAPTERS)):
+        held = caller.hold(f"a{index}")
+        caller.step(held, SITE)
+        caller.client.release([held])
         print("loading", flush=True)
 
 
