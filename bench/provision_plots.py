@@ -51,6 +51,6 @@ def _panel(axes: object, name: str, rows: Rows, metric: tuple[str, str, float | 
 
 
 def _system(name: str, entry: dict[str, object]) -> str:
-    if name in ("5", "13"):
-        return "S-LoRA" if name == "5" else "LoRA Server"
-    return str(entry["case"]).split(" ep")[0]
+    if name == "5":
+        return "S-LoRA"
+    return str(entry["eq6" if name == "13" else "case"])

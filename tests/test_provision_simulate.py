@@ -79,6 +79,31 @@ def test_a_run_of_years_still_moves(mean_tokens):
     assert outcome.immediate.mean() == pytest.approx(short.immediate.mean(), abs=0.02)
 
 
+def test_any_instance_takes_the_requests_of_a_hot_adapter():
+    requests = calls((0, 0, 4), (0, 0, 4), (1, 0, 4), (1, 1, 4), num_adapters=2)
+    steps = [1.0, 1.0, 2.0, 3.0]
+    own = run(requests, System(instance_of=[0, 1], step_s=steps, cache_slots=2))
+    anywhere = run(requests, System(instances=2, step_s=steps, cache_slots=2))
+    assert own.finish_s.max() > anywhere.finish_s.max() and own.finish_s[0] > anywhere.finish_s[0]
+    assert anywhere.finish_s.tolist() == [7, 7, 8, 8]  # two on each: 1 token at 1 s, 3 at 2 s; then 1 more at 1 s
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([1, 3]), st.integers(0, 2**32 - 1), st.integers(2, 5))
+def test_with_any_instance_nobody_waits_beside_an_empty_place(slots, max_batch, seed, instances):
+    requests = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6)).sample(
+        rate=1.5 * instances, num_requests=120, seed=seed
+    )
+    system = System(instances=instances, step_s=[0.5], cache_slots=slots, max_batch=max_batch)
+    outcome = run(requests, system)
+    assert np.isfinite(outcome.finish_s).all()
+    for request in np.flatnonzero(~outcome.immediate):
+        now = requests.arrival_s[request]
+        active = (outcome.admit_s <= now) & (now < outcome.finish_s - 1e-9)
+        present = set(requests.adapter[active])
+        assert active.sum() >= max_batch * instances or len(present - {requests.adapter[request]}) >= slots
+
+
 def test_system_must_know_all_adapters():
     with pytest.raises(InputError, match="instance_of"):
         run(calls((0, 0, 1), num_adapters=2), System(instance_of=[0], step_s=[1.0], cache_slots=1))

@@ -7,14 +7,16 @@
     Eq. 6   max(T_recv, T_comp, T_send) * L <= SLO_Layer
 
 T sums gate_up and down. SLO_Layer = tpot / layers; SLO_FFN = SLO_Layer times the FFN's share of the
-modelled base layer. Eq. 6 is taken as printed: the y stages of a pipeline could serve y layers of
-different instances at once, which is not counted on.
+modelled base layer. Eq. 6 as printed has the whole server busy with one layer at a time. But a stage
+has ceil(layers / y) of the layers, and y stages serve y layers at once: in a step a stage is busy for
+max(T) L ceil(layers / y), which is what `stage`, the default, holds against the TPOT.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
@@ -22,6 +24,8 @@ from provisioning.arrays import Floats
 from provisioning.model import geometry
 from provisioning.model.hardware import Cluster, Efficiency
 from provisioning.model.profile import Profile, Quantity
+
+Eq6 = Literal["stage", "printed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +161,12 @@ def budget(model: StepModel, batch: float, tpot_us: float) -> Budget:
     """SLO_Layer and SLO_FFN from the average TPOT."""
     layer = tpot_us / model.spec.layers
     return Budget(layer=layer, ffn=layer * model.ffn_share(batch))
+
+
+def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:
+    """Left side of Eq. 6: the least time of a layer, for all instances to be served."""
+    share = -(-layers // layout.pp) / layers if eq6 == "stage" else 1.0
+    return latency.longest * instances * share
 
 
 def violations(latency: Latency, limit: Budget, instances: int) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Literal
 
 from provisioning.arrays import Ints
@@ -17,11 +17,15 @@ _ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: withou
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What is simulated. `cache_slots` is per cache: one shared by all, or one per instance."""
+    """What is simulated. `cache_slots` is per cache: one shared by all, or one per instance.
 
-    instance_of: Sequence[int] | Ints
+    `instance_of` is by adapter; None where any of `instances` serves any adapter, from a shared cache.
+    """
+
     step_s: Sequence[float]
     cache_slots: int
+    instance_of: Sequence[int] | Ints | None = None
+    instances: int = 1
     shared: bool = True
     max_batch: int | None = None
     load_s: float = 0.0
@@ -33,12 +37,12 @@ class Engine:
 
     def __init__(self, requests: Requests, system: System) -> None:
         num, adapters = len(requests), requests.num_adapters
-        self.owner = [int(instance) for instance in system.instance_of]
-        instances = max(self.owner) + 1
+        self.owner = None if system.instance_of is None else [int(instance) for instance in system.instance_of]
+        instances = system.instances if self.owner is None else max(self.owner) + 1
         self.arrival, self.adapter = requests.arrival_s.tolist(), requests.adapter.tolist()
         self.tokens = requests.output_tokens.tolist()
         self.key = list(range(num)) if system.order == "fcfs" else self.tokens
-        self.cache_of = [0] * adapters if system.shared else self.owner
+        self.cache_of = [0] * adapters if system.shared or self.owner is None else self.owner
         caches = 1 if system.shared else instances
         self.steps, self.last_step = list(system.step_s), len(system.step_s) - 1
         self.max_batch = system.max_batch if system.max_batch is not None else num + 1
@@ -49,6 +53,7 @@ class Engine:
         self.blocked: list[list[tuple[int, int]]] = [[] for _ in range(adapters)]
         self.batch: list[list[tuple[float, int]]] = [[] for _ in range(instances)]
         self.batch_queue: list[list[tuple[int, int]]] = [[] for _ in range(instances)]
+        self.least = [(0, instance) for instance in range(instances)]  # (load, instance); what is out of date is left
         self.clock, self.seen = [0.0] * instances, [0.0] * instances
         self.pace = [self.steps[0]] * instances
         self.version, self.events = [0] * instances, list[tuple[float, int, int]]()
@@ -71,14 +76,33 @@ class Engine:
 
     def _arrive(self, request: int, now: float) -> None:
         adapter = self.adapter[request]
-        instance = self.owner[adapter]
+        instance = self._instance_for(adapter)
         if len(self.batch[instance]) >= self.max_batch:
-            heappush(self.batch_queue[instance], (self.key[request], request))
+            self._queue(request, instance)
         elif self._admit(request, adapter, instance, now):
             self.immediate[request] = True
             self._reschedule(instance)
         else:
             self._block(request, adapter)
+
+    def _instance_for(self, adapter: int) -> int:
+        """The adapter's own, or that with the fewest requests."""
+        if self.owner is not None:
+            return self.owner[adapter]
+        while self.least[0][0] != self._load(self.least[0][1]):
+            heappop(self.least)
+        return self.least[0][1]
+
+    def _load(self, instance: int) -> int:
+        return len(self.batch[instance]) + len(self.batch_queue[instance])
+
+    def _changed(self, instance: int) -> None:
+        if self.owner is None:
+            heappush(self.least, (self._load(instance), instance))
+
+    def _queue(self, request: int, instance: int) -> None:
+        heappush(self.batch_queue[instance], (self.key[request], request))
+        self._changed(instance)
 
     def _admit(self, request: int, adapter: int, instance: int, now: float) -> bool:
         """Takes a slot and joins the batch, or changes nothing."""
@@ -108,6 +132,7 @@ class Engine:
         heappush(batch, (start + self.tokens[request], request))
         self.admit[request] = now
         self.first[request] = now + (start + 1 - clock) * pace
+        self._changed(instance)
 
     def _block(self, request: int, adapter: int) -> None:
         waiting = self.blocked[adapter]
@@ -131,6 +156,7 @@ class Engine:
                 self.idle[self.cache_of[adapter]][adapter] = None
             cache = self.cache_of[adapter]
         self.pace[instance] = self.steps[min(len(batch), self.last_step)]
+        self._changed(instance)
         touched = self._grant_slots(cache, now) if self.slot_queue[cache] else set()
         touched.add(instance)
         self._fill(instance, now)
@@ -142,14 +168,14 @@ class Engine:
         touched, queue = set(), self.slot_queue[cache]
         while queue and (self.free[cache] or self.idle[cache]):
             adapter = heappop(queue)[1]
-            waiting, instance = self.blocked[adapter], self.owner[adapter]
-            while waiting and len(self.batch[instance]) < self.max_batch:
-                self._admit(heappop(waiting)[1], adapter, instance, now)
-            if waiting:
-                self.batch_queue[instance].extend(waiting)
-                heapify(self.batch_queue[instance])
-                waiting.clear()
-            touched.add(instance)
+            waiting = self.blocked[adapter]
+            while waiting:
+                request, instance = heappop(waiting)[1], self._instance_for(adapter)
+                if len(self.batch[instance]) < self.max_batch:
+                    self._admit(request, adapter, instance, now)
+                else:
+                    self._queue(request, instance)
+                touched.add(instance)
         return touched
 
     def _fill(self, instance: int, now: float) -> None:
@@ -159,6 +185,7 @@ class Engine:
             adapter = self.adapter[request]
             if not self._admit(request, adapter, instance, now):
                 self._block(request, adapter)
+                self._changed(instance)
 
     def _reschedule(self, instance: int) -> None:
         """The instance's next event is its first completion; older entries are void."""

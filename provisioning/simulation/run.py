@@ -2,9 +2,10 @@
 
 Rules (the paper's sections 2.2 and 6.1; what it leaves open is decided here, before any result):
 
-1. An adapter belongs to one instance. A request is admitted at once if its instance's batch has
-   room and its adapter is resident or can take a free or idle slot; idle adapters go in LRU order.
-2. Else it waits: for its batch in the instance's queue, or for a slot in the cache's queue, where the
+1. A request goes to the instance with the fewest requests or, where adapters belong to instances, to
+   its adapter's. It is admitted at once if that instance's batch has room and its adapter is resident
+   or can take a free or idle slot; idle adapters go in LRU order.
+2. Else it waits: for room in the instance's queue, or for a slot in the cache's queue, where the
    requests of one adapter wait together. Others overtake it if they can be admitted (as in vLLM).
    Queues are FCFS, or by true output length (oracle SJF).
 3. It joins at the next step of its instance, after what the load of its adapter leaves visible:
@@ -62,7 +63,7 @@ def assign_greedily(popularity: Floats, instances: int) -> Ints:
 
 def run(requests: Requests, system: System) -> Outcome:
     """Plays the requests through the system, to the last token."""
-    if len(system.instance_of) != requests.num_adapters:
+    if system.instance_of is not None and len(system.instance_of) != requests.num_adapters:
         raise InputError(
             f"instance_of: got {len(system.instance_of)} entries, expected {requests.num_adapters} adapters"
         )
