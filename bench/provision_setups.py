@@ -15,7 +15,7 @@ from lora_server.placement import Layout
 from lora_server.spec import PRESETS, ModelSpec
 from provisioning.model import memory
 from provisioning.model.hardware import GPUS, Cluster
-from provisioning.model.latency import Eq6, StepModel, served_us
+from provisioning.model.latency import Eq6, StepModel
 from provisioning.simulation.measure import adapters_within
 from provisioning.simulation.run import Outcome, System, assign_greedily, run
 from provisioning.workload.requests import Lengths
@@ -100,7 +100,11 @@ class Setup:
             return self.slots
         if self.layout is not None:
             return memory.cache_slots(self.spec, self.layout, CLUSTER, self.rank)
-        return memory.coupled_slots(self.spec, CLUSTER, self.instance_gpus, self.rank, share=self.lora_share)
+        return memory.adapters_in(self.lora_share * self.free_bytes, self.spec, self.rank)
+
+    @property
+    def free_bytes(self) -> float:
+        return memory.instance_free_bytes(self.spec, CLUSTER, self.instance_gpus)
 
     def system(self) -> System:
         model = StepModel(
@@ -113,7 +117,7 @@ class Setup:
             once_per_shard=False,
         )
         kv_share = 1.0 if self.layout is not None else 1 - self.lora_share
-        kv_batch = memory.kv_batch(self.spec, CLUSTER, self.instance_gpus, CONTEXT, kv_share)
+        kv_batch = memory.requests_in(kv_share * self.free_bytes, self.spec, CONTEXT)
         most = min(kv_batch, 2048)
         grid = np.unique(np.geomspace(1, max(most, 2), 48).astype(int))
         steps = np.interp(np.arange(most + 1), grid, [self._step_s(model, int(batch)) for batch in grid])
@@ -131,10 +135,8 @@ class Setup:
 
     def _step_s(self, model: StepModel, batch: int) -> float:
         if self.layout is None:
-            return model.step_us(batch, None) * 1e-6
-        latency, layers = model.lora(batch, self.layout), self.spec.layers
-        busy_us = layers * served_us(latency, self.layout, layers, self.instances, self.eq6)
-        return max(model.step_us(batch, self.layout), busy_us) * 1e-6
+            return model.coupled_step_us(batch) * 1e-6
+        return model.step_us(batch, self.layout, self.instances, self.eq6) * 1e-6
 
     def _load_s(self, model: StepModel) -> float:
         whole = self.spec.adapter_bytes(self.rank)

@@ -11,7 +11,7 @@ from lora_server.placement import Layout, Placement
 from provisioning.inputs import InputError
 from provisioning.model import geometry, memory, profile, table1, table4
 from provisioning.model.hardware import GPUS, Cluster
-from provisioning.model.latency import StepModel, budget, violations
+from provisioning.model.latency import StepModel, budget, served_us, violations
 from provisioning.workload.workload import zipf
 
 MIXTRAL = spec.PRESETS["mixtral-8x7b"]
@@ -115,7 +115,9 @@ def test_paper_memory_figures():
     cluster = Cluster(gpu=GPUS["hopper-96"], gpus_per_node=4)
     assert MIXTRAL.adapter_bytes(64) / 2**30 == pytest.approx(1.69, abs=0.005)
     assert memory.cache_slots(MIXTRAL, Layout(2, 1), cluster, 64) == pytest.approx(104, abs=1)  # section 6.4
-    assert memory.coupled_slots(MIXTRAL, cluster, 2, 64) == pytest.approx(25, abs=2)  # 100 over four instances
+    assert memory.adapters_in(memory.instance_free_bytes(MIXTRAL, cluster, 2) / 2, MIXTRAL, 64) == pytest.approx(
+        25, abs=2
+    )  # 100 over four instances
 
 
 def test_layouts_give_every_shard_something():
@@ -146,11 +148,29 @@ def test_eq_5_and_eq_6():
     model = step_model()
     latency, limit = model.lora(64, Layout(2, 1)), budget(model, 64, 100_000)
     assert limit.layer == 100_000 / 32
-    assert limit.ffn == pytest.approx(limit.layer * model.ffn_share(64))
-    assert violations(latency, limit, 4) == []
-    assert violations(latency, budget(model, 64, 32 * latency.total), 1) == ["eq5:compute"]
+    assert limit.ffn == limit.layer - model.base_attention_us(64).value
+    assert violations(latency, limit, 4 * latency.longest) == []
+    assert violations(latency, budget(model, 64, 32 * latency.total), latency.longest) == ["eq5:compute"]
     instances = int(limit.layer / latency.longest) + 1
-    assert violations(latency, limit, instances) == ["eq6:compute"]
+    assert violations(latency, limit, instances * latency.longest) == ["eq6:compute"]
+
+
+def test_eq_5_says_that_the_step_meets_the_tpot():
+    model = step_model()
+    for batch in (1.0, 64.0, 500.0):
+        for tpot_us in (15e3, 25e3, 60e3):
+            latency = model.lora(batch, Layout(2, 1))
+            meets = model.step_us(batch, Layout(2, 1)) <= tpot_us
+            fits = not violations(latency, budget(model, batch, tpot_us), latency.longest)
+            assert meets == (fits and model.base_step_us(batch) <= tpot_us)
+
+
+def test_eq_6_per_stage_counts_the_layers_of_the_fullest_stage():
+    latency = step_model().lora(64, Layout(2, 1))
+    for pp, layers in ((1, 32), (2, 16), (3, 11), (32, 1)):
+        busy = served_us(latency, Layout(2, pp), 32, 4)
+        assert busy * 32 == pytest.approx(4 * latency.longest * layers)
+        assert served_us(latency, Layout(2, pp), 32, 4, "printed") == pytest.approx(4 * latency.longest)
 
 
 def test_a_profile_overrides_each_term(tmp_path):
@@ -172,7 +192,7 @@ def test_a_time_that_falls_with_the_batch_never_comes_to_zero(tmp_path):
     rows = [{"batch": 32, "us": 100.0}, {"batch": 64, "us": 10.0}]
     file.write_text(json.dumps({"terms": {"base_ffn": rows, "base_attention": rows}}))
     model = step_model(profile=profile.load(file))
-    assert model.base_ffn_us(256).value == 10.0 and 0 < model.ffn_share(256) < 1
+    assert model.base_ffn_us(256).value == 10.0
 
 
 @pytest.mark.parametrize(

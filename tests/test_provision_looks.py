@@ -129,19 +129,30 @@ mixtral-8x7b on h100: 512 adapters of rank 64 (Zipf 1.2), 4 instances with 64
 requests each in flight, TTFT p95 within 250 ms, TPOT within 100 ms
 3 LoRA Server GPUs as ep3-pp1 on 1 node, beside 4 instances of 2 GPUs; binding:
 cache
-A LoRA Server is worth it: 5 coupled instances on the same 11 GPUs cache 85 of
-the 512 adapters, miss the TTFT SLO and would need 16 GPUs by the model.
+A LoRA Server is not worth it here: 5 coupled instances, tuned on the same 11
+GPUs cache 145 of the 512 adapters and meet both SLOs, and by the model 10 GPUs
+would do.
 
                         plan                      limit
 cache slots             115                       >= 90 of 512 adapters
 IAR, model              1.0000                    >= 0.95
 IAR, simulated          not simulated
-recv + comp + send      101 + 138 + 130 = 369 us  <= 2,706 us (Eq. 5)
-slowest x 4             552 us                    <= 3,125 us (Eq. 6)
-requests per instance   64                        <= 479 by KV memory
+recv + comp + send      101 + 138 + 130 = 369 us  <= 3,034 us (Eq. 5)
+slowest, 4 served       552 us                    <= 3,125 us (Eq. 6)
+requests per instance   64                        <= 473 by KV memory
 decode step             21.8 ms                   TPOT SLO 100 ms
 visible load            377 us                    TTFT SLO 250 ms, with a step
 adapter memory per GPU  73.23 GiB                 92% of h100
+Any instance serves any adapter, so each holds 64 requests; were adapters
+assigned to instances, the busiest would hold 64.01 (x1.00).
+
+                       with a LoRA Server  coupled
+GPUs                   8 + 3               10
+adapter slots          115, shared         5 x 29, 83% of free memory
+requests by KV memory  473 an instance     81 an instance
+IAR, model             1.0000              0.9959
+decode step            21.8 ms             26.3 ms
+GPUs that do           11                  10
 """
     )
 

@@ -14,7 +14,7 @@ from provisioning.plan.scenario import Flags, scenario, workload
 from provisioning.workload import servegen, traces
 from provisioning.workload.counts import read_counts
 from provisioning.workload.requests import Lengths, renewal_gaps
-from provisioning.workload.workload import Workload, from_counts, littles_law_batch, zipf
+from provisioning.workload.workload import Workload, from_counts, zipf
 
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="shared/traces is not here")
@@ -103,10 +103,6 @@ def test_bad_counts_name_the_flag_and_the_file(tmp_path, name, text, said):
         read_counts(tmp_path / name)
     assert str(caught.value).startswith(f"--counts: {tmp_path / name}") and said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_littles_law():
-    assert littles_law_batch(request_rate=10, mean_output_tokens=200, tpot_s=0.05) == pytest.approx(100)
 
 
 def test_samples_follow_the_workload_and_its_seed():

@@ -40,6 +40,7 @@ class Experiment:
     max_batch: int | None = None
     mode: str = "disaggregated"
     order: str = "fcfs"
+    dispatch: str = "any"
     step_ms: float = 25.0
     load_ms: float = 0.0
     mean_output_tokens: float | None = None
@@ -103,13 +104,16 @@ def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
     for flag, value, known in (
         ("--mode", experiment.mode, ("disaggregated", "coupled")),
         ("--order", experiment.order, ("fcfs", "sjf")),
+        ("--dispatch", experiment.dispatch, ("any", "by-adapter")),
     ):
         if value not in known:
             raise InputError(f"{flag}: got {value!r}, expected {' or '.join(known)}")
     step_s = positive(experiment.step_ms, "--step-ms", MOST_MS) * 1e-3
     instances = count(experiment.instances, "--instances", 1, MOST_INSTANCES)
+    apart = experiment.mode == "coupled" or experiment.dispatch == "by-adapter"
     system = System(
-        instance_of=assign_greedily(found.in_flight, instances),
+        instance_of=assign_greedily(found.in_flight, instances) if apart else None,
+        instances=instances,
         step_s=[step_s],
         cache_slots=count(experiment.cache_slots, "--cache-slots", 1),
         shared=experiment.mode == "disaggregated",

@@ -44,12 +44,14 @@ def plan(
     trace: Annotated[
         Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
     ] = None,
-    instances: Annotated[int | None, typer.Option(help="LLM instances L (default: by --request-rate).")] = None,
+    instances: Annotated[
+        int | None, typer.Option(help="LLM instances L (default: those with the fewest GPUs in all, for a rate).")
+    ] = None,
     batch_size: Annotated[
         float | None, typer.Option(help="Requests in flight per instance, on average (default: by --request-rate).")
     ] = None,
     request_rate: Annotated[
-        float | None, typer.Option(help="Requests/s in all, instead of a batch (default: the trace's).")
+        float | None, typer.Option(help="Requests/s in all (default: the trace's); --batch-size is then a limit.")
     ] = None,
     mean_output_tokens: Annotated[
         float | None, typer.Option(help="Of a request (default: 256, or the file's).")
@@ -66,7 +68,18 @@ def plan(
     gpu_memory_gib: Annotated[float | None, typer.Option(help="GiB of a GPU (default: the preset's).")] = None,
     link_gbps: Annotated[float, typer.Option(help="Per GPU and direction, Gb/s.")] = 400.0,
     host_link_gb_per_s: Annotated[float, typer.Option(help="Host to GPU, GB/s.")] = 50.0,
-    context_tokens: Annotated[float, typer.Option(help="KV cache per request, for the base layer's time.")] = 1024.0,
+    context_tokens: Annotated[float, typer.Option(help="KV cache per request, for memory and time.")] = 1024.0,
+    prefill_tokens: Annotated[
+        float, typer.Option(help="Largest chunk of prefill: each GPU keeps room for its activations.")
+    ] = 2048.0,
+    base_dtype: Annotated[str, typer.Option(help="bf16, fp8 or mxfp4 (experts only): base weights.")] = "bf16",
+    dispatch: Annotated[
+        str, typer.Option(help="any: the instance with the fewest requests; by-adapter: as the paper does.")
+    ] = "any",
+    eq6: Annotated[str, typer.Option(help="stage: what a stage serves; printed: as the paper has it.")] = "stage",
+    coupled_split: Annotated[
+        str, typer.Option(help="Memory for adapters where coupled: tuned, paper (0.5) or a share.")
+    ] = "tuned",
     shared_a: Annotated[bool, typer.Option("--shared-a", help="gate and up share one A (fused layout).")] = False,
     profile: Annotated[Path | None, typer.Option(help="Measured times, JSON of bench/ (default: none).")] = None,
     price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency (default: none).")] = None,
@@ -127,10 +140,10 @@ def _plan(given: dict[str, Any]) -> None:
 
 
 def _write(result: Any, given: dict[str, Any]) -> None:
-    from provisioning.report import render
-
     if given["out"] is not None and result.feasible:
-        _save(given["out"], render.plan_yaml(result), "--out")
+        from provisioning.report.serve_file import plan_yaml
+
+        _save(given["out"], plan_yaml(result), "--out")
     elif given["out"] is not None:
         typer.echo(f"out: {given['out']} not written, there is no plan", err=True)
     if given["emit"] is not None and result.feasible:
@@ -155,13 +168,14 @@ def _write(result: Any, given: dict[str, Any]) -> None:
 
 def _emit(directory: Path, result: Any) -> None:
     from provisioning.inputs import InputError
-    from provisioning.report import emitted, render
+    from provisioning.report import emitted
+    from provisioning.report.serve_file import plan_yaml
 
     try:
         directory.mkdir(exist_ok=True)
     except OSError as error:
         raise InputError(f"--emit: {directory} cannot be made: {error.strerror}") from None
-    texts = {emitted.TRACE: emitted.trace, emitted.COMMANDS: emitted.commands, emitted.PLAN: render.plan_yaml}
+    texts = {emitted.TRACE: emitted.trace, emitted.COMMANDS: emitted.commands, emitted.PLAN: plan_yaml}
     for name, write in texts.items():
         _save(directory / name, write(result), "--emit")
 

@@ -34,6 +34,9 @@ def simulate(
     max_batch: Annotated[int | None, typer.Option(help="Most requests in one batch (default: unlimited).")] = None,
     mode: Annotated[str, typer.Option(help="disaggregated (one cache) or coupled (one each).")] = "disaggregated",
     order: Annotated[str, typer.Option(help="fcfs, or sjf with known lengths.")] = "fcfs",
+    dispatch: Annotated[
+        str, typer.Option(help="any: the instance with the fewest requests; by-adapter, as coupled always is.")
+    ] = "any",
     step_ms: Annotated[float, typer.Option(help="Time of a decode step.")] = 25.0,
     load_ms: Annotated[float, typer.Option(help="What a cold adapter adds.")] = 0.0,
     mean_output_tokens: Annotated[

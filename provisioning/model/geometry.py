@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
+from typing import NamedTuple
 
 import numpy as np
 
 from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
+
+_SINGLE = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +28,20 @@ class StepBytes:
     flops: float
 
 
-def expected_pairs(popularity: Floats, *, batch: float, experts: int, top_k: int) -> float:
-    """Distinct (adapter, expert) pairs among b tokens: sum_i E (1 - (1 - p_i k/E)^b)."""
+def expected_pairs(popularity: Floats, *, batch: float, experts: int, top_k: int, times: Floats | float = 1.0) -> float:
+    """Distinct (adapter, expert) pairs among b tokens: sum_i E (1 - (1 - p_i k/E)^b), each term so many times."""
     absent_N = np.exp(batch * np.log1p(-np.minimum(popularity * top_k / experts, 1 - 1e-15)))
-    return float(experts * (1 - absent_N).sum())
+    return float(experts * ((1 - absent_N) * times).sum())
+
+
+def grouped(popularity: Floats) -> tuple[Floats, Floats | float]:
+    """(p, times): of many adapters, those that are about equally popular together; what they sum to stays."""
+    if popularity.size <= _SINGLE:
+        return popularity, 1.0
+    p_N = np.sort(popularity)[::-1]
+    bounds = np.unique(np.r_[np.arange(_SINGLE), np.geomspace(_SINGLE, p_N.size, _SINGLE).astype(int)])[:-1]
+    times_G = np.diff(np.append(bounds, p_N.size)).astype(float)
+    return np.add.reduceat(p_N, bounds) / times_G, times_G
 
 
 def shard_tokens(*, experts: int, top_k: int, ep: int) -> float:
@@ -52,6 +65,7 @@ def lora_step(
     shared_a: bool = False,
     once_per_shard: bool = True,
     attention_share: float = 0.0,
+    times: Floats | float = 1.0,
 ) -> StepBytes:
     """gate_up and down of one layer, for one instance's batch.
 
@@ -59,8 +73,11 @@ def lora_step(
     sum per token and shard. Otherwise, as in the paper, both carry one row per expert. Of `attention_share` of the
     tokens the rows of qkv and o travel too; their weights are in `lora_rank`.
     """
-    moe = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=False)
-    dense = _layer_step(spec, popularity, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard, dense=True)
+    asked = (spec, popularity, times, batch, lora_rank, ep, element_bytes, shared_a, once_per_shard)
+    moe = _layer_step(*asked, dense=False)
+    if len(spec.moe_layers) == spec.layers and not attention_share:
+        return moe
+    dense = _layer_step(*asked, dense=True)
     share = len(spec.moe_layers) / spec.layers
     mixed = {name: share * getattr(moe, name) + (1 - share) * getattr(dense, name) for name in vars(moe)}
     rows = attention_share * batch * element_bytes
@@ -72,6 +89,7 @@ def lora_step(
 def _layer_step(
     spec: ModelSpec,
     popularity: Floats,
+    times: Floats | float,
     batch: float,
     lora_rank: float,
     ep: int,
@@ -86,7 +104,7 @@ def _layer_step(
     tokens = batch * shard_tokens(experts=experts, top_k=top_k, ep=min(ep, experts)) if once_per_shard else rows
     num_a = 1 if shared_a else 2
     elements = lora_rank * (num_a * hidden + 2 * ffn + ffn + hidden)
-    pairs = expected_pairs(popularity, batch=batch, experts=experts, top_k=top_k)
+    pairs = expected_pairs(popularity, batch=batch, experts=experts, top_k=top_k, times=times)
     return StepBytes(
         receive=element_bytes * (tokens * hidden + rows * ffn),
         send=element_bytes * (rows * 2 * ffn + tokens * hidden),
@@ -95,21 +113,43 @@ def _layer_step(
     )
 
 
-def ffn_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+class BaseDtype(NamedTuple):
+    """Bytes per element of the base weights, scales included."""
+
+    ffn: float
+    attention: float
+
+
+BASE_DTYPES = {
+    "bf16": BaseDtype(2, 2),
+    "fp8": BaseDtype(1, 1),
+    "mxfp4": BaseDtype(17 / 32, 2),  # the experts only, a byte of scale per 32 elements, as GPT-OSS has it
+}
+BF16 = BASE_DTYPES["bf16"]
+
+
+def ffn_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
     """Base weights of one layer's experts or MLP, averaged over layers."""
     share = len(spec.moe_layers) / spec.layers
     moe, dense = spec.experts * spec.ffn, spec.dense_ffn
-    return element_bytes * 3 * spec.hidden * (share * moe + (1 - share) * dense)
+    return dtype.ffn * 3 * spec.hidden * (share * moe + (1 - share) * dense)
 
 
-def attention_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+def attention_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
     """Base weights of one layer's q, k, v and o."""
-    return element_bytes * spec.hidden * (2.0 * spec.q_width + 2.0 * spec.kv_width)
+    return dtype.attention * spec.hidden * (2.0 * spec.q_width + 2.0 * spec.kv_width)
 
 
-def model_weight_bytes(spec: ModelSpec, element_bytes: int = 2) -> float:
+def model_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
     """All layers; without embeddings and norms, which the geometry does not hold."""
-    return spec.layers * (ffn_weight_bytes(spec, element_bytes) + attention_weight_bytes(spec, element_bytes))
+    return spec.layers * (ffn_weight_bytes(spec, dtype) + attention_weight_bytes(spec, dtype))
+
+
+def prefill_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
+    """Activations of one layer at once: the token twice, and per expert its row, gate, up and their product."""
+    share = len(spec.moe_layers) / spec.layers
+    experts = share * spec.top_k * (3 * spec.ffn + spec.hidden) + (1 - share) * (3 * spec.dense_ffn + spec.hidden)
+    return element_bytes * (2.0 * spec.hidden + experts)
 
 
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:

@@ -6,22 +6,24 @@
     Eq. 5   T_recv + T_comp + T_send <= SLO_FFN
     Eq. 6   max(T_recv, T_comp, T_send) * L <= SLO_Layer
 
-T sums gate_up and down. SLO_Layer = tpot / layers; SLO_FFN = SLO_Layer times the FFN's share of the
-modelled base layer. Eq. 6 as printed has the whole server busy with one layer at a time. But a stage
-has ceil(layers / y) of the layers, and y stages serve y layers at once: in a step a stage is busy for
-max(T) L ceil(layers / y), which is what `stage`, the default, holds against the TPOT.
+T sums gate_up and down. SLO_Layer = tpot / layers; SLO_FFN = what the modelled attention leaves of it, so that
+Eq. 5 says that the step meets the TPOT. Eq. 6 as printed has the whole server busy with one layer at a time. But
+y stages serve y layers at once: in a step, a stage is busy for max(T) L with each of its ceil(layers / y) layers,
+which is what `stage`, the default, holds against the TPOT.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
-from provisioning.model import geometry
+from provisioning.model import geometry, memory
+from provisioning.model.geometry import BF16, BaseDtype
 from provisioning.model.hardware import Cluster, Efficiency
 from provisioning.model.profile import Profile, Quantity
 
@@ -41,6 +43,8 @@ class StepModel:
     shared_a: bool = False
     once_per_shard: bool = True
     attention_share: float = 0.0
+    base_dtype: BaseDtype = BF16
+    prefill_tokens: float = 0.0
     efficiency: Efficiency = field(default_factory=Efficiency)
     profile: Profile = field(default_factory=Profile)
 
@@ -71,7 +75,7 @@ class StepModel:
 
     def base_ffn_us(self, batch: float) -> Quantity:
         """The base layer's experts (or MLP): weights touched over HBM, or FLOPs."""
-        touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec)
+        touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec, self.base_dtype)
         share = len(self.spec.moe_layers) / self.spec.layers
         width = share * self.spec.top_k * self.spec.ffn + (1 - share) * self.spec.dense_ffn
         modelled = self._base_us(touched, 6.0 * batch * self.spec.hidden * width)
@@ -79,24 +83,32 @@ class StepModel:
 
     def base_attention_us(self, batch: float) -> Quantity:
         """Weights once per GPU (attention is data parallel), KV cache of the batch, FLOPs."""
-        p, weights = self.instance_gpus, geometry.attention_weight_bytes(self.spec)
+        p, weights = self.instance_gpus, geometry.attention_weight_bytes(self.spec, self.base_dtype)
+        elements = geometry.attention_weight_bytes(self.spec) / 2
         cache = batch * self.context_tokens * geometry.kv_bytes_per_token(self.spec)
-        return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, batch * weights))
+        return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, 2 * batch * elements))
 
-    def base_layer_us(self, batch: float) -> float:
-        """Attention and FFN of the base model."""
-        return self.base_ffn_us(batch).value + self.base_attention_us(batch).value
+    def base_step_us(self, batch: float) -> float:
+        """One decode step of the base model."""
+        return self.spec.layers * (self.base_ffn_us(batch).value + self.base_attention_us(batch).value)
 
-    def ffn_share(self, batch: float) -> float:
-        """Of the base layer's time."""
-        return self.base_ffn_us(batch).value / self.base_layer_us(batch)
+    def coupled_step_us(self, batch: float) -> float:
+        """The same with LoRA after the FFN."""
+        return self.base_step_us(batch) + self.spec.layers * self.coupled_lora_us(batch).value
 
-    def step_us(self, batch: float, layout: Layout | None) -> float:
-        """One decode step: LoRA beside the FFN on a server, or after it in a coupled engine (None)."""
-        ffn_us, attention_us = self.base_ffn_us(batch).value, self.base_attention_us(batch).value
-        if layout is None:
-            return self.spec.layers * (attention_us + ffn_us + self.coupled_lora_us(batch).value)
-        return self.spec.layers * (attention_us + max(ffn_us, self.lora(batch, layout).total))
+    def step_us(self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage") -> float:
+        """The same with LoRA beside the FFN, on a server that serves so many instances of this batch."""
+        latency, layers = self.lora(batch, layout), self.spec.layers
+        ffn_us = max(self.base_ffn_us(batch).value, latency.total)
+        own_us = self.base_attention_us(batch).value + ffn_us
+        return layers * max(own_us, served_us(latency, layout, layers, instances, eq6))
+
+    @property
+    def free_bytes(self) -> float:
+        """What weights and a chunk of prefill leave an LLM instance for KV cache, and for adapters if it is coupled."""
+        return memory.instance_free_bytes(
+            self.spec, self.cluster, self.instance_gpus, self.base_dtype, self.prefill_tokens
+        )
 
     def _base_us(self, bytes_: float, flops: float) -> float:
         cluster, p = self.cluster, self.instance_gpus
@@ -114,9 +126,11 @@ class StepModel:
         return min(x, self.spec.experts) if self.spec.moe_layers else 1
 
     def _bytes(self, batch: float, ep: int) -> geometry.StepBytes:
+        popularity, times = self._grouped
         return geometry.lora_step(
             self.spec,
-            self.popularity,
+            popularity,
+            times=times,
             batch=batch,
             lora_rank=self.lora_rank,
             ep=ep,
@@ -124,6 +138,10 @@ class StepModel:
             once_per_shard=self.once_per_shard,
             attention_share=self.attention_share,
         )
+
+    @cached_property
+    def _grouped(self) -> tuple[Floats, Floats | float]:
+        return geometry.grouped(self.popularity)
 
     def _term(self, name: str, batch: float, ep: int, modelled_us: float) -> Quantity:
         known = self.profile.lookup(name, batch=batch, ep=ep)
@@ -148,6 +166,11 @@ class Latency:
         """The stage that Eq. 6 multiplies by L, us."""
         return max(self.receive.value, self.compute.value, self.send.value)
 
+    @property
+    def worst(self) -> str:
+        """What that stage waits for: `compute` or `network`."""
+        return "compute" if self.compute.value == self.longest else "network"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -160,7 +183,7 @@ class Budget:
 def budget(model: StepModel, batch: float, tpot_us: float) -> Budget:
     """SLO_Layer and SLO_FFN from the average TPOT."""
     layer = tpot_us / model.spec.layers
-    return Budget(layer=layer, ffn=layer * model.ffn_share(batch))
+    return Budget(layer=layer, ffn=layer - model.base_attention_us(batch).value)
 
 
 def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:
@@ -169,13 +192,7 @@ def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6
     return latency.longest * instances * share
 
 
-def violations(latency: Latency, limit: Budget, instances: int) -> list[str]:
-    """Which of Eq. 5 and Eq. 6 fail, by the largest term: `network` or `compute`."""
-    failed = []
-    if latency.total > limit.ffn:
-        worst = "compute" if latency.compute.value == latency.longest else "network"
-        failed.append(f"eq5:{worst}")
-    if latency.longest * instances > limit.layer:
-        worst = "compute" if latency.compute.value == latency.longest else "network"
-        failed.append(f"eq6:{worst}")
-    return failed
+def violations(latency: Latency, limit: Budget, busy_us: float) -> list[str]:
+    """Which of Eq. 5 and Eq. 6 (`busy_us`, from `served_us`) fail, by the largest term: `network` or `compute`."""
+    failed = [name for name, over in (("eq5", latency.total > limit.ffn), ("eq6", busy_us > limit.layer)) if over]
+    return [f"{name}:{latency.worst}" for name in failed]

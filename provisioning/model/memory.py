@@ -9,6 +9,7 @@ from functools import lru_cache
 from lora_server.placement import Layout, Placement
 from lora_server.spec import EXPERT_PROJECTIONS, ModelSpec
 from provisioning.model import geometry
+from provisioning.model.geometry import BF16, BaseDtype
 from provisioning.model.hardware import Cluster
 
 PAGE_BYTES = 2 << 20
@@ -60,28 +61,33 @@ def cache_slots(spec: ModelSpec, layout: Layout, cluster: Cluster, lora_rank: fl
     return int(cluster.adapter_memory_bytes // fullest_shard_bytes(spec, layout, lora_rank, shared_a))
 
 
-def instance_free_bytes(spec: ModelSpec, cluster: Cluster, instance_gpus: int) -> float:
-    """Memory of one LLM instance that its base weights leave."""
-    return instance_gpus * cluster.adapter_memory_bytes - geometry.model_weight_bytes(spec)
+def instance_free_bytes(
+    spec: ModelSpec, cluster: Cluster, instance_gpus: int, dtype: BaseDtype = BF16, prefill_tokens: float = 0.0
+) -> float:
+    """Memory of one LLM instance that its base weights leave, and a chunk of prefill on each of its GPUs."""
+    chunk = prefill_tokens * geometry.prefill_bytes_per_token(spec)
+    return instance_gpus * (cluster.adapter_memory_bytes - chunk) - geometry.model_weight_bytes(spec, dtype)
 
 
-def smallest_instance(spec: ModelSpec, cluster: Cluster) -> int:
+def smallest_instance(spec: ModelSpec, cluster: Cluster, dtype: BaseDtype = BF16) -> int:
     """The fewest GPUs (a power of two) whose memory is at least 1.25 times the base weights."""
     gpus = 1
-    while gpus * cluster.adapter_memory_bytes < 1.25 * geometry.model_weight_bytes(spec):
+    while gpus * cluster.adapter_memory_bytes < 1.25 * geometry.model_weight_bytes(spec, dtype):
         gpus *= 2
     return gpus
 
 
-def coupled_slots(
-    spec: ModelSpec, cluster: Cluster, instance_gpus: int, lora_rank: float, shared_a: bool = False, share: float = 0.5
-) -> int:
-    """Adapters per coupled instance: `share` of what the weights leave (S-LoRA as in section 6.1)."""
-    adapter = spec.adapter_bytes(lora_rank, shared_a=shared_a)
-    return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // adapter), 0)
+@lru_cache(maxsize=64)
+def adapter_bytes(spec: ModelSpec, lora_rank: float, shared_a: bool = False) -> int:
+    """Of a whole adapter, all experts, 2-byte elements."""
+    return spec.adapter_bytes(lora_rank, shared_a=shared_a)
 
 
-def kv_batch(spec: ModelSpec, cluster: Cluster, instance_gpus: int, context_tokens: float, share: float = 0.5) -> int:
-    """Requests of an instance whose KV cache fits in `share` of what the weights leave."""
-    request = context_tokens * spec.layers * geometry.kv_bytes_per_token(spec)
-    return max(int(share * instance_free_bytes(spec, cluster, instance_gpus) // request), 0)
+def adapters_in(free_bytes: float, spec: ModelSpec, lora_rank: float, shared_a: bool = False) -> int:
+    """Whole adapters, in a coupled engine."""
+    return max(int(free_bytes // adapter_bytes(spec, lora_rank, shared_a)), 0)
+
+
+def requests_in(free_bytes: float, spec: ModelSpec, context_tokens: float) -> int:
+    """Requests of so many tokens whose KV cache fits."""
+    return max(int(free_bytes // (context_tokens * spec.layers * geometry.kv_bytes_per_token(spec))), 0)

@@ -1,7 +1,10 @@
 """From a question to a plan: by the model first, then by simulation.
 
-slo           service level objectives            scenario   from flags to the question
-candidates    the layouts that the model accepts  choice     the fewest GPUs of these
-verify        what the simulation bears out       judge      what it says of one system
-coupled       the same GPUs, no LoRA Server       sensitivity  what if the question changes a little
+slo         service level objectives              scenario     from flags to the question
+question    what is asked, and its load           engines      the LLM instances
+balance     a rate and the step it leads to       instances    how many of them a rate takes
+candidates  the layouts that the model accepts    choice       the fewest GPUs of these
+verify      what the simulation bears out         judge        what it says of one system
+coupled     the same GPUs, no LoRA Server         split        its memory, for adapters and KV cache
+verdict     which of the two                      sensitivity  what if the question changes a little
 """

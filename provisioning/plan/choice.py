@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lora_server.placement import Layout
-from provisioning.plan.candidates import Candidate, Scenario, candidates, evaluate
+from provisioning.plan.candidates import Candidate, candidates, evaluate
+from provisioning.plan.question import Scenario
 
-_ENGINES = {"kv", "tpot"}  # what fails there fails with any LoRA Server
+_ENGINES = {"kv", "batch", "tpot"}  # what fails there fails with any LoRA Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,10 @@ def binding(scenario: Scenario, chosen: Candidate) -> str:
     previous = next((found[0] for found in below if found), None)
     if previous is not None and previous.failed:
         return _kind(previous.failed[0])
-    latency, limit = chosen.latency, scenario.limit
+    latency, found = chosen.latency, chosen.scenario
     used = {
-        "cache": scenario.min_cache_slots / max(chosen.slots, 1),
-        "compute" if latency.compute.value == latency.longest else "network": max(
-            latency.total / limit.ffn, latency.longest * scenario.instances / limit.layer
-        ),
+        "cache": found.min_cache_slots / max(chosen.slots, 1),
+        latency.worst: max(latency.total / found.limit.ffn, found.busy_us(chosen.layout) / found.limit.layer),
         "ttft": (chosen.step_us + chosen.load_us) / scenario.slo.ttft_us,
     }
     return max(used, key=lambda name: used[name])

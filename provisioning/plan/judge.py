@@ -1,8 +1,8 @@
 """What a simulation says of one system, over several seeds.
 
-What is simulated: the rules of `simulation.run`; L instances; arrivals so that LB requests are in flight on
-average (a request stays output tokens times the modelled step; its batch may exceed B for a while);
-the workload's burstiness, or the very trace, and again from other points or with other adapters drawn; output
+What is simulated: the rules of `simulation.run`; L instances; the rate that was asked for, or arrivals so that LB
+requests are in flight on average (a request stays output tokens times the modelled step; its batch may exceed B for
+a while); the workload's burstiness, or the very trace, and again from other points or with other adapters drawn; output
 lengths as given or seen. Of a trace with a peak, the worse counts of the whole and of the peak. The share of
 requests that are admitted at once has a t interval over seeds.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Floats, Ints
-from provisioning.plan.candidates import Scenario
+from provisioning.plan.question import Scenario
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts
 from provisioning.simulation.run import Outcome, System, run
 from provisioning.workload.requests import Requests
@@ -62,7 +62,7 @@ def silent(_: str) -> None:
 def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     """One seed's requests: LB in flight on average (at the peak), long enough for 30,000 after the warm-up."""
     num = int(30_000 + (WARM_UP_RESIDENCES + 4) * scenario.global_batch)
-    tokens_per_s = scenario.global_batch / (step_us * 1e-6)
+    tokens_per_s = scenario.rate(step_us) * scenario.workload.lengths.mean_tokens
     return scenario.workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed)
 
 

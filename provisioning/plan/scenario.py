@@ -6,34 +6,23 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lora_server import spec as specs
-from lora_server.errors import ConfigError
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
-from provisioning.model import memory
+from provisioning.model.geometry import BASE_DTYPES
 from provisioning.model.hardware import Cluster, Efficiency, gpu_named
 from provisioning.model.latency import StepModel
 from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
 from provisioning.model.profile import load as load_profile
 from provisioning.plan import slo
-from provisioning.plan.candidates import Scenario
+from provisioning.plan.engines import MOST_GPUS, instance_gpus, model_spec, one_of, split_of
+from provisioning.plan.question import Scenario
 from provisioning.workload.counts import read_counts
-from provisioning.workload.workload import Workload, littles_law_batch, zipf
+from provisioning.workload.workload import Workload, zipf
 
 MOST_ADAPTERS = 1_000_000
-MOST_GPUS = 1024
 MOST_TOKENS = 2**31
 MOST_CV = 100.0  # longer-tailed arrivals do not settle within a run
 _MOST = 1e9  # of what has no limit of its own: nothing that exists comes near it
-# Instance #GPU of the paper's Table 3.
-_INSTANCE_GPUS = {
-    "gpt-oss-20b": 1,
-    "gpt-oss-20b-paper": 1,
-    "qwen3-30b-a3b": 2,
-    "mixtral-8x7b": 2,
-    "scaled-moe": 4,
-    "dbrx": 4,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +52,11 @@ class Flags:
     link_gbps: float = 400.0
     host_link_gb_per_s: float = 50.0
     context_tokens: float = 1024.0
+    prefill_tokens: float = 2048.0
+    base_dtype: str = "bf16"
+    coupled_split: str = "tuned"
+    dispatch: str = "any"
+    eq6: str = "stage"
     shared_a: bool = False
     profile: Path | None = None
     seed: int = 0
@@ -107,10 +101,21 @@ def _with_lengths(found: Workload, flags: Flags) -> Workload:
     return found.with_mean_tokens(positive(flags.mean_output_tokens, "--mean-output-tokens", MOST_TOKENS))
 
 
-def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]:
-    """(L, LB): instances and global batch at the peak, from --instances * --batch-size or by Little's law.
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is in flight at the peak: L and LB, or a rate, of whose LB the bound by the TPOT SLO is given."""
 
-    What is given is the mean over time.
+    instances: int
+    global_batch: float
+    request_rate: float | None = None
+    free_instances: bool = False
+    most_batch: float = math.inf
+
+
+def load(flags: Flags, found: Workload, objective: slo.Slo) -> Load:
+    """From --instances * --batch-size, or a rate: then either of the two is a limit, and what is missing is sought.
+
+    What is given is the mean over time, but for a limit, which holds at the peak too.
     """
     instances = None if flags.instances is None else count(flags.instances, "--instances", 1, int(_MOST))
     batch = None if flags.batch_size is None else positive(flags.batch_size, "--batch-size", _MOST)
@@ -121,28 +126,22 @@ def load(flags: Flags, found: Workload, objective: slo.Slo) -> tuple[int, float]
         if instances is None or batch is None:
             missing = "--instances" if instances is None else "--batch-size"
             raise InputError(f"{missing}: missing; give --instances and --batch-size, or --request-rate")
-        return instances, instances * batch * found.peak
+        return Load(instances=instances, global_batch=instances * batch * found.peak)
     if instances is not None and batch is not None:
         raise InputError("--request-rate: give it, or --instances and --batch-size, not all three")
-    in_flight = littles_law_batch(
-        request_rate=rate * found.peak, mean_output_tokens=found.lengths.mean_tokens, tpot_s=objective.tpot_us * 1e-6
+    return Load(
+        instances=instances or 1,
+        global_batch=rate * found.peak * found.lengths.mean_tokens * objective.tpot_us * 1e-6,
+        request_rate=rate * found.peak,
+        free_instances=instances is None,
+        most_batch=batch or math.inf,
     )
-    if instances is None:
-        instances = max(math.ceil(in_flight / (batch or 64.0)), 1)
-    return instances, in_flight
-
-
-def model_spec(name: str) -> specs.ModelSpec:
-    """A preset or a directory with a config.json."""
-    try:
-        return specs.load(name)
-    except ConfigError as error:
-        raise InputError(f"--model: {error}") from None
 
 
 def scenario(flags: Flags) -> Scenario:
     """The planner's question; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
+    dtype = BASE_DTYPES[one_of("--base-dtype", flags.base_dtype, *BASE_DTYPES)]
     library = None if flags.from_adapters is None else read_library(flags.from_adapters)
     if library is not None and flags.adapters is None and flags.counts is None and flags.trace is None:
         flags = replace(flags, adapters=len(library.names))
@@ -156,7 +155,7 @@ def scenario(flags: Flags) -> Scenario:
         link_gbps=positive(flags.link_gbps, "--link-gbps"),
         host_link_gb_per_s=positive(flags.host_link_gb_per_s, "--host-link-gb-per-s"),
     )
-    instances, global_batch = load(flags, found, objective)
+    asked = load(flags, found, objective)
     target = objective.share if flags.iar is None else share(flags.iar, "--iar")
     return Scenario(
         slo=objective,
@@ -168,31 +167,19 @@ def scenario(flags: Flags) -> Scenario:
             lora_rank=rank,
             attention_share=attention,
             efficiency=Efficiency().with_attention() if attention else Efficiency(),
-            instance_gpus=_instance_gpus(flags, geometry, cluster),
+            instance_gpus=instance_gpus(flags.instance_gpus, geometry, cluster, dtype),
             context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),
             shared_a=flags.shared_a,
+            base_dtype=dtype,
+            prefill_tokens=non_negative(flags.prefill_tokens, "--prefill-tokens", MOST_TOKENS),
             profile=Profile() if flags.profile is None else load_profile(flags.profile),
         ),
-        instances=instances,
-        global_batch=global_batch,
+        **vars(asked),
+        settled=asked.request_rate is None,
         iar_target=target,
+        dispatch="any" if one_of("--dispatch", flags.dispatch, "any", "by-adapter") == "any" else "by-adapter",
+        eq6="stage" if one_of("--eq6", flags.eq6, "stage", "printed") == "stage" else "printed",
+        coupled_split=split_of(flags.coupled_split),
         max_gpus=count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS),
         whole_nodes=flags.whole_nodes,
     )
-
-
-def _instance_gpus(flags: Flags, geometry: specs.ModelSpec, cluster: Cluster) -> int:
-    needed = memory.smallest_instance(geometry, cluster)
-    if needed > MOST_GPUS:
-        raise InputError(
-            f"--gpu-memory-gib: got {flags.gpu_memory_gib:g}, but the weights of {geometry.name} do not fit on "
-            f"{MOST_GPUS:,} such GPUs; give more memory"
-        )
-    if flags.instance_gpus is None:
-        return max(_INSTANCE_GPUS.get(geometry.name, 1), needed)
-    gpus = count(flags.instance_gpus, "--instance-gpus", 1, MOST_GPUS)
-    if memory.instance_free_bytes(geometry, cluster, gpus) <= 0:
-        raise InputError(
-            f"--instance-gpus: got {gpus}, but the weights of {geometry.name} do not fit; give {needed} or more"
-        )
-    return gpus

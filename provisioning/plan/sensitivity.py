@@ -7,17 +7,25 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from provisioning.arrays import Floats
-from provisioning.plan.candidates import Candidate, Scenario, candidates, evaluate
+from provisioning.plan.candidates import Candidate, candidates, evaluate
 from provisioning.plan.choice import smallest
+from provisioning.plan.instances import sized
+from provisioning.plan.question import Scenario
 from provisioning.workload.workload import zipf
+
+_MANY = 20_000  # adapters: with more, the instances are not sought anew for each change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """`gpus` is what the changed question needs (None: infeasible); `iar_at_plan` what the planned layout gives it."""
+    """`gpus` is what the changed question needs (None: infeasible); `iar_at_plan` what the planned layout gives it.
+
+    Where instances are not given, the changed question has its own `instances`.
+    """
 
     change: str
     gpus: int | None
+    instances: int
     layout: str | None
     min_cache_slots: int
     iar_at_plan: float
@@ -39,6 +47,8 @@ def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True)
         *([_resized(scenario, chosen.gpus - 1, "gpus -1")] if chosen.gpus > 1 else []),
         _resized(scenario, chosen.gpus - 1, "one GPU fails, the rest laid out anew"),
     ]
+    if scenario.workload.num_adapters > _MANY:
+        scenario = replace(scenario, free_instances=False)
     changes = [*_changes(scenario), *(() if feasible else _relaxed(scenario))]
     return rows + [_replanned(name, changed, chosen) for name, changed in changes]
 
@@ -48,8 +58,8 @@ def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float
     low, high = 1.0, most
     while high / low > 1.01:
         factor = (low * high) ** 0.5
-        grown = replace(scenario, global_batch=scenario.global_batch * factor)
-        low, high = (low, factor) if evaluate(grown, chosen.layout).failed else (factor, high)
+        fails = evaluate(scenario.scaled(factor), chosen.layout).failed
+        low, high = (low, factor) if fails else (factor, high)
     return low
 
 
@@ -59,23 +69,26 @@ def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
     return Variant(
         change=change,
         gpus=gpus,
+        instances=scenario.instances,
         layout=str(best.layout) if best else None,
-        min_cache_slots=scenario.min_cache_slots,
-        iar_at_plan=scenario.iar(best.slots) if best else 0.0,
+        min_cache_slots=best.scenario.min_cache_slots if best else scenario.min_cache_slots,
+        iar_at_plan=best.scenario.iar(best.slots) if best else 0.0,
         meets_at_plan=best is not None and not best.failed,
         binding_constraint=",".join(best.failed) if best else "cache",
     )
 
 
 def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> Variant:
-    choice, slots = smallest(scenario), scenario.slots(chosen.layout)
+    anew, kept = sized(scenario), evaluate(scenario, chosen.layout)
+    choice = smallest(anew)
     return Variant(
         change=change,
         gpus=choice.chosen.gpus if choice.chosen else None,
+        instances=anew.instances,
         layout=str(choice.chosen.layout) if choice.chosen else None,
-        min_cache_slots=scenario.min_cache_slots,
-        iar_at_plan=scenario.iar(slots),
-        meets_at_plan=not evaluate(scenario, chosen.layout).failed,
+        min_cache_slots=(choice.chosen or kept).scenario.min_cache_slots,
+        iar_at_plan=kept.scenario.iar(kept.slots),
+        meets_at_plan=not kept.failed,
         binding_constraint=choice.binding,
     )
 
@@ -91,11 +104,14 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
             yield f"zipf s {max(skew + change, 0):.12g}", _with_popularity(scenario, zipf(max(skew + change, 0), num))
     for rank in sorted({max(model.lora_rank // 2, 1), model.lora_rank * 2}):
         yield f"rank {round(rank, 2):.12g}", replace(scenario, model=replace(model, lora_rank=rank))
+    mean_rate = None if scenario.request_rate is None else scenario.request_rate / workload.peak
     for factor in (0.5, 2.0):
-        yield (
-            f"batch {round(scenario.batch * factor, 2):.12g}",
-            replace(scenario, global_batch=scenario.global_batch * factor),
-        )
+        batch = f"batch {round(scenario.batch * factor, 2):.12g}"
+        yield batch if mean_rate is None else f"{mean_rate * factor:.12g} requests/s", scenario.scaled(factor)
+    if scenario.instances > 1 and scenario.dispatch == "any":
+        yield "dispatch by adapter", replace(scenario, dispatch="by-adapter")
+    elif scenario.instances > 1:
+        yield "dispatch to any instance", replace(scenario, dispatch="any")
     for factor in (0.5, 2.0):
         gbps = model.cluster.link_gbps * factor
         cluster = replace(model.cluster, link_gbps=gbps)

@@ -11,19 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from provisioning.plan.candidates import Candidate, Scenario, all_but_cache
+from provisioning.plan.candidates import Candidate, all_but_cache
 from provisioning.plan.choice import Choice, binding
 from provisioning.plan.judge import Verdict, judge, silent
+from provisioning.plan.question import Scenario
 from provisioning.simulation.run import System, assign_greedily
 
 _FINEST = 1e-4  # a share of misses that runs of 30,000 requests can tell from none; closer to 1 the model has its say
+_MOST_INSTANCES = 100_000  # that are simulated: more than there are requests in flight stand idle
 
 
-def disaggregated(scenario: Scenario, candidate: Candidate) -> System:
+def disaggregated(candidate: Candidate) -> System:
     """The LoRA Server of a layout, shared by all instances."""
+    scenario = candidate.scenario
+    apart = scenario.dispatch == "by-adapter"
     return System(
-        instance_of=assign_greedily(scenario.workload.in_flight, scenario.instances),
-        step_s=[candidate.step_us * 1e-6],
+        instance_of=assign_greedily(scenario.workload.in_flight, scenario.instances) if apart else None,
+        instances=min(scenario.instances, _MOST_INSTANCES),
+        step_s=[candidate.mean_step_us * 1e-6],
         cache_slots=min(candidate.slots, scenario.workload.num_adapters),
         max_batch=max(scenario.kv_requests, 1),
         load_s=candidate.load_us * 1e-6,
@@ -85,7 +90,8 @@ def verify(scenario: Scenario, choice: Choice, seeds: int, say: Callable[[str], 
 
 def _choice(scenario: Scenario, model: Choice, held: Trial | None, tried: list[Trial], *, stuck: bool) -> Choice:
     if held is None:
-        full = scenario.batch + 3 * scenario.batch**0.5 > scenario.kv_requests  # as many as are there now and then
+        busiest = tried[-1].candidate.scenario.busiest
+        full = busiest + 3 * busiest**0.5 > scenario.kv_requests  # as many as are there now and then
         return Choice(chosen=None, closest=tried[-1].candidate, binding="kv" if full else "ttft" if stuck else "cache")
     found = held.candidate
     if model.chosen is None or found.gpus < model.chosen.gpus:
@@ -135,11 +141,10 @@ class _Search:
             return True
         if candidate.slots <= max((item.candidate.slots for item in self.refuted), default=-1):
             return False
-        system, step_us = disaggregated(self.scenario, candidate), candidate.step_us
         verdict = judge(
-            self.scenario,
-            system,
-            step_us,
+            candidate.scenario,
+            disaggregated(candidate),
+            candidate.mean_step_us,
             self.seeds,
             give_up=True,
             say=lambda text: self.say(f"simulating {candidate.layout}, {text}"),

@@ -1,7 +1,8 @@
 """What is said about a plan.
 
 result       the one plan behind all of these       document     as JSON
-render       in words, and as plan.yaml             words        numbers as people read them
+render       in words                               words        numbers as people read them
+serve_file   as plan.yaml
 screen       on the terminal                        html         the page of --report
 emitted      what `--emit` writes
 charts       its plots                              provenance   where each number comes from

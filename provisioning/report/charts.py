@@ -50,7 +50,7 @@ def region(axes: Any, result: Result) -> None:
     scenario = result.scenario
     most = min(max(2 * result.candidate.gpus, 8), scenario.max_gpus)
     for gpus in range(1, most + 1):
-        for item in candidates(scenario, gpus):
+        for item in candidates(result.asked, gpus):
             met = not item.failed
             axes.scatter(gpus, item.slots, color="tab:green" if met else "tab:red", marker="o" if met else "x", s=22)
     axes.axhspan(scenario.min_cache_slots, axes.get_ylim()[1], color="tab:green", alpha=0.08)
@@ -63,7 +63,7 @@ def region(axes: Any, result: Result) -> None:
 def latency_stack(axes: Any, result: Result) -> None:
     """Receive, compute and send per layout of the plan's GPU count, against Eq. 5."""
     scenario = result.scenario
-    found = sorted(candidates(scenario, result.candidate.gpus), key=lambda item: item.layout.ep)
+    found = sorted(candidates(result.asked, result.candidate.gpus), key=lambda item: item.layout.ep)
     names = [str(item.layout) for item in found]
     base = np.zeros(len(found))
     for part in ("receive", "compute", "send"):
@@ -78,7 +78,7 @@ def latency_stack(axes: Any, result: Result) -> None:
 def coupled_bars(axes: Any, result: Result) -> None:
     """Immediate rate and adapters within the SLO, this plan and coupled on the same GPUs."""
     verdict, coupled = result.verified.verdict, result.coupled
-    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.iar]]
+    names, series = ["IAR, model"], [[result.scenario.iar(result.candidate.slots)], [coupled.split.iar]]
     if verdict is not None and coupled.verdict is not None:
         names += ["immediate, simulated", "adapters within SLO"]
         for values, seen in zip(series, (verdict, coupled.verdict), strict=True):

@@ -9,6 +9,7 @@ from provisioning.plan.judge import verdict_json
 from provisioning.plan.verify import Trial
 from provisioning.report.provenance import provenance
 from provisioning.report.result import NOTES, Result
+from provisioning.report.serve_file import unmet
 
 
 def document(result: Result) -> dict[str, Any]:
@@ -28,6 +29,8 @@ def document(result: Result) -> dict[str, Any]:
         "closest": None if feasible else {"layout": layout, "gpus": candidate.gpus, "fails": list(candidate.failed)},
         "model": scenario.model.spec.name,
         "slo": asdict(scenario.slo),
+        "dispatch": scenario.dispatch,
+        "eq6": scenario.eq6,
         "load": _load(result),
         "latency_us": _latency(result),
         "coupled": _coupled(result),
@@ -37,6 +40,7 @@ def document(result: Result) -> dict[str, Any]:
         "cost": result.cost(),
         "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
         "warnings": result.warnings,
+        "unmet_assumptions": list(unmet(result)),
         "notes": list(NOTES),
     }
 
@@ -49,8 +53,12 @@ def _load(result: Result) -> dict[str, Any]:
         "instances": scenario.instances,
         "instance_gpus": scenario.model.instance_gpus,
         "batch": scenario.batch * mean,
+        "busiest_batch": scenario.busiest * mean,
+        "hottest_over_mean_by_adapter": scenario.hottest,
         "batch_limit_by_kv": scenario.kv_requests,
         "global_batch": scenario.global_batch * mean,
+        "request_rate": result.rate,
+        "mean_output_tokens": scenario.workload.lengths.mean_tokens,
         "adapters": scenario.workload.num_adapters,
         "peak": None
         if over_time is None
@@ -74,7 +82,7 @@ def _latency(result: Result) -> dict[str, float]:
         "send": latency.send.value,
         "total": latency.total,
         "budget": limit.ffn,
-        "slowest_times_instances": latency.longest * result.scenario.instances,
+        "slowest_times_instances": result.scenario.busy_us(result.candidate.layout),
         "budget_layer": limit.layer,
         "decode_step": result.candidate.step_us,
         "visible_load": result.candidate.load_us,
@@ -87,12 +95,16 @@ def _coupled(result: Result) -> dict[str, Any]:
         "evaluated": True,
         "gpus": coupled.gpus,
         "instances": coupled.instances,
-        "cache_slots_per_instance": coupled.slots_per_instance,
+        "tuned": coupled.scenario.coupled_split is None,
+        "adapters_share_of_memory": coupled.split.share,
+        "cache_slots_per_instance": coupled.split.slots,
+        "kv_requests_per_instance": coupled.split.requests,
         "cache_slots": coupled.adapters_in_all,
-        "iar": coupled.iar,
+        "iar": coupled.split.iar,
+        "global_batch": coupled.scenario.global_batch,
         "decode_step_us": coupled.step_us,
         "meets_slo": coupled.holds,
-        "gpus_needed_by_model": coupled.gpus_needed,
+        "gpus_needed": coupled.gpus_needed,
         "lora_server_worth_it": result.worth_it,
         "verdict": result.worth,
         "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),

@@ -16,7 +16,7 @@ TRACE, COMMANDS, PLAN = "trace.csv", "commands.sh", "plan.yaml"
 
 def trace(result: Result) -> str:
     """What the first simulated run was given, at the planned load: `provision --trace` reads it."""
-    requests = played(result.scenario, result.candidate.step_us, 0)
+    requests = played(result.scenario, result.candidate.mean_step_us, 0)
     workload, stream = result.scenario.workload, io.StringIO()
     outputs = requests.output_tokens
     given = max(round(result.scenario.model.context_tokens - float(outputs.mean()) / 2), 1)  # a request's on average
@@ -43,7 +43,7 @@ def _commands(result: Result) -> Iterator[str]:
     yield f"# {TRACE}: arrivals in s, adapters, tokens; send each request to any instance, `model` being its adapter."
     yield f"# The adapters of {TRACE} are sub-directories of ./adapters. What is measured is `immediate` of"
     yield "# lora_server_admissions_total against all of them, beside the plan's target."
-    yield f"lora-server serve --config {PLAN} --device cuda --base-model {model} --adapters ./adapters"
+    yield f"lora-server serve --config {PLAN} --base-model {model} --adapters ./adapters"
     yield "export LORA_SERVER_ADDRESS=127.0.0.1:7400  # the server's, on every host"
     if not one_host:
         yield "# All do not fit on one host: start each of these where GPUs are free."

@@ -7,7 +7,8 @@ from typing import Any
 
 from provisioning.model import geometry, memory
 from provisioning.model.profile import Quantity
-from provisioning.plan.candidates import Candidate, Scenario
+from provisioning.plan.candidates import Candidate
+from provisioning.plan.question import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,8 @@ def _times(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
         "latency_us.recv": _us(latency.receive),
         "latency_us.compute": _us(latency.compute),
         "latency_us.send": _us(latency.send),
-        "base_ffn_us": _us(model.base_ffn_us(scenario.batch)),
-        "base_attention_us": _us(model.base_attention_us(scenario.batch)),
+        "base_ffn_us": _us(model.base_ffn_us(scenario.busiest)),
+        "base_attention_us": _us(model.base_attention_us(scenario.busiest)),
         "coupled_lora_us": _us(model.coupled_lora_us(scenario.batch)),
         "visible_load_us": Entry(
             value=candidate.load_us, unit="us", kind="assumed", source="bytes over the host link, no prefetch signal"
@@ -93,7 +94,14 @@ def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
         "fullest_shard_bytes": entry(
             memory.fullest_shard_bytes(model.spec, layout, rank, shared_a), f"one adapter on {layout}"
         ),
-        "model_weight_bytes": entry(geometry.model_weight_bytes(model.spec), "2-byte elements, no embeddings"),
+        "model_weight_bytes": entry(
+            geometry.model_weight_bytes(model.spec, model.base_dtype),
+            f"{model.base_dtype.ffn:.3g} bytes per element of the FFN, no embeddings",
+        ),
+        "prefill_bytes": entry(
+            model.prefill_tokens * geometry.prefill_bytes_per_token(model.spec),
+            f"activations of {model.prefill_tokens:,.0f} tokens of prefill on each GPU; --prefill-tokens",
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""A plan in words, and as the file that `lora-server serve --config` reads."""
+"""A plan in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from provisioning.plan.verify import Trial
 from provisioning.report import words
-from provisioning.report.result import NOTES, Result
+from provisioning.report.result import Result
 
 
 def question(result: Result) -> str:
@@ -16,10 +16,15 @@ def question(result: Result) -> str:
     adapters, instances = words.count(workload.num_adapters, "adapter"), words.count(scenario.instances, "instance")
     zipf = "" if workload.zipf_skew is None else f" (Zipf {workload.zipf_skew:g})"
     ranks = workload.ranks or f"rank {model.lora_rank:,.12g}"
-    peak = " at the peak" if workload.peak > 1 else ""
+    rate, tokens, peak = scenario.request_rate, workload.lengths.mean_tokens, workload.peak
+    if rate is None:
+        load = f"{instances} with {words.number(scenario.batch)} requests each in flight"
+        load += " at the peak" if peak > 1 else ""
+    else:
+        load = f"{words.number(rate / peak)} requests/s of {words.number(tokens)} tokens"
+        load += f" ({words.number(rate)} at the peak)" if peak > 1 else ""
     return (
-        f"{model.spec.name} on {model.cluster.gpu.name}: {adapters} of {ranks}{zipf}, "
-        f"{instances} with {words.number(scenario.batch)} requests each in flight{peak}, "
+        f"{model.spec.name} on {model.cluster.gpu.name}: {adapters} of {ranks}{zipf}, {load}, "
         f"TTFT p{slo.percentile:g} within {words.time(slo.ttft_us)}, TPOT within {words.time(slo.tpot_us)}"
     )
 
@@ -47,10 +52,11 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     yield from _simulated(result)
     parts = f"{latency.receive.value:,.0f} + {latency.compute.value:,.0f} + {latency.send.value:,.0f}"
     yield "recv + comp + send", f"{parts} = {latency.total:,.0f} us", f"<= {limit.ffn:,.0f} us (Eq. 5)"
-    busiest = latency.longest * scenario.instances
-    yield f"slowest x {scenario.instances:,}", f"{busiest:,.0f} us", f"<= {limit.layer:,.0f} us (Eq. 6)"
-    batch = words.number(scenario.batch)
-    yield "requests per instance", batch, f"<= {scenario.kv_requests:,} by KV memory"
+    form = "Eq. 6" if scenario.eq6 == "stage" else "Eq. 6, printed"
+    busy_us = scenario.busy_us(candidate.layout)
+    yield f"slowest, {scenario.instances:,} served", f"{busy_us:,.0f} us", f"<= {limit.layer:,.0f} us ({form})"
+    which = "requests, busiest inst." if scenario.dispatch == "by-adapter" else "requests per instance"
+    yield which, words.number(scenario.busiest), f"<= {scenario.kv_requests:,} by KV memory"
     yield "decode step", words.time(candidate.step_us), f"TPOT SLO {words.time(scenario.slo.tpot_us)}"
     yield "visible load", words.time(candidate.load_us), f"TTFT SLO {words.time(scenario.slo.ttft_us)}, with a step"
     yield (
@@ -124,9 +130,10 @@ def _tried(item: Trial) -> str:
 def changes(result: Result) -> Iterator[tuple[str, str, str, str, str]]:
     """(if, GPUs, layout, IAR of this layout, whether it meets all, by the model) of each variant."""
     for item in result.variants:
+        own = "" if item.instances == result.scenario.instances else f" + {item.instances:,} inst."
         met = "yes" if item.meets_at_plan else f"no: {item.binding_constraint.replace(',', ', ')}"
         gpus = f"{item.gpus:,}" if item.gpus is not None else "-"
-        yield item.change, gpus, item.layout or "-", f"{item.iar_at_plan:.4f}", met
+        yield item.change, gpus, f"{item.layout}{own}" if item.layout else "-", f"{item.iar_at_plan:.4f}", met
 
 
 def costs(result: Result) -> Iterator[tuple[str, str]]:
@@ -135,28 +142,53 @@ def costs(result: Result) -> Iterator[tuple[str, str]]:
         yield name.replace("_", " ").replace("lora server", "LoRA Server").replace("gpu", "GPU"), words.number(value)
 
 
-def plan_yaml(result: Result) -> str:
-    """Keys that `lora-server serve --config` knows; everything else is a comment."""
-    import yaml
+def sides(result: Result) -> Iterator[tuple[str, str, str]]:
+    """(what, with a LoRA Server, coupled on as many GPUs): what both hold, admit and cost."""
+    scenario, candidate, coupled = result.scenario, result.candidate, result.coupled
+    yield (
+        "GPUs",
+        f"{scenario.engine_gpus:,} + {candidate.gpus:,}",
+        f"{coupled.instances * scenario.model.instance_gpus:,}",
+    )
+    apart = f"{coupled.instances:,} x {coupled.split.slots:,}"
+    yield "adapter slots", f"{candidate.slots:,}, shared", f"{apart}, {coupled.split.share:.0%} of free memory"
+    yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
+    yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
+    ours, theirs = result.verified.verdict, coupled.verdict
+    if ours and theirs:
+        yield "admitted, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"
+    yield "decode step", words.time(candidate.mean_step_us), words.time(coupled.step_us)
+    needed = "over 64 instances" if coupled.gpus_needed is None else f"{coupled.gpus_needed:,}"
+    yield "GPUs that do", f"{candidate.all_gpus:,}" if result.feasible else "-", needed
+    cost = result.cost()
+    if cost:
+        rival = cost.get("coupled_per_hour")
+        yield "cost per hour", words.number(cost["total_per_hour"]), "-" if rival is None else words.number(rival)
 
-    layout, name = str(result.candidate.layout), result.base_model
-    pool = result.candidate.slots * result.scenario.adapter_bytes(result.candidate.layout)
-    comments = [
-        question(result),
-        headline(result),
-        result.worth,
-        *result.warnings,
-        *load_over_time(result),
-        *worst_served(result),
-        *sizing(result),
-        *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
-        *NOTES,
-    ]
-    comments += [
-        "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset."
-    ]
-    settings: dict[str, object] = {"base_model": name, "layout": layout, "device_pool": pool}
-    if result.nodes > 1:
-        comments += ["Each node also needs --node-rank I and --controller HOST:PORT."]
-        settings["nodes"] = result.nodes
-    return "".join(f"# {text}\n" for text in comments) + yaml.safe_dump(settings, sort_keys=False)
+
+def dispatch(result: Result) -> Iterator[str]:
+    """What it is worth that any instance serves any adapter."""
+    scenario = result.scenario
+    if scenario.instances == 1:
+        return
+    busiest, mean = words.number(scenario.batch * scenario.hottest), words.number(scenario.batch)
+    if scenario.dispatch == "by-adapter":
+        yield (
+            f"Adapters are assigned to instances: the busiest holds {words.number(scenario.busiest)} requests, "
+            f"where the mean is {mean}."
+        )
+        return
+    yield (
+        f"Any instance serves any adapter, so each holds {mean} requests; were adapters assigned to instances, "
+        f"the busiest would hold {busiest} (x{scenario.hottest:.2f}){_assigned(result)}."
+    )
+
+
+def _assigned(result: Result) -> str:
+    found = next(item for item in result.variants if item.change == "dispatch by adapter")
+    if not result.feasible:
+        return ""
+    if found.gpus is None:
+        return ", and by the model no plan would meet the SLOs"
+    more = found.gpus + found.instances * result.scenario.model.instance_gpus - result.candidate.all_gpus
+    return f": by the model, {words.count(more, 'GPU')} more" if more > 0 else ""

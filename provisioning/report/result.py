@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from provisioning.inputs import InputError
 from provisioning.plan import coupled as coupling
-from provisioning.plan.candidates import Candidate, Scenario
+from provisioning.plan import verdict
+from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import Coupled
+from provisioning.plan.instances import sized
 from provisioning.plan.judge import silent
+from provisioning.plan.question import Scenario
 from provisioning.plan.sensitivity import Variant, headroom, sensitivity
 from provisioning.plan.verify import Verified, verify
 from provisioning.report import words
@@ -29,9 +32,9 @@ NOTES = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What `provision` answers."""
+    """What `provision` answers. `asked` is the question, and `scenario` the same at the load that the plan has."""
 
-    scenario: Scenario
+    asked: Scenario
     verified: Verified
     coupled: Coupled
     variants: list[Variant]
@@ -49,10 +52,20 @@ class Result:
         return self.verified.choice.chosen or self.verified.choice.closest
 
     @property
+    def scenario(self) -> Scenario:
+        """The question, its load settled by the plan's step."""
+        return self.candidate.scenario
+
+    @property
+    def rate(self) -> float:
+        """Requests/s that the plan serves, the mean over time."""
+        return self.scenario.rate(self.candidate.mean_step_us) / self.scenario.workload.peak
+
+    @property
     def headroom(self) -> float | None:
         """By the model; None without a plan, and where the model turns the simulated one down."""
         known = self.feasible and not self.verified.below_model
-        return headroom(self.scenario, self.candidate) if known else None
+        return headroom(self.asked, self.candidate) if known else None
 
     @property
     def nodes(self) -> int:
@@ -62,12 +75,12 @@ class Result:
     @property
     def worth_it(self) -> bool:
         """Whether a LoRA Server does what coupled instances on as many GPUs do not."""
-        return self.feasible and not coupling.enough(self.coupled)
+        return self.feasible and not self.coupled.holds
 
     @property
     def worth(self) -> str:
         """The same in a sentence, with the reason."""
-        return coupling.verdict_text(self.scenario, self.candidate, self.coupled, plan=self.feasible)
+        return verdict.worth(self.candidate, self.coupled, plan=self.feasible)
 
     @property
     def warnings(self) -> list[str]:
@@ -82,10 +95,11 @@ class Result:
         """From --price-per-gpu-hour; tokens at LB in flight and the modelled step."""
         if self.price_per_gpu_hour is None or not self.feasible:
             return None
-        scenario, price = self.scenario, self.price_per_gpu_hour
-        engines = scenario.instances * scenario.model.instance_gpus
+        scenario, price, coupled = self.scenario, self.price_per_gpu_hour, self.coupled
+        engines = scenario.engine_gpus
         hourly = (engines + self.candidate.gpus) * price
-        tokens_per_hour = scenario.global_batch / scenario.workload.peak / (self.candidate.step_us * 1e-6) * 3600
+        tokens_per_hour = self.rate * scenario.workload.lengths.mean_tokens * 3600
+        rival = {} if coupled.gpus_needed is None else {"coupled_per_hour": coupled.gpus_needed * price}
         return {
             "price_per_gpu_hour": price,
             "lora_server_per_hour": self.candidate.gpus * price,
@@ -97,6 +111,7 @@ class Result:
             * price
             * HOURS_PER_MONTH
             / scenario.workload.num_adapters,
+            **rival,
         }
 
 
@@ -109,17 +124,19 @@ def answer(
     say: Callable[[str], None] = silent,
 ) -> Result:
     """Plans, simulates (unless seeds is 0), compares with coupled and varies the question; says what it is at."""
-    if seeds and scenario.global_batch > MOST_SIMULATED:
+    say("modelling")
+    scenario = sized(scenario)
+    choice = smallest(scenario)
+    in_flight = choice.closest.scenario.global_batch
+    if seeds and in_flight > MOST_SIMULATED:
         raise InputError(
-            f"--no-simulate: {words.number(scenario.global_batch)} requests in flight are too many to simulate "
+            f"--no-simulate: {words.number(in_flight)} requests in flight are too many to simulate "
             f"(at most {MOST_SIMULATED:,}); add --no-simulate"
         )
-    say("modelling")
-    choice = smallest(scenario)
     verified = verify(scenario, choice, seeds, say) if seeds else Verified(choice=choice, verdict=None)
     candidate = verified.choice.chosen or verified.choice.closest
     return Result(
-        scenario=scenario,
+        asked=scenario,
         verified=verified,
         coupled=coupling.compare(scenario, candidate, seeds if verified.choice.feasible else 0, say),
         variants=sensitivity(scenario, candidate, feasible=verified.choice.feasible),

@@ -10,6 +10,7 @@ from rich.table import Table
 from provisioning.report import render
 from provisioning.report.provenance import provenance
 from provisioning.report.result import NOTES, Result
+from provisioning.report.serve_file import unmet
 
 _UNBOUNDED = 10_000  # columns: in a pipe a line is as long as what it says
 
@@ -40,8 +41,19 @@ def print_plan(result: Result, on: Console) -> None:
     for row in render.rows(result):
         limits.add_row(*row, style="red" if row[2].endswith("REFUTED") else None)
     on.print(limits)
-    for line in (*render.load_over_time(result), *render.worst_served(result), *render.sizing(result)):
+    before = (
+        render.load_over_time(result),
+        render.worst_served(result),
+        render.sizing(result),
+        render.dispatch(result),
+    )
+    for line in (line for lines in before for line in lines):
         on.print(line)
+    on.print()
+    both = table("", "with a LoRA Server", "coupled")
+    for row in render.sides(result):
+        both.add_row(*row)
+    on.print(both)
     on.print()
     _print_changes(result, on)
     if result.headroom is not None:
@@ -51,7 +63,7 @@ def print_plan(result: Result, on: Console) -> None:
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("measured", "extrapolated", "assumed"))
     on.print()
     on.print(f"Provenance: {counted}; each in --json.")
-    for note in NOTES:
+    for note in (*NOTES, *unmet(result)):
         on.print(note)
 
 

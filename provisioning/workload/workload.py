@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Floats
-from provisioning.inputs import InputError, count, non_negative, normalised, positive
+from provisioning.inputs import InputError, count, non_negative, normalised
 from provisioning.workload.replay import LoadOverTime, marked, over_time, replayed
 from provisioning.workload.requests import Lengths, Requests, renewal_gaps
 
@@ -25,7 +25,6 @@ __all__ = [
     "Workload",
     "from_counts",
     "from_requests",
-    "littles_law_batch",
     "zipf",
 ]
 
@@ -145,12 +144,6 @@ def zipf(skew: float, num_adapters: int) -> Floats:
 def from_counts(counts: Sequence[float] | dict[str, float], name: str = "counts") -> Floats:
     """p_i in proportion to calls counted per adapter, in the order given; `name` is for the error."""
     return normalised(list(counts.values()) if isinstance(counts, dict) else counts, name)
-
-
-def littles_law_batch(*, request_rate: float, mean_output_tokens: float, tpot_s: float) -> float:
-    """LB = requests/s times the seconds each decodes: the mean number of requests in flight."""
-    rate = positive(request_rate, "--request-rate")
-    return rate * positive(mean_output_tokens, "--mean-output-tokens") * positive(tpot_s, "tpot")
 
 
 def from_requests(requests: Requests, source: str, **options: Any) -> Workload:

@@ -1,0 +1,73 @@
+"""How many LLM instances a rate takes: those with the fewest GPUs in all, the LoRA Server's included.
+
+More instances than the base model alone needs can pay: with fewer requests each, their steps are shorter, fewer
+requests are in flight and fewer adapters have to be there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from provisioning.model import memory
+from provisioning.plan.candidates import accepted
+from provisioning.plan.question import Scenario
+
+_MOST_TIMES = 8  # as many instances as the base model alone needs
+
+
+def sized(scenario: Scenario) -> Scenario:
+    """With that many instances, or as it is where they are given. Of as many GPUs, fewer instances."""
+    if not scenario.free_instances:
+        return scenario
+    fewest = _fewest(scenario)
+    first = _first_accepted(scenario, fewest)
+    if first is None:
+        return replace(scenario, instances=fewest)
+    each, best, total = (
+        scenario.model.instance_gpus,
+        first,
+        first * scenario.model.instance_gpus + _server(scenario, first),
+    )
+    for instances in range(first + 1, (total - 1) // each + 1):
+        left = total - 1 - instances * each
+        gpus = _server(replace(scenario, max_gpus=min(left, scenario.max_gpus)), instances)
+        if gpus:
+            best, total = instances, instances * each + gpus
+    return replace(scenario, instances=best)
+
+
+def _fewest(scenario: Scenario) -> int:
+    """What the base model alone needs: the rate over what an instance makes at its largest batch."""
+    model, tpot_us = scenario.model, scenario.slo.tpot_us
+    high = max(min(scenario.kv_requests, scenario.most_batch, scenario.tokens_per_us * tpot_us), 1e-9)
+    low = 0.0
+    if model.base_step_us(high) > tpot_us:
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if model.base_step_us(middle) <= tpot_us else (low, middle)
+        high = max(low, 1e-9)
+    needed = scenario.tokens_per_us * model.base_step_us(high) / high
+    return max(math.ceil(needed * (1 - 1e-9)), 1)
+
+
+def _first_accepted(scenario: Scenario, fewest: int) -> int | None:
+    """The first number of instances with which there is a plan, sought by doubling and bisection."""
+    low, high = fewest - 1, fewest
+    while not _server(scenario, high):
+        if high >= _MOST_TIMES * fewest:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _server(scenario, middle) else (middle, high)
+    return high
+
+
+def _server(scenario: Scenario, instances: int) -> int:
+    """The fewest GPUs of a LoRA Server for so many instances, 0 where there is none."""
+    asked = replace(scenario, instances=instances)
+    for gpus in asked.gpu_counts:
+        if any(accepted(asked, layout) for layout in memory.layouts(asked.model.spec, gpus)):
+            return gpus
+    return 0

@@ -1,0 +1,78 @@
+"""How a coupled instance divides the memory that its weights leave between adapters and KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from provisioning.arrays import Floats
+from provisioning.iar.models import offered_curve
+from provisioning.model import memory
+from provisioning.plan.question import Scenario
+from provisioning.simulation.run import assign_greedily
+from provisioning.workload.workload import Workload
+
+_MOST_SPLITS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Adapters and requests that an instance has room for; `admitted` is the share that the model admits at once."""
+
+    share: float
+    slots: int
+    requests: int
+    iar: float
+    admitted: float
+
+
+def splits(scenario: Scenario, instances: int) -> list[Split]:
+    """The one that was asked for, or all that differ by an adapter: the best first."""
+    model, free = scenario.model, scenario.model.free_bytes
+    adapter = memory.adapter_bytes(model.spec, model.lora_rank, model.shared_a)
+    if scenario.coupled_split is not None:
+        shares = [scenario.coupled_split]
+    else:
+        most = min(
+            memory.adapters_in(free, model.spec, model.lora_rank, model.shared_a), scenario.workload.num_adapters
+        )
+        tried = np.unique(np.linspace(1, most, min(most, _MOST_SPLITS), dtype=int))
+        shares = [min((int(slots) * adapter + 1) / free, 1.0) for slots in tried]
+    found = [_split(scenario, instances, share) for share in shares]
+    return sorted(found, key=lambda item: (-item.admitted, item.slots)) or [_split(scenario, instances, 0.0)]
+
+
+def _split(scenario: Scenario, instances: int, share: float) -> Split:
+    """Admitted: the adapter has a slot, and the batch of its instance room, of a Poisson number of requests."""
+    from scipy.special import pdtr  # slow to import, and of no use in an infeasible question
+
+    model, free = scenario.model, scenario.model.free_bytes
+    slots = memory.adapters_in(share * free, model.spec, model.lora_rank, model.shared_a)
+    requests = memory.requests_in((1 - share) * free, model.spec, model.context_tokens)
+    weights, loads, curves = _curves(scenario.workload, instances, scenario.global_batch)
+    iar_L = np.array([curve[min(slots, curve.size - 1)] for curve in curves])
+    room_L = pdtr(requests - 1, loads) if requests else np.zeros_like(loads)
+    return Split(
+        share=share,
+        slots=slots,
+        requests=requests,
+        iar=float(weights @ iar_L),
+        admitted=float(weights @ (iar_L * room_L)),
+    )
+
+
+@lru_cache(maxsize=8)
+def _curves(workload: Workload, instances: int, global_batch: float) -> tuple[Floats, Floats, list[Floats]]:
+    """Per instance that has any: its share of the calls, its requests in flight, and `offered` of its own adapters."""
+    owner = assign_greedily(workload.in_flight, instances)
+    shares, loads, curves = [], [], []
+    for instance in np.unique(owner):
+        own, in_flight = workload.popularity[owner == instance], workload.in_flight[owner == instance]
+        share = float(own.sum())
+        if share > 0:
+            shares.append(share)
+            loads.append(global_batch * float(in_flight.sum()))
+            curves.append(offered_curve(own / share, global_batch, in_flight))
+    return np.array(shares), np.array(loads), curves
