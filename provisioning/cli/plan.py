@@ -51,7 +51,7 @@ def plan(
         float | None, typer.Option(help="Requests in flight per instance, on average (default: by --request-rate).")
     ] = None,
     request_rate: Annotated[
-        float | None, typer.Option(help="Requests/s in all (default: the trace's); --batch-size is then a limit.")
+        float | None, typer.Option(help="Requests/s in all; --batch-size is then a limit (default: the trace's).")
     ] = None,
     mean_output_tokens: Annotated[
         float | None, typer.Option(help="Of a request (default: 256, or the file's).")

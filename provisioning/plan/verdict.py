@@ -11,7 +11,7 @@ def worth(candidate: Candidate, coupled: Coupled, *, plan: bool = True) -> str:
     if not plan:
         return _without_plan(candidate, coupled)
     how = "tuned" if coupled.scenario.coupled_split is None else f"with {coupled.split.share:.0%} for adapters,"
-    same = f"{coupled.instances:,} coupled instances, {how} on the same {coupled.gpus:,} GPUs"
+    same = f"{_instances(coupled)}, {how} on the same {coupled.gpus:,} GPUs"
     num = candidate.scenario.workload.num_adapters
     held = f"cache {coupled.adapters_in_all:,} of the {num:,} adapters"
     if coupled.holds:
@@ -19,6 +19,10 @@ def worth(candidate: Candidate, coupled: Coupled, *, plan: bool = True) -> str:
         fewer = f", and by the model {needed:,} GPUs would do" if needed < coupled.gpus else ""
         return f"A LoRA Server is not worth it here: {same} {held} and meet both SLOs{fewer}."
     return f"A LoRA Server is worth it: {same} {held} and {_why(coupled)}; {_need(coupled)}."
+
+
+def _instances(coupled: Coupled) -> str:
+    return f"{coupled.instances:,} coupled instance{'' if coupled.instances == 1 else 's'}"
 
 
 def _need(coupled: Coupled) -> str:
@@ -36,7 +40,7 @@ def _why(coupled: Coupled) -> str:
 
 
 def _without_plan(candidate: Candidate, coupled: Coupled) -> str:
-    where = f"{coupled.instances:,} coupled instances on {coupled.gpus:,} GPUs"
+    where = f"{_instances(coupled)} on {coupled.gpus:,} GPUs"
     most = candidate.scenario.max_gpus
     if coupled.holds:
         return f"No LoRA Server of up to {most:,} GPUs does, but by the model {where} meet both SLOs."
