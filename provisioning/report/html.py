@@ -9,20 +9,10 @@ from html import escape
 from provisioning.report import words
 from provisioning.report.charts import charts, png
 from provisioning.report.provenance import Entry, provenance
-from provisioning.report.render import (
-    changes,
-    costs,
-    dispatch,
-    headline,
-    load_over_time,
-    question,
-    rows,
-    sides,
-    sizing,
-    worst_served,
-)
+from provisioning.report.render import headline, question, remarks, rows
 from provisioning.report.result import NOTES, Result
 from provisioning.report.serve_file import unmet
+from provisioning.report.tables import changes, costs, sides
 
 _STYLE = """:root{color-scheme:light dark;--text:#222;--page:#fff;--line:#ddd;--quiet:#5a5a5a;--warn:#9a3b00}
 @media(prefers-color-scheme:dark){:root{--text:#e6e6e6;--page:#16181c;--line:#3a3d44;--quiet:#a8abb2;--warn:#ffb27a}}
@@ -43,10 +33,7 @@ def html(result: Result) -> str:
         f'<p class="worth">{escape(result.worth)}</p>',
         *(f'<p class="warning">Warning: {escape(line)}</p>' for line in result.warnings),
         _table(("", "plan", "limit"), rows(result)),
-        *(
-            f"<p>{escape(line)}</p>"
-            for line in (*load_over_time(result), *worst_served(result), *sizing(result), *dispatch(result))
-        ),
+        *(f"<p>{escape(line)}</p>" for line in remarks(result)),
         _table(("", "with a LoRA Server", "coupled"), sides(result)),
     ]
     for title, draw in charts(result):

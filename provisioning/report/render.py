@@ -66,6 +66,14 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     )
 
 
+def remarks(result: Result) -> Iterator[str]:
+    """What is said in sentences."""
+    yield from load_over_time(result)
+    yield from worst_served(result)
+    yield from sizing(result)
+    yield from dispatch(result)
+
+
 def load_over_time(result: Result) -> Iterator[str]:
     """The load of a trace, and whether the plan is sized for a peak of it."""
     found = result.scenario.workload.over_time
@@ -125,45 +133,6 @@ def _tried(item: Trial) -> str:
         f"{words.count(candidate.gpus, 'GPU')} ({candidate.layout}, {words.count(candidate.slots, 'slot')}; simulated "
         f"immediate rate {words.rate(verdict.immediate)}, within the TTFT SLO {verdict.within_ttft.mean:.4f})"
     )
-
-
-def changes(result: Result) -> Iterator[tuple[str, str, str, str, str]]:
-    """(if, GPUs, layout, IAR of this layout, whether it meets all, by the model) of each variant."""
-    for item in result.variants:
-        own = "" if item.instances == result.scenario.instances else f" + {item.instances:,} inst."
-        met = "yes" if item.meets_at_plan else f"no: {item.binding_constraint.replace(',', ', ')}"
-        gpus = f"{item.gpus:,}" if item.gpus is not None else "-"
-        yield item.change, gpus, f"{item.layout}{own}" if item.layout else "-", f"{item.iar_at_plan:.4f}", met
-
-
-def costs(result: Result) -> Iterator[tuple[str, str]]:
-    """(what, amount)."""
-    for name, value in (result.cost() or {}).items():
-        yield name.replace("_", " ").replace("lora server", "LoRA Server").replace("gpu", "GPU"), words.number(value)
-
-
-def sides(result: Result) -> Iterator[tuple[str, str, str]]:
-    """(what, with a LoRA Server, coupled on as many GPUs): what both hold, admit and cost."""
-    scenario, candidate, coupled = result.scenario, result.candidate, result.coupled
-    yield (
-        "GPUs",
-        f"{scenario.engine_gpus:,} + {candidate.gpus:,}",
-        f"{coupled.instances * scenario.model.instance_gpus:,}",
-    )
-    apart = f"{coupled.instances:,} x {coupled.split.slots:,}"
-    yield "adapter slots", f"{candidate.slots:,}, shared", f"{apart}, {coupled.split.share:.0%} of free memory"
-    yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
-    yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
-    ours, theirs = result.verified.verdict, coupled.verdict
-    if ours and theirs:
-        yield "admitted, simulated", f"{ours.immediate.mean:.4f}", f"{theirs.immediate.mean:.4f}"
-    yield "decode step", words.time(candidate.mean_step_us), words.time(coupled.step_us)
-    needed = "over 64 instances" if coupled.gpus_needed is None else f"{coupled.gpus_needed:,}"
-    yield "GPUs that do", f"{candidate.all_gpus:,}" if result.feasible else "-", needed
-    cost = result.cost()
-    if cost:
-        rival = cost.get("coupled_per_hour")
-        yield "cost per hour", words.number(cost["total_per_hour"]), "-" if rival is None else words.number(rival)
 
 
 def dispatch(result: Result) -> Iterator[str]:

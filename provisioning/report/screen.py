@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from provisioning.report import render
+from provisioning.report import render, tables
 from provisioning.report.provenance import provenance
 from provisioning.report.result import NOTES, Result
 from provisioning.report.serve_file import unmet
@@ -41,17 +41,11 @@ def print_plan(result: Result, on: Console) -> None:
     for row in render.rows(result):
         limits.add_row(*row, style="red" if row[2].endswith("REFUTED") else None)
     on.print(limits)
-    before = (
-        render.load_over_time(result),
-        render.worst_served(result),
-        render.sizing(result),
-        render.dispatch(result),
-    )
-    for line in (line for lines in before for line in lines):
+    for line in render.remarks(result):
         on.print(line)
     on.print()
     both = table("", "with a LoRA Server", "coupled")
-    for row in render.sides(result):
+    for row in tables.sides(result):
         both.add_row(*row)
     on.print(both)
     on.print()
@@ -70,14 +64,14 @@ def print_plan(result: Result, on: Console) -> None:
 def _print_changes(result: Result, on: Console) -> None:
     plan = "this plan" if result.feasible else str(result.candidate.layout)
     found = table("if", "GPUs", "layout", f"IAR of {plan}", "meets, by the model", numbers=("GPUs",))
-    for row in render.changes(result):
+    for row in tables.changes(result):
         found.add_row(*row)
     on.print(found)
 
 
 def _print_costs(result: Result, on: Console) -> None:
     found = table("cost", "", numbers=("",))
-    for row in render.costs(result):
+    for row in tables.costs(result):
         found.add_row(*row)
     if found.row_count:
         on.print()

@@ -6,17 +6,9 @@ import math
 from collections.abc import Iterator
 
 from provisioning.report import words
-from provisioning.report.render import (
-    dispatch,
-    headline,
-    load_over_time,
-    question,
-    rows,
-    sides,
-    sizing,
-    worst_served,
-)
+from provisioning.report.render import headline, question, remarks, rows
 from provisioning.report.result import NOTES, Result
+from provisioning.report.tables import sides
 
 _ROWS = 256  # a message's rows come in multiples of this
 
@@ -30,10 +22,7 @@ def plan_yaml(result: Result) -> str:
         headline(result),
         result.worth,
         *result.warnings,
-        *load_over_time(result),
-        *worst_served(result),
-        *sizing(result),
-        *dispatch(result),
+        *remarks(result),
         *(f"{what}: {value} ({remark})" for what, value, remark in rows(result)),
         *(f"{what}: {ours}; coupled: {theirs}" for what, ours, theirs in sides(result)),
         *NOTES,
