@@ -11,7 +11,7 @@ from provisioning.cli import app
 from provisioning.iar.models import offered_curve
 from provisioning.inputs import InputError
 from provisioning.plan.choice import smallest
-from provisioning.plan.judge import judge
+from provisioning.plan.judge import judge, played
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.verify import disaggregated, verify
 from provisioning.report import charts, render, words
@@ -134,6 +134,18 @@ def test_the_json_has_the_mean_and_the_peak(tmp_path):
     assert load["batch"] == pytest.approx(64) and load["global_batch"] == pytest.approx(256)
     assert load["peak"]["global_batch"] == pytest.approx(256 * load["peak"]["load_over_mean"])
     assert load["peak"]["load_over_mean"] > 1.5 and not load["peak"]["steady"]
+
+
+def test_a_rate_is_the_mean_and_its_batch_that_of_the_peak(tmp_path):
+    trace, flags = write(tmp_path / "t.csv", "diurnal", 5), {"model": "mixtral-8x7b", "request_rate": 30.0}
+    asked = scenario(Flags(slo="ttft_p95=250ms,tpot_avg=100ms", trace=trace, **flags))
+    result = answer(asked, seeds=0, price_per_gpu_hour=1.0)
+    found, step_s = result.scenario, result.candidate.mean_step_us * 1e-6
+    tokens = found.workload.lengths.mean_tokens
+    assert found.workload.peak > 1.5 and result.rate == pytest.approx(30)
+    assert found.global_batch == pytest.approx(30 * found.workload.peak * tokens * step_s)
+    assert played(found, result.candidate.mean_step_us, 0).mean_rate() == pytest.approx(30)
+    assert result.cost()["total_per_million_tokens"] == pytest.approx(result.candidate.all_gpus / (0.108 * tokens))
 
 
 @pytest.mark.parametrize("window", [0.0, -1.0, 1e-9, float("nan")])
