@@ -66,6 +66,12 @@ def played(scenario: Scenario, step_us: float, seed: int) -> Requests:
     return scenario.workload.calls(tokens_per_s=tokens_per_s, num=num, seed=seed)
 
 
+def admitted(scenario: Scenario, system: System, step_us: float) -> float:
+    """Share of the first run's calls that are admitted at once."""
+    outcome = run(played(scenario, step_us, seed=0), system)
+    return min(float(outcome.immediate[part].mean()) for part in parts(outcome))
+
+
 def judge(
     scenario: Scenario,
     system: System,

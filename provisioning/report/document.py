@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from provisioning.plan.band import SPREAD
 from provisioning.plan.judge import verdict_json
 from provisioning.plan.verify import Trial
 from provisioning.report.provenance import provenance
@@ -36,6 +37,7 @@ def document(result: Result) -> dict[str, Any]:
         "coupled": _coupled(result),
         "sensitivity": [variant.as_json() for variant in result.variants],
         "load_headroom": result.headroom,
+        "band": _band(result),
         "simulation": _simulation(result),
         "cost": result.cost(),
         "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},
@@ -108,6 +110,19 @@ def _coupled(result: Result) -> dict[str, Any]:
         "lora_server_worth_it": result.worth_it,
         "verdict": result.worth,
         "simulation": None if coupled.verdict is None else verdict_json(coupled.verdict),
+    }
+
+
+def _band(result: Result) -> dict[str, Any] | None:
+    band = result.band
+    if band is None:
+        return None
+    return {
+        "steps_and_outputs": SPREAD,
+        "admitted_at_once": [band.low, band.high],
+        "holds_target": band.holds,
+        "meets_tpot": band.meets_tpot,
+        "simulated": band.simulated,
     }
 
 

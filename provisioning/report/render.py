@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from provisioning.plan.band import SPREAD
 from provisioning.plan.verify import Trial
 from provisioning.report import words
 from provisioning.report.result import Result
@@ -50,6 +51,7 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     yield "cache slots", f"{candidate.slots:,}", f">= {scenario.min_cache_slots:,} of {num:,} adapters"
     yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
     yield from _simulated(result)
+    yield from _band(result)
     parts = f"{latency.receive.value:,.0f} + {latency.compute.value:,.0f} + {latency.send.value:,.0f}"
     yield "recv + comp + send", f"{parts} = {latency.total:,.0f} us", f"<= {limit.ffn:,.0f} us (Eq. 5)"
     form = "Eq. 6" if scenario.eq6 == "stage" else "Eq. 6, printed"
@@ -98,6 +100,19 @@ def _simulated(result: Result) -> Iterator[tuple[str, str, str]]:
     what = f"TTFT p{scenario.slo.percentile:g}, simulated"
     yield what, words.times(verdict.ttft_s_at_percentile), "without prefill"
     yield "adapters within SLO", f"{verdict.adapters_within_slo.mean:.1%}", ">= 90 % of their requests in time"
+
+
+def _band(result: Result) -> Iterator[tuple[str, str, str]]:
+    band = result.band
+    if band is None:
+        return
+    missed = [what for what, met in (("IAR", band.holds), ("TPOT", band.meets_tpot)) if not met]
+    longer = f"+{SPREAD * 100:g} %"
+    yield (
+        f"IAR, steps, outputs ±{SPREAD * 100:g} %",
+        f"{band.low:.4f} to {band.high:.4f}",
+        f"{longer}: {' and '.join(missed)} missed" if missed else f"{longer}: holds",
+    )
 
 
 def worst_served(result: Result) -> Iterator[str]:

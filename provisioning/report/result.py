@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from provisioning.inputs import InputError
 from provisioning.plan import coupled as coupling
 from provisioning.plan import verdict
+from provisioning.plan.band import Band, band
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import Coupled
@@ -38,6 +39,7 @@ class Result:
     verified: Verified
     coupled: Coupled
     variants: list[Variant]
+    band: Band | None = None
     price_per_gpu_hour: float | None = None
     base_model: str = ""
 
@@ -135,11 +137,13 @@ def answer(
         )
     verified = verify(scenario, choice, seeds, say) if seeds else Verified(choice=choice, verdict=None)
     candidate = verified.choice.chosen or verified.choice.closest
+    say("the band")
     return Result(
         asked=scenario,
         verified=verified,
         coupled=coupling.compare(scenario, candidate, seeds if verified.choice.feasible else 0, say),
         variants=sensitivity(scenario, candidate, feasible=verified.choice.feasible),
+        band=band(candidate, simulated=bool(seeds)) if verified.choice.feasible else None,
         price_per_gpu_hour=price_per_gpu_hour,
         base_model=base_model or scenario.model.spec.name,
     )

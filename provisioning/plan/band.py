@@ -1,0 +1,53 @@
+"""How far a plan may be off: the same calls, were steps and outputs a fifth shorter or longer than assumed.
+
+Requests then stay 0.64 or 1.44 times as long, and so many times as many are in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from provisioning.iar.models import offered_curve
+from provisioning.plan.candidates import Candidate
+from provisioning.plan.judge import admitted
+from provisioning.plan.verify import disaggregated
+
+SPREAD = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """Shares admitted at once, with longer and with shorter steps and outputs, and whether longer ones do."""
+
+    low: float
+    high: float
+    holds: bool
+    meets_tpot: bool
+    simulated: bool
+
+
+def band(candidate: Candidate, *, simulated: bool) -> Band:
+    """By the first run of the simulation, or by the model."""
+    share = _simulated if simulated else _modelled
+    scenario, low = candidate.scenario, share(candidate, 1 + SPREAD)
+    return Band(
+        low=low,
+        high=share(candidate, 1 - SPREAD),
+        holds=low >= scenario.iar_target,
+        meets_tpot=candidate.step_us * (1 + SPREAD) <= scenario.slo.tpot_us,
+        simulated=simulated,
+    )
+
+
+def _modelled(candidate: Candidate, factor: float) -> float:
+    workload, in_flight = candidate.scenario.workload, candidate.scenario.global_batch * factor**2
+    curve = offered_curve(workload.popularity, in_flight, workload.in_flight)
+    return float(curve[min(candidate.slots, workload.num_adapters)])
+
+
+def _simulated(candidate: Candidate, factor: float) -> float:
+    scenario, step_us = candidate.scenario, candidate.mean_step_us * factor
+    longer = scenario.workload.with_mean_tokens(scenario.workload.lengths.mean_tokens * factor)
+    same_calls = replace(scenario, workload=longer, request_rate=scenario.rate(candidate.mean_step_us))
+    system = replace(disaggregated(candidate), step_s=[step_us * 1e-6])
+    return admitted(same_calls, system, step_us)
