@@ -41,3 +41,14 @@ def test_the_band_says_what_is_missed():
     said = [row for row in render.rows(replace(result, band=tight)) if "±20 %" in row[0]]
     assert said == [("IAR, steps, outputs ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", "+20 %: IAR missed")]
     assert document(answer(question(max_gpus=1, adapters=5000, zipf=0.5), seeds=0))["band"] is None
+
+
+def test_spare_gpus_are_paid_for_and_given_to_the_coupled_side():
+    without, spare = (answer(question(spare_gpus=num), seeds=0, price_per_gpu_hour=2.0) for num in (0, 1))
+    assert spare.candidate.layout == without.candidate.layout
+    assert spare.cost()["total_per_hour"] == without.cost()["total_per_hour"] + 2
+    assert spare.cost()["engines_per_hour"] == without.cost()["engines_per_hour"]
+    assert spare.coupled.gpus == without.coupled.gpus + 1
+    assert "and 1 spare," in render.headline(spare) and "spare" not in render.headline(without)
+    plan = document(spare)
+    assert (plan["gpus"], plan["spare_gpus"]) == (without.candidate.gpus, 1)

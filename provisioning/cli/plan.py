@@ -65,6 +65,7 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="Node size.")] = 8,
     whole_nodes: Annotated[bool, typer.Option("--whole-nodes", help="Only whole nodes for the server.")] = False,
     max_gpus: Annotated[int, typer.Option(help="Most GPUs to consider.")] = 64,
+    spare_gpus: Annotated[int, typer.Option(help="GPUs on top that stand by for ones that fail; 1 is N+1.")] = 0,
     gpu_memory_gib: Annotated[float | None, typer.Option(help="GiB of a GPU (default: the preset's).")] = None,
     link_gbps: Annotated[float, typer.Option(help="Per GPU and direction, Gb/s.")] = 400.0,
     host_link_gb_per_s: Annotated[float, typer.Option(help="Host to GPU, GB/s.")] = 50.0,

@@ -42,8 +42,8 @@ class Candidate:
 
     @property
     def all_gpus(self) -> int:
-        """And those of the LLM instances."""
-        return self.gpus + self.scenario.engine_gpus
+        """And the spare ones, and those of the LLM instances."""
+        return self.gpus + self.scenario.spare_gpus + self.scenario.engine_gpus
 
 
 def evaluate(scenario: Scenario, layout: Layout) -> Candidate:

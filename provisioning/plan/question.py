@@ -59,6 +59,7 @@ class Scenario:
     eq6: Eq6 = "stage"
     coupled_split: float | None = None
     max_gpus: int = 64
+    spare_gpus: int = 0
     whole_nodes: bool = False
 
     @property

@@ -48,6 +48,7 @@ class Flags:
     gpus_per_node: int = 8
     whole_nodes: bool = False
     max_gpus: int = 64
+    spare_gpus: int = 0
     gpu_memory_gib: float | None = None
     link_gbps: float = 400.0
     host_link_gb_per_s: float = 50.0
@@ -181,5 +182,6 @@ def scenario(flags: Flags) -> Scenario:
         eq6="stage" if one_of("--eq6", flags.eq6, "stage", "printed") == "stage" else "printed",
         coupled_split=split_of(flags.coupled_split),
         max_gpus=count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS),
+        spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, MOST_GPUS),
         whole_nodes=flags.whole_nodes,
     )

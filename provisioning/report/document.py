@@ -20,6 +20,7 @@ def document(result: Result) -> dict[str, Any]:
     return {
         "feasible": feasible,
         "gpus": candidate.gpus if feasible else None,
+        "spare_gpus": scenario.spare_gpus,
         "layout": layout if feasible else None,
         "nodes": result.nodes if feasible else None,
         "min_cache_slots": scenario.min_cache_slots,

@@ -40,7 +40,8 @@ def headline(result: Result) -> str:
         )
     gpus, nodes = words.count(candidate.gpus, "LoRA Server GPU"), words.count(result.nodes, "node")
     instances, each = words.count(scenario.instances, "instance"), words.count(scenario.model.instance_gpus, "GPU")
-    return f"{gpus} as {candidate.layout} on {nodes}, beside {instances} of {each}; binding: {choice.binding}"
+    spare = f" and {scenario.spare_gpus:,} spare" if scenario.spare_gpus else ""
+    return f"{gpus} as {candidate.layout} on {nodes}{spare}, beside {instances} of {each}; binding: {choice.binding}"
 
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:
@@ -174,5 +175,6 @@ def _assigned(result: Result) -> str:
         return ""
     if found.gpus is None:
         return ", and by the model no plan would meet the SLOs"
-    more = found.gpus + found.instances * result.scenario.model.instance_gpus - result.candidate.all_gpus
+    scenario = result.scenario
+    more = found.gpus + scenario.spare_gpus + found.instances * scenario.model.instance_gpus - result.candidate.all_gpus
     return f": by the model, {words.count(more, 'GPU')} more" if more > 0 else ""

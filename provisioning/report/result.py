@@ -99,20 +99,18 @@ class Result:
             return None
         scenario, price, coupled = self.scenario, self.price_per_gpu_hour, self.coupled
         engines = scenario.engine_gpus
-        hourly = (engines + self.candidate.gpus) * price
+        server = self.candidate.all_gpus - engines
+        hourly = self.candidate.all_gpus * price
         tokens_per_hour = self.rate * scenario.workload.lengths.mean_tokens * 3600
         rival = {} if coupled.gpus_needed is None else {"coupled_per_hour": coupled.gpus_needed * price}
         return {
             "price_per_gpu_hour": price,
-            "lora_server_per_hour": self.candidate.gpus * price,
+            "lora_server_per_hour": server * price,
             "engines_per_hour": engines * price,
             "total_per_hour": hourly,
             "total_per_month": hourly * HOURS_PER_MONTH,
             "total_per_million_tokens": hourly / tokens_per_hour * 1e6,
-            "lora_server_per_adapter_month": self.candidate.gpus
-            * price
-            * HOURS_PER_MONTH
-            / scenario.workload.num_adapters,
+            "lora_server_per_adapter_month": server * price * HOURS_PER_MONTH / scenario.workload.num_adapters,
             **rival,
         }
 
