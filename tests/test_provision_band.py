@@ -1,6 +1,7 @@
 """How far a plan may be off, and how that is said."""
 
 from dataclasses import replace
+from html import escape
 
 import pytest
 
@@ -9,6 +10,7 @@ from provisioning.plan.choice import smallest
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.report import render
 from provisioning.report.document import document
+from provisioning.report.html import html
 from provisioning.report.result import answer
 
 
@@ -52,3 +54,15 @@ def test_spare_gpus_are_paid_for_and_given_to_the_coupled_side():
     assert "and 1 spare," in render.headline(spare) and "spare" not in render.headline(without)
     plan = document(spare)
     assert (plan["gpus"], plan["spare_gpus"]) == (without.candidate.gpus, 1)
+
+
+def test_a_report_begins_with_what_was_asked_and_answered():
+    result = answer(question(), seeds=0, price_per_gpu_hour=2.0, command="provision --gpu <h100>")
+    page = html(result).partition("<table>")[0]
+    for line in (render.question(result), render.headline(result), result.worth, *render.summary(result), result.date):
+        assert escape(line) in page
+    assert "provision --gpu &lt;h100&gt;" in page and "Cost per hour" in page and "may grow by x" in page
+    plan = document(result)
+    assert [plan[key] for key in ("question", "answer", "command", "date")] == [
+        render.question(result), render.headline(result), result.command, result.date,
+    ]  # fmt: skip

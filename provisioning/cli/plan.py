@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,7 +135,14 @@ def _plan(given: dict[str, Any]) -> None:
             raise InputError(f"--{name}: no directory {given[name].parent}; create it first")
     seeds = 0 if given["no_simulate"] else seeds
     with progress(shown=not given["as_json"]) as say:
-        result = answer(question, seeds=seeds, price_per_gpu_hour=price, base_model=given["model"], say=say)
+        result = answer(
+            question,
+            seeds=seeds,
+            price_per_gpu_hour=price,
+            base_model=given["model"],
+            command=shlex.join(["provision", *sys.argv[1:]]),
+            say=say,
+        )
     _write(result, given)
     if not result.feasible:
         raise typer.Exit(INFEASIBLE)

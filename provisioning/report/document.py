@@ -9,6 +9,7 @@ from provisioning.plan.band import SPREAD
 from provisioning.plan.judge import verdict_json
 from provisioning.plan.verify import Trial
 from provisioning.report.provenance import provenance
+from provisioning.report.render import headline, question
 from provisioning.report.result import NOTES, Result
 from provisioning.report.serve_file import unmet
 
@@ -18,6 +19,10 @@ def document(result: Result) -> dict[str, Any]:
     scenario, candidate, feasible = result.scenario, result.candidate, result.feasible
     layout = {"ep": candidate.layout.ep, "pp": candidate.layout.pp}
     return {
+        "question": question(result),
+        "answer": headline(result),
+        "command": result.command,
+        "date": result.date,
         "feasible": feasible,
         "gpus": candidate.gpus if feasible else None,
         "spare_gpus": scenario.spare_gpus,

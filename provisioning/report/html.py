@@ -9,7 +9,7 @@ from html import escape
 from provisioning.report import words
 from provisioning.report.charts import charts, png
 from provisioning.report.provenance import Entry, provenance
-from provisioning.report.render import headline, question, remarks, rows
+from provisioning.report.render import headline, question, remarks, rows, summary
 from provisioning.report.result import NOTES, Result
 from provisioning.report.serve_file import unmet
 from provisioning.report.tables import changes, costs, sides
@@ -31,6 +31,8 @@ def html(result: Result) -> str:
         f'<p class="note">{escape(question(result))}</p>',
         f"<h1>{escape(headline(result))}</h1>",
         f'<p class="worth">{escape(result.worth)}</p>',
+        *(f"<p>{escape(line)}</p>" for line in summary(result)),
+        f'<p class="note"><code>{escape(result.command)}</code> {escape(result.date)}</p>',
         *(f'<p class="warning">Warning: {escape(line)}</p>' for line in result.warnings),
         _table(("", "plan", "limit"), rows(result)),
         *(f"<p>{escape(line)}</p>" for line in remarks(result)),

@@ -69,6 +69,16 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     )
 
 
+def summary(result: Result) -> Iterator[str]:
+    """What a reader asks next: what it costs, and how much more it bears."""
+    cost, rival = result.cost(), result.coupled.gpus_needed
+    if cost:
+        beside = "" if rival is None else f"; coupled, {words.number(cost['coupled_per_hour'])}"
+        yield f"Cost per hour, all GPUs: {words.number(cost['total_per_hour'])}{beside}."
+    if result.headroom is not None:
+        yield f"The load may grow by x{result.headroom:.2f} before this plan fails, by the model."
+
+
 def remarks(result: Result) -> Iterator[str]:
     """What is said in sentences."""
     yield from load_over_time(result)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from provisioning.inputs import InputError
 from provisioning.plan import coupled as coupling
@@ -42,6 +43,8 @@ class Result:
     band: Band | None = None
     price_per_gpu_hour: float | None = None
     base_model: str = ""
+    command: str = ""
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
     def feasible(self) -> bool:
@@ -121,6 +124,7 @@ def answer(
     seeds: int,
     price_per_gpu_hour: float | None = None,
     base_model: str = "",
+    command: str = "",
     say: Callable[[str], None] = silent,
 ) -> Result:
     """Plans, simulates (unless seeds is 0), compares with coupled and varies the question; says what it is at."""
@@ -144,4 +148,5 @@ def answer(
         band=band(candidate, simulated=bool(seeds)) if verified.choice.feasible else None,
         price_per_gpu_hour=price_per_gpu_hour,
         base_model=base_model or scenario.model.spec.name,
+        command=command,
     )

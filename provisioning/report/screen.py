@@ -50,8 +50,8 @@ def print_plan(result: Result, on: Console) -> None:
     on.print(both)
     on.print()
     _print_changes(result, on)
-    if result.headroom is not None:
-        on.print(f"The load may grow by x{result.headroom:.2f} before this plan fails, by the model.")
+    for line in render.summary(result):
+        on.print(line)
     _print_costs(result, on)
     kinds = [entry.kind for entry in provenance(result.scenario, result.candidate).values()]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("measured", "extrapolated", "assumed"))
