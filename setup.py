@@ -1,7 +1,7 @@
 """The wheel's tag; everything else is in pyproject.toml, which cannot say this.
 
 Pure Python, but Linux's: processes are watched by pidfd, memory is shared by memfd and futex. Other CPUs than
-x86-64 have the ZeroMQ transport only. glibc 2.28 is what PyTorch's wheels ask for.
+x86-64 have the TCP transport only. glibc 2.28 is what PyTorch's wheels ask for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tokens per second through the server, beside PEFT, and beside the same kernels without a server.
 
-    python -m bench.coupled [--json] [--layout epX-ppY] [--transport auto|shm|zmq]
+    python -m bench.coupled [--json] [--layout epX-ppY] [--transport auto|shm|tcp]
 
 32 sequences over 16 adapters, one engine on one thread, everything on this machine, one run.
 PEFT takes the whole mixed batch (`adapter_names`) where it can, that is on attention; on experts it

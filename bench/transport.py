@@ -33,7 +33,7 @@ from rich.table import Table
 
 from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.shm import ShmLink, ShmListener, create_memory
-from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.transport.tcp import TcpLink, TcpListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 
@@ -59,7 +59,7 @@ def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
     port.grant(Grant(HELLO.client, HELLO.epoch, HELLO.key))
     with tempfile.TemporaryDirectory() as directory:
         shm = transport == "shm"
-        listener = ShmListener(port, Path(directory) / "s") if shm else ZmqListener(port, "127.0.0.1")
+        listener = ShmListener(port, Path(directory) / "s") if shm else TcpListener(port, "127.0.0.1")
         pipe.send(listener.address)
 
         def pushed() -> bool:
@@ -91,7 +91,7 @@ def one_way_us(transport: str, nbytes: int, rounds: int) -> float:
     process = SPAWN.Process(target=_shard, args=(transport, nbytes, rounds, theirs))
     process.start()
     address = ours.recv()
-    link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else ZmqLink(address, HELLO, 0)
+    link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else TcpLink(address, HELLO, 0)
     payload = memoryview(os.urandom(nbytes))
     times_ns = []
     for seq in range(1, rounds + 1):
@@ -171,7 +171,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"nbytes": nbytes}
             if library is not None:
                 row["c_us"] = floor_us(library, nbytes, rounds)
-            for transport in ("shm", "zmq"):
+            for transport in ("shm", "tcp"):
                 row[f"{transport}_us"] = one_way_us(transport, nbytes, rounds)
                 if library is not None:
                     row[f"{transport}_ratio"] = row[f"{transport}_us"] / row["c_us"]
@@ -190,10 +190,10 @@ def main() -> None:
         print(json.dumps(rows, indent=2))
         return
     table = Table(title="One-way push, median us (ratio to C memcpy + flag)", title_justify="left")
-    for column in ("bytes", "C", "shm", "zmq"):
+    for column in ("bytes", "C", "shm", "tcp"):
         table.add_column(column, justify="right")
     for row in rows:
-        cells = [f"{row[f'{t}_us']:.1f} ({row.get(f'{t}_ratio', float('nan')):.1f}x)" for t in ("shm", "zmq")]
+        cells = [f"{row[f'{t}_us']:.1f} ({row.get(f'{t}_ratio', float('nan')):.1f}x)" for t in ("shm", "tcp")]
         table.add_row(f"{row['nbytes']:,}", f"{row.get('c_us', float('nan')):.2f}", *cells)
     Console().print(table)
 

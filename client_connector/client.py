@@ -145,7 +145,7 @@ class Client:
 
 
 def by_value(values: Mapping[int, object], what: str) -> str:
-    """What all have, or who has which: `shm`, or `shard 0, 1: shm; shard 2, 3: zmq`."""
+    """What all have, or who has which: `shm`, or `shard 0, 1: shm; shard 2, 3: tcp`."""
     holders: dict[str, list[int]] = {}
     for index, value in values.items():
         holders.setdefault(str(value), []).append(index)

@@ -1,4 +1,4 @@
-"""Joining a running server: gRPC for the lease, shared memory or ZeroMQ for the steps."""
+"""Joining a running server: gRPC for the lease, shared memory or TCP for the steps."""
 
 from __future__ import annotations
 

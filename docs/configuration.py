@@ -20,7 +20,7 @@ from lora_server.transport.connect import TRANSPORTS
 from provisioning import cli as provision
 
 PAGE = Path(__file__).with_suffix(".md")
-TRANSPORT = "auto: shared memory on this host, else TCP (zmq); or one of them by name"
+TRANSPORT = "auto: shared memory on this host, else TCP; or one of them by name"
 MEANINGS = {  # of what has no description in the code
     "address": ("HOST:PORT", "The server's `--listen`; without it the plugin is not active"),
     "server": ("HOST:PORT", "The server's `--listen`"),

@@ -14,7 +14,7 @@ import pytest
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
 from lora_server.transport.shm import ShmLink, ShmListener
-from lora_server.transport.zmq import ZmqLink, ZmqListener
+from lora_server.transport.tcp import TcpLink, TcpListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from tests import emulated
@@ -26,7 +26,7 @@ SHARD = 7
 # `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device twin")]
-KINDS = ["inproc", "shm", "zmq", *DEVICES]
+KINDS = ["inproc", "shm", "tcp", *DEVICES]
 
 
 def reverse(connection: Connection, seq: int) -> int:
@@ -50,8 +50,8 @@ class EchoShard:
         self.device = MemfdMemory() if kind.startswith("device") else None
         if kind == "shm" or self.device is not None:
             self.listener = ShmListener(self.port, directory / "shard.sock", self.device)
-        elif kind == "zmq":
-            self.listener = ZmqListener(self.port, "127.0.0.1")
+        elif kind == "tcp":
+            self.listener = TcpListener(self.port, "127.0.0.1")
         if self.listener is not None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -63,7 +63,7 @@ class EchoShard:
         if self.device is not None:
             twin = "must" if self.kind == "device twin" else "no"
             return EmulatedLink(self.listener.address, hello, SHARD, twin=twin)
-        return {"shm": ShmLink, "zmq": ZmqLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
+        return {"shm": ShmLink, "tcp": TcpLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
 
     def join(self, client: int, epoch: int = 1) -> Link:
         self.port.grant(Grant(client, epoch, b"key"))

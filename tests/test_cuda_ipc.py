@@ -1,4 +1,4 @@
-"""A GPU engine and GPU shards in real processes: the same answers over CUDA IPC, shared memory and ZeroMQ."""
+"""A GPU engine and GPU shards in real processes: the same answers over CUDA IPC, shared memory and TCP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_transport_gives_the_same_bits(tmp_path, layout):
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
     more = ("--layout", layout, "--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32")
     with running_server(tmp_path / "log", flags(load, *more)) as server:
-        answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "zmq", "auto")]
+        answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "tcp", "auto")]
     for answer in answers[1:]:
         assert torch.equal(answer, answers[0])
 

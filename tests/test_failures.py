@@ -19,7 +19,7 @@ from lora_server.errors import AdapterLoadError, LoraServerError, ServerUnavaila
 from tests.serving import cli, shard_processes, start_engine, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
-TRANSPORTS = ("shm", "zmq")
+TRANSPORTS = ("shm", "tcp")
 
 
 def flags(load: Workload, *more: str) -> list[str]:

@@ -31,7 +31,7 @@ RULES = {
     "client_connector": {*LEAVES, "lora_server.wire", "lora_server.transport", "client_connector", "kernels_cuda"},
     "provisioning": {*LEAVES, "provisioning"},
 }
-BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "zmq", "cuda_ipc", "nvshmem"))
+BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "tcp", "cuda_ipc", "nvshmem"))
 
 
 def within(module, prefix):
@@ -140,7 +140,7 @@ CHEAP = [
     ("import client_connector.transformers", [*SERVER, "typer", "pydantic", "transformers", "peft"]),
     ("from client_connector.transformers import attach", [*SERVER, "typer", "peft"]),
     ("import lora_server, lora_server.spec, lora_server.placement, lora_server.errors", [*SERVER, *HEAVY, "numpy"]),
-    ("import lora_server.transport.shm, lora_server.transport.zmq", [*SERVER, *HEAVY, "numpy"]),
+    ("import lora_server.transport.shm, lora_server.transport.tcp", [*SERVER, *HEAVY, "numpy"]),
     ("import provisioning, provisioning.cli", [*SERVER, *HEAVY]),
     (
         "import contextlib\nfrom typer.testing import CliRunner\nfrom lora_server.cli import app\n"

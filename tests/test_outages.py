@@ -24,7 +24,7 @@ from tests.serving import cli, status, until
 from tests.workload import NEW_TOKENS, workload
 
 OUTAGES = int(os.environ.get("LORA_OUTAGES", "2"))
-TRANSPORTS = ("shm", "zmq", "auto")
+TRANSPORTS = ("shm", "tcp", "auto")
 PATIENCE = 60.0
 
 

@@ -44,7 +44,7 @@ def test_tokens_equal_peft(tmp_path, layout, coordination):
     load = workload("mixtral")
     more = ("--layout", layout, "--coordination", coordination, "--max-step-rows", "32")
     with running_server(tmp_path / "log", flags(load, *more)) as server:
-        for transport in ("shm", "zmq"):
+        for transport in ("shm", "tcp"):
             check(load, server.address, transport)
 
 
@@ -76,11 +76,11 @@ def test_two_nodes_form_one_server(tmp_path, coordination):
         assert second.get("/readyz") == (200, "ok\n")
         reply = status(first.address)
         assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
-        check(load, first.address, "zmq")
+        check(load, first.address, "tcp")
         check(load, first.address, "auto")
         if ports.base:
             _check_ports(ports, first, second)
-            with attach(load.model, server=first.address, transport="zmq") as lora, lora.adapters(load.names):
+            with attach(load.model, server=first.address, transport="tcp") as lora, lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
                 killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
                 for process in killed:

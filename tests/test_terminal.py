@@ -96,7 +96,7 @@ shard  stage  ep  state     node      pid  restarts      steps  failed
     1      0   1  starting     0        -         0          0       0
 
 shard  device           weights                  free  clients
-    0  cuda:0 NVIDIA   12.0 GiB  52.5 GiB of 64.0 GiB  12 cuda_ipc, 3 shm, 2 zmq
+    0  cuda:0 NVIDIA   12.0 GiB  52.5 GiB of 64.0 GiB  12 cuda_ipc, 3 shm, 2 tcp
        H100 80GB HBM3
     1  -                      -                     -  -
 
@@ -109,7 +109,7 @@ client 2: holds no adapter
 
 
 def reply():
-    attached = [("cuda_ipc", 12), ("shm", 3), ("zmq", 2)]
+    attached = [("cuda_ipc", 12), ("shm", 3), ("tcp", 2)]
     stats = pb.ShardStats(
         steps=2_847_012,
         failed=1024,

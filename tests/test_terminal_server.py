@@ -34,18 +34,18 @@ def server(tmp_path_factory):
 def test_status_tells_clients_transports_and_memory(server):
     load = workload("mixtral")
     first, second = load.names[:2]
-    with attach(load.model, server=server.address, transport="zmq") as lora, lora.adapters([first, second]):
+    with attach(load.model, server=server.address, transport="tcp") as lora, lora.adapters([first, second]):
         until(lambda: all(len(one.stats.attached) == 1 for one in status(server.address).shards), "it is reported")
         document = json.loads(cli("status", "--server", server.address, "--json").stdout)
         (client,) = document["joined"]
-        assert (client["adapters"], client["transports"]) == (sorted([first, second]), ["zmq"])
+        assert (client["adapters"], client["transports"]) == (sorted([first, second]), ["tcp"])
         assert client["instance"].endswith(f":{os.getpid()}") and 0 <= client["silent_seconds"] < 10
         shown = cli("status", "--server", server.address).stdout
-        assert re.search(r"\n +0  cpu +[\d.]+ [KM]iB +[\d.]+ .iB of [\d.]+ .iB  1 zmq\n", shown), shown
+        assert re.search(r"\n +0  cpu +[\d.]+ [KM]iB +[\d.]+ .iB of [\d.]+ .iB  1 tcp\n", shown), shown
         assert f"\nclient {client['client']}: {', '.join(client['adapters'])}\n" in shown
     for shard in document["shards"]:
         stats = shard["stats"]
-        assert stats["device"] == "cpu" and stats["attached"] == [{"client": client["client"], "transport": "zmq"}]
+        assert stats["device"] == "cpu" and stats["attached"] == [{"client": client["client"], "transport": "tcp"}]
         assert 0 < stats["weight_bytes"] < stats["free_bytes"] < stats["total_bytes"]
     until(lambda: not status(server.address).joined, "it left")
 

@@ -6,23 +6,27 @@ import contextlib
 import gc
 import os
 import random
+import socket
 import threading
 import time
 
 import psutil
 import pytest
 import torch
-import zmq
 from structlog.testing import capture_logs
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport.base import Grant
+from lora_server.transport import tcp
+from lora_server.transport.address import parse
+from lora_server.transport.base import Grant, Port
 from lora_server.transport.connect import tell_far, why_far
 from lora_server.transport.rows import TORCH_DTYPES
+from lora_server.transport.tcp import TcpLink, TcpListener
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import slot
+from lora_server.wire import messages, slot
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import RequestHeader
 from tests.echo import DEVICES, KINDS, LAYOUT, SECONDS, SHARD, Echo, echo_shard
 from tests.serving import until
@@ -57,7 +61,7 @@ def test_two_clients_interleave_with_steps_in_flight(shard):
         client.link.close()
 
 
-@pytest.mark.parametrize("shard", ["shm", "zmq"], indirect=True)
+@pytest.mark.parametrize("shard", ["shm", "tcp"], indirect=True)
 def test_clients_in_threads_of_their_own(shard):
     failures = []
 
@@ -176,7 +180,7 @@ def test_a_push_beyond_depth_overwrites_nothing(shard):
     (connection,) = (c for c in shard.port.connections if c.client == 1)
     until(lambda: connection.requested() == LAYOUT.depth, "the pushes to land")
     before = [bytes(connection.region.request(seq)[:64]) for seq in range(1, LAYOUT.depth + 1)]
-    if shard.kind == "zmq":  # elsewhere the slot is the client's own memory
+    if shard.kind == "tcp":  # elsewhere the slot is the client's own memory
         client.push(64)
         with pytest.raises(ShardUnavailableError):
             client.link.wait(client.seq, time.monotonic() + SECONDS)
@@ -231,7 +235,7 @@ def test_a_twin_refuses_rows_of_32_bits(shard):
     link.close()
 
 
-@pytest.mark.parametrize("shard", ["inproc", "shm", "zmq"], indirect=True)
+@pytest.mark.parametrize("shard", ["inproc", "shm", "tcp"], indirect=True)
 def test_who_has_no_device_routes_nothing(shard):
     link = shard.join(1)
     with pytest.raises(ProtocolError, match="routes nothing"):
@@ -239,24 +243,126 @@ def test_who_has_no_device_routes_nothing(shard):
     link.close()
 
 
-@pytest.mark.parametrize("shard", ["zmq"], indirect=True)
-@pytest.mark.parametrize("frames", [[b"p", b"123", b"x"], [b"p"], [b"h", b"garbage"], [b"?"], [b""], [b"h", b"", b""]])
-def test_zmq_garbage_harms_only_its_sender(shard, frames):
+def assert_ends(stranger):
+    """After the challenge, and perhaps a refusal."""
+    stranger.settimeout(SECONDS)
+    with contextlib.suppress(ConnectionResetError):
+        while stranger.recv(4096):
+            pass
+
+
+@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        tcp.HEADER.pack(1, 5, 0) + b"\xc1abcd",
+        tcp.HEADER.pack(1, messages.MAX_MESSAGE_BYTES + 1, 0),
+        tcp.HEADER.pack(1, 2**32 - 1, 0),
+        tcp.HEADER.pack(2, 4, 1) + b"xxxx",  # a step, without a lease
+        tcp.HEADER.pack(3, 0, 0),
+        tcp.HEADER.pack(9, 1, 2**64 - 1) + b"x",
+    ],
+)
+def test_what_a_stranger_sends_costs_its_connection(shard, sent):
     client = Echo(shard.join(1), seed=10)
-    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
-        stranger.connect(shard.listener.address)
-        stranger.send_multipart(frames)
-        stranger.send_multipart([b"h", b"\xc1"])
-        assert stranger.poll(int(SECONDS * 1e3)), "a refusal: the thread lives and has read it all"
+    with socket.create_connection(parse(shard.listener.address), SECONDS) as stranger:
+        stranger.sendall(sent)
+        assert_ends(stranger)
     client.check(client.push())
-    oversized = [b"p", (2).to_bytes(8, "little"), bytes(LAYOUT.request_bytes + 1)]
-    client.link._socket.send_multipart(oversized)
-    with pytest.raises(ShardUnavailableError):
-        client.link.wait(2, time.monotonic() + SECONDS)
     client.link.close()
 
 
-@pytest.mark.parametrize("shard", ["shm", "zmq"], indirect=True)
+@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+@pytest.mark.parametrize(
+    ("seq", "nbytes"), [(2, LAYOUT.request_bytes + 1), (1, 4), (2 + LAYOUT.depth, 4), (2**64 - 1, 4), (2, 2**32 - 1)]
+)
+def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, seq, nbytes):
+    """More than its slot takes, what was pushed before, beyond its slots: no byte of it is stored."""
+    client, other = Echo(shard.join(1), seed=10), Echo(shard.join(2), seed=11)
+    client.check(client.push())
+    client.link._socket.sendmsg([tcp.HEADER.pack(2, nbytes, seq), b"abcd"])
+    with pytest.raises(ShardUnavailableError):
+        client.link.wait(2, time.monotonic() + SECONDS)
+    until(lambda: shard.gone == [(1, 1)], "its lease ends")
+    other.check(other.push())
+    for one in (client, other):
+        one.link.close()
+
+
+@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+def test_strangers_are_few_and_end_soon(shard, monkeypatch):
+    monkeypatch.setattr(tcp, "MAX_STRANGERS", 4)
+    client = Echo(shard.join(1), seed=12)
+    with contextlib.ExitStack() as stack:
+        connect = lambda: stack.enter_context(socket.create_connection(parse(shard.listener.address), SECONDS))  # noqa: E731
+        strangers = [connect() for _ in range(50)]
+        for one in strangers[:46]:  # the oldest had to go
+            assert_ends(one)
+        monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1)
+        connect()
+        for one in strangers[46:]:
+            assert_ends(one)
+    client.check(client.push())
+    client.link.close()
+
+
+def test_over_tcp_both_sides_prove_the_lease_and_nobody_sends_its_key(tmp_path):
+    """Whoever listens in place of a dead shard learns nothing that it could use there, and is no shard."""
+    with echo_shard("tcp", tmp_path) as shard, socket.create_server(("127.0.0.1", 0)) as impostor:
+        shard.port.grant(Grant(1, 1, b"key"))
+        heard: list[bytes] = []
+
+        def pose():
+            victim, _ = impostor.accept()
+            with victim, socket.create_connection(parse(shard.listener.address), SECONDS) as true:
+                challenge = true.recv(4096)
+                victim.sendall(challenge)
+                heard.append(victim.recv(4096))
+                welcome = messages.encode(messages.Welcome(3, 8192, 4096, proof=bytes(32)))
+                victim.sendall(tcp.HEADER.pack(1, len(welcome), 0) + welcome)
+                victim.recv(1)
+
+        thread = threading.Thread(target=pose, daemon=True)
+        thread.start()
+        address = f"tcp://127.0.0.1:{impostor.getsockname()[1]}"
+        with pytest.raises(ShardUnavailableError, match="does not know this lease"):
+            TcpLink(address, Hello(1, 1, b"key"), SHARD, SECONDS)
+        thread.join(SECONDS)
+        assert heard and b"key" not in heard[0]
+        with socket.create_connection(parse(shard.listener.address), SECONDS) as replay:
+            replay.recv(4096)
+            replay.sendall(heard[0])  # an answer to another challenge
+            replay.settimeout(SECONDS)
+            assert b"no such lease" in replay.recv(4096)
+
+
+def test_large_frames_do_not_hold_the_engine_up(tmp_path):
+    """A shard that is busy elsewhere takes its time; the push returns, and the answer is whole."""
+    nbytes = 32 << 20
+    port = Port(RegionLayout(depth=2, request_bytes=nbytes, response_bytes=nbytes))
+    port.grant(Grant(1, 1, b"key"))
+    listener = TcpListener(port, "127.0.0.1")
+    try:
+        link = TcpLink(listener.address, Hello(1, 1, b"key"), SHARD, SECONDS)
+        data = random.Random(3).randbytes(nbytes)
+        for seq in (1, 2, 3):
+            link.region.request(seq)[:] = data
+            link.push(seq, nbytes)
+            until(lambda: port.connections and port.connections[0].requested() == seq, "it is there")  # noqa: B023
+            (connection,) = port.connections
+            connection.region.response(seq)[:] = connection.region.request(seq)
+            connection.served = seq
+            connection.respond(seq, nbytes)
+            link.wait(seq, time.monotonic() + SECONDS)
+            assert bytes(link.region.response(seq)) == data
+        link.close()
+        until(lambda: not port.connections, "it said goodbye")
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("shard", ["shm", "tcp"], indirect=True)
 def test_a_listener_that_closes_ends_waits(shard):
     client = Echo(shard.join(1), seed=11)
     client.check(client.push())
@@ -274,7 +380,7 @@ def test_a_listener_that_closes_ends_waits(shard):
         Echo(type(client.link)(shard.listener.address, Hello(1, 1, b"key"), SHARD, 0.3), seed=0)
 
 
-@pytest.mark.parametrize("kind", ["shm", "zmq"])
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
     process = psutil.Process()
     with echo_shard(kind, tmp_path) as shard:
@@ -300,11 +406,11 @@ def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
 
 def test_auto_says_why_it_goes_over_tcp(tmp_path):
     (tmp_path / "shard-0.sock").touch()
-    here = {"host": host_identity(), "zmq": "tcp://h:1"}
+    here = {"host": host_identity(), "tcp": "tcp://h:1"}
     near = pb.Endpoint(shard=0, shm=str(tmp_path / "shard-0.sock"), **here)
     unseen = [pb.Endpoint(shard=shard, shm=f"/run/elsewhere/shard-{shard}.sock", **here) for shard in (1, 2)]
     arm = pb.Endpoint(shard=3, **here)
-    far = pb.Endpoint(shard=4, host="another", shm=near.shm, zmq="tcp://h:1")
+    far = pb.Endpoint(shard=4, host="another", shm=near.shm, tcp="tcp://h:1")
     assert (why_far(near), bool(why_far(arm))) == ("", True)
     with capture_logs() as lines:
         tell_far([near, *unseen, arm, far])
@@ -325,7 +431,7 @@ def test_an_engine_of_another_user_goes_over_tcp(tmp_path):
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     (private / "shard").touch()
-    near = pb.Endpoint(shard=0, host=host_identity(), shm=str(private / "shard"), zmq="tcp://127.0.0.1:1")
+    near = pb.Endpoint(shard=0, host=host_identity(), shm=str(private / "shard"), tcp="tcp://127.0.0.1:1")
     assert why_far(near) == ""
     with another_user(private):
         assert "is another user's" in why_far(near)

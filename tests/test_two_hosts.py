@@ -38,7 +38,7 @@ def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
         assert [node for _, node in shards] == [0, 1]
         prefixes = (near.prefix, far.prefix)
         fleet = stack.enter_context(
-            Fleet(load, first.address, tmp_path, ("zmq", "zmq"), prefixes=prefixes, timeout=4.0)
+            Fleet(load, first.address, tmp_path, ("tcp", "tcp"), prefixes=prefixes, timeout=4.0)
         )
         fleet.all_right_again(now(), READY_SECONDS)
         for seconds in (1, 5, LONG_SECONDS):

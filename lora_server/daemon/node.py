@@ -206,7 +206,7 @@ def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
 
 
 def _own_address(listen: Address) -> str:
-    """The number behind --listen's host, which ZeroMQ needs to bind; raises ConfigError where it is no own one."""
+    """The number behind --listen's host, which sockets bind to; raises ConfigError where it is no own one."""
     failure: OSError | None = None
     try:
         for family, _, _, _, address in socket.getaddrinfo(listen.host, 0, type=socket.SOCK_STREAM):

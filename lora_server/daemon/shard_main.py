@@ -33,7 +33,7 @@ from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port
 from lora_server.transport.shm import ShmListener
-from lora_server.transport.zmq import ZmqListener
+from lora_server.transport.tcp import TcpListener
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
@@ -61,7 +61,7 @@ class ShardProcess:
         self.port = Port(RegionLayout.for_model(spec, config.max_step_rows, config.slots), on_gone=self._client_gone)
         self.shm = self._shm_listener()
         data = config.data_ports.data(config.shard)
-        self.zmq = ZmqListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
+        self.tcp = TcpListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
         self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
         self.fetcher = open_fetcher(config, spec)
         backend = self._backend(Placement(spec, layout))
@@ -105,7 +105,7 @@ class ShardProcess:
         return self.config.shard - self.config.local_shards.start
 
     def _shm_listener(self) -> ShmListener | None:
-        """None where the CPU does not keep stores in order: then there is ZeroMQ."""
+        """None where the CPU does not keep stores in order: then there is TCP."""
         try:
             park.require_total_store_order()
         except ConfigError as error:
@@ -134,7 +134,7 @@ class ShardProcess:
         self.shard.run(self.stopping.is_set)
         if self.shm is not None:
             self.shm.close()
-        self.zmq.close()
+        self.tcp.close()
         self.coordinator.close()
         self.store.close()
         self.stream.leave(LEAVE_SECONDS)
@@ -205,7 +205,7 @@ class ShardProcess:
             shard=config.shard,
             host=host_identity(),
             shm=self.shm.address if self.shm is not None else "",
-            zmq=self.zmq.address,
+            tcp=self.tcp.address,
             device=config.device if self.shm is not None else "cpu",
         )
         return pb.Registration(

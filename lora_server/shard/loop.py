@@ -2,7 +2,7 @@
 
 Clients write into their slots while earlier steps compute (receive overlaps compute); the kernel
 writes into the client's response slot, so sending is a signal (shared memory) or another thread's
-work (ZeroMQ). One thread runs the loop; listeners and the weight loader ring its doorbell.
+work (TCP, where they are large). One thread runs the loop; listeners and the weight loader ring its doorbell.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 base      Link, Connection, Port            session   what a client has after joining
 connect   which backend a client uses       mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
-zmq       TCP, across hosts                 address   binding its sockets
+tcp       across hosts                      address   binding sockets
 inproc    one thread of one process         rows      where the rows of a step lie
 cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal
 device_link    what such a client does, whatever the device

@@ -1,9 +1,12 @@
-"""ZeroMQ sockets: bound so that others find them, and watched so that a host that is gone is noticed."""
+"""Sockets: bound so that others find them, and watched so that a host that is gone is noticed."""
 
 from __future__ import annotations
 
 import errno
 import os
+import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 import tenacity
 import zmq
@@ -12,6 +15,8 @@ from lora_server.address import bracketed
 from lora_server.errors import ConfigError
 from lora_server.ports import ANY_PORT, TcpPort
 
+BACKLOG = 1024
+_T = TypeVar("_T")
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
 TAKEN_SECONDS, RETRY_SECONDS = 3.0, 0.1  # for a process that is ending to give its port up
 
@@ -25,8 +30,35 @@ def bind(sock: zmq.Socket[bytes], host: str, advertise: str = "", port: TcpPort 
     where = f"tcp://{bracketed(host)}"
     number = port.number or sock.bind_to_random_port(where)
     if port.number:
-        _bind_fixed(sock, where, port)
+        _patiently(lambda: sock.bind(f"{where}:{port.number}"), where, port)
     return f"tcp://{bracketed(advertise or host)}:{number}"
+
+
+def listen(host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> tuple[socket.socket, str]:
+    """A socket that listens at a port of a host, and where others reach it; raises as `bind` does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    def attempt() -> socket.socket:
+        return socket.create_server((host, port.number), family=family, backlog=BACKLOG)
+
+    sock = _patiently(attempt, f"tcp://{bracketed(host)}", port) if port.number else attempt()
+    return sock, f"tcp://{bracketed(advertise or host)}:{sock.getsockname()[1]}"
+
+
+def parse(address: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def watch(sock: socket.socket) -> None:
+    """Small frames go at once, and a peer whose host is gone is noticed within seconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
 def heartbeat(sock: zmq.Socket[bytes]) -> None:
@@ -36,7 +68,7 @@ def heartbeat(sock: zmq.Socket[bytes]) -> None:
     sock.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
 
 
-def _bind_fixed(sock: zmq.Socket[bytes], where: str, port: TcpPort) -> None:
+def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
     while_taken = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_taken),
         stop=tenacity.stop_after_delay(TAKEN_SECONDS),
@@ -44,8 +76,8 @@ def _bind_fixed(sock: zmq.Socket[bytes], where: str, port: TcpPort) -> None:
         reraise=True,
     )
     try:
-        while_taken(sock.bind, f"{where}:{port.number}")
-    except zmq.ZMQError as error:
+        return while_taken(attempt)
+    except (zmq.ZMQError, OSError) as error:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(
             f"--data-port-base: cannot listen at {where}:{port.number} for {port.owner} ({reason}); expected it free: "
@@ -54,4 +86,4 @@ def _bind_fixed(sock: zmq.Socket[bytes], where: str, port: TcpPort) -> None:
 
 
 def _is_taken(error: BaseException) -> bool:
-    return isinstance(error, zmq.ZMQError) and error.errno == errno.EADDRINUSE
+    return isinstance(error, (zmq.ZMQError, OSError)) and error.errno == errno.EADDRINUSE

@@ -237,11 +237,16 @@ class Port:
         lacking = handles - self._holds.get(client, _NOTHING)
         return lacking - self._holds.get(self._lenders.get(client, 0), _NOTHING) if lacking else lacking
 
-    def admit(self, hello: Hello) -> Grant:
-        """The grant that a Hello names; raises LeaseError for any other."""
+    def lease(self, client: int, epoch: int) -> Grant | None:
+        """What the controller lets a client do here; whether it is that client has to be proved."""
         with self._lock:
-            grant = self._grants.get(hello.client)
-        if grant is None or grant.epoch != hello.epoch or not hmac.compare_digest(grant.key, hello.key):
+            grant = self._grants.get(client)
+        return grant if grant is not None and grant.epoch == epoch else None
+
+    def admit(self, hello: Hello) -> Grant:
+        """The grant that a Hello proves; raises LeaseError for any other."""
+        grant = self.lease(hello.client, hello.epoch)
+        if grant is None or not hmac.compare_digest(grant.key, hello.key):
             raise LeaseError(f"client {hello.client} epoch {hello.epoch}: no such lease on this shard; join again")
         return grant
 

@@ -11,19 +11,22 @@ import structlog
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.transport.base import Link
 from lora_server.transport.shm import ShmLink
-from lora_server.transport.zmq import ZmqLink
+from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 
 log = structlog.get_logger()
 HANDSHAKE_SECONDS = 5.0
-TRANSPORTS = ("auto", "cuda_ipc", "shm", "zmq")
+TRANSPORTS = ("auto", "cuda_ipc", "shm", "tcp")
 FAR = "on another host"
 
 
 def check_transport(name: str) -> str:
-    """Raises ConfigError for a name that is not one of TRANSPORTS."""
+    """The one that a name means; raises ConfigError if it is none of TRANSPORTS."""
+    if name == "zmq":
+        log.warning("transport zmq is tcp now")
+        return "tcp"
     if name not in TRANSPORTS:
         raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
     return name
@@ -78,9 +81,9 @@ def connect(
             )
         return _gpu_link(endpoint, hello, device, "must")
     if transport == "shm" and not endpoint.shm:
-        raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use zmq")
+        raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use tcp")
     if not (transport == "shm" or (transport == "auto" and not why_far(endpoint))):
-        return ZmqLink(endpoint.zmq, hello, endpoint.shard, seconds)
+        return TcpLink(endpoint.tcp, hello, endpoint.shard, seconds)
     if gpu:
         try:
             return _gpu_link(endpoint, hello, device, "may" if transport == "auto" else "no")

@@ -47,7 +47,7 @@ def require_total_store_order(machine: str = "") -> None:
     if machine.lower() not in ("x86_64", "amd64"):
         raise ConfigError(
             f"shared memory transport: got a {machine} CPU, expected x86_64 (total store order), "
-            "since payload and signal are plain stores; use transport zmq"
+            "since payload and signal are plain stores; use transport tcp"
         )
 
 

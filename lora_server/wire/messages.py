@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import secrets
 from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
@@ -9,9 +11,11 @@ import msgspec
 from lora_server.errors import ProtocolError, rebuild
 
 MAX_MESSAGE_BYTES = 64 * 1024
+NONCE_BYTES = 32
 MAX_PREFETCHED = 256  # adapters that one client may announce at a time
 
 Handle = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
@@ -35,6 +39,38 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     twin: Literal["", "fd", "ipc"] = ""  # by the third descriptor, by `handle`, or not at all
     handle: bytes = b""
     why: str = ""  # there is none
+    proof: bytes = b""  # over TCP: the shard, too, knows the lease
+
+
+class Challenge(msgspec.Struct, tag="challenge", forbid_unknown_fields=True):
+    """A shard to whoever connects over TCP, first of all: prove that you know a lease."""
+
+    nonce: Nonce
+
+
+class Answer(msgspec.Struct, tag="answer", forbid_unknown_fields=True):
+    """The proof, without the key; `nonce` is for the shard to answer, that it is the one that knows the lease."""
+
+    client: int
+    epoch: int
+    nonce: Nonce
+    proof: bytes
+
+    @classmethod
+    def to(cls, challenge: Challenge, hello: Hello) -> Answer:
+        """Of the client with the lease of a Hello."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return cls(hello.client, hello.epoch, nonce, proof(hello.key, b"client", challenge.nonce, nonce))
+
+
+def proof(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
+    """That one who plays `role` knows the key, for this pair of nonces alone: HMAC-SHA256."""
+    return hmac.digest(key, role + theirs + own, "sha256")
+
+
+def proves(said: bytes, key: bytes, role: bytes, theirs: bytes, own: bytes) -> bool:
+    """Whether it is that proof."""
+    return hmac.compare_digest(said, proof(key, role, theirs, own))
 
 
 class Mapped(msgspec.Struct, tag="mapped", forbid_unknown_fields=True):
