@@ -33,7 +33,8 @@ from rich.table import Table
 
 from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.shm import ShmLink, ShmListener, create_memory
-from lora_server.transport.tcp import TcpLink, TcpListener
+from lora_server.transport.tcp import TcpLink
+from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 

@@ -16,12 +16,14 @@ import torch
 from structlog.testing import capture_logs
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport import tcp
+from lora_server.transport import tcp_listener
 from lora_server.transport.address import parse
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.connect import tell_far, why_far
+from lora_server.transport.frames import HEADER
 from lora_server.transport.rows import TORCH_DTYPES
-from lora_server.transport.tcp import TcpLink, TcpListener
+from lora_server.transport.tcp import TcpLink
+from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import messages, slot
 from lora_server.wire.host import host_identity
@@ -256,12 +258,12 @@ def assert_ends(stranger):
     "sent",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        tcp.HEADER.pack(1, 5, 0) + b"\xc1abcd",
-        tcp.HEADER.pack(1, messages.MAX_MESSAGE_BYTES + 1, 0),
-        tcp.HEADER.pack(1, 2**32 - 1, 0),
-        tcp.HEADER.pack(2, 4, 1) + b"xxxx",  # a step, without a lease
-        tcp.HEADER.pack(3, 0, 0),
-        tcp.HEADER.pack(9, 1, 2**64 - 1) + b"x",
+        HEADER.pack(1, 5, 0) + b"\xc1abcd",
+        HEADER.pack(1, messages.MAX_MESSAGE_BYTES + 1, 0),
+        HEADER.pack(1, 2**32 - 1, 0),
+        HEADER.pack(2, 4, 1) + b"xxxx",  # a step, without a lease
+        HEADER.pack(3, 0, 0),
+        HEADER.pack(9, 1, 2**64 - 1) + b"x",
     ],
 )
 def test_what_a_stranger_sends_costs_its_connection(shard, sent):
@@ -281,7 +283,7 @@ def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, seq, nbytes):
     """More than its slot takes, what was pushed before, beyond its slots: no byte of it is stored."""
     client, other = Echo(shard.join(1), seed=10), Echo(shard.join(2), seed=11)
     client.check(client.push())
-    client.link._socket.sendmsg([tcp.HEADER.pack(2, nbytes, seq), b"abcd"])
+    client.link._socket.sendmsg([HEADER.pack(2, nbytes, seq), b"abcd"])
     with pytest.raises(ShardUnavailableError):
         client.link.wait(2, time.monotonic() + SECONDS)
     until(lambda: shard.gone == [(1, 1)], "its lease ends")
@@ -292,14 +294,14 @@ def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, seq, nbytes):
 
 @pytest.mark.parametrize("shard", ["tcp"], indirect=True)
 def test_strangers_are_few_and_end_soon(shard, monkeypatch):
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(tcp_listener, "MAX_STRANGERS", 4)
     client = Echo(shard.join(1), seed=12)
     with contextlib.ExitStack() as stack:
         connect = lambda: stack.enter_context(socket.create_connection(parse(shard.listener.address), SECONDS))  # noqa: E731
         strangers = [connect() for _ in range(50)]
         for one in strangers[:46]:  # the oldest had to go
             assert_ends(one)
-        monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1)
+        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
         connect()
         for one in strangers[46:]:
             assert_ends(one)
@@ -320,7 +322,7 @@ def test_over_tcp_both_sides_prove_the_lease_and_nobody_sends_its_key(tmp_path):
                 victim.sendall(challenge)
                 heard.append(victim.recv(4096))
                 welcome = messages.encode(messages.Welcome(3, 8192, 4096, proof=bytes(32)))
-                victim.sendall(tcp.HEADER.pack(1, len(welcome), 0) + welcome)
+                victim.sendall(HEADER.pack(1, len(welcome), 0) + welcome)
                 victim.recv(1)
 
         thread = threading.Thread(target=pose, daemon=True)

@@ -3,7 +3,8 @@
 base      Link, Connection, Port            session   what a client has after joining
 connect   which backend a client uses       mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
-tcp       across hosts                      address   binding sockets
+tcp       across hosts (tcp_listener: the   address   binding sockets
+          shard's side; frames)
 inproc    one thread of one process         rows      where the rows of a step lie
 cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal
 device_link    what such a client does, whatever the device
