@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,8 +87,8 @@ def make_follower(leader):
     followers = []
 
     def make():
-        follower = Follower(lambda: None)
-        follower.follow(leader.address)
+        follower = Follower(lambda: None, 4)
+        follower.follow(leader.address, leader.badge)
         followers.append(follower)
         until(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
         return follower
@@ -106,6 +107,34 @@ def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
     assert leader.followers == 3
     first.close()
     until(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
+
+
+def test_what_strangers_send_to_a_leader_counts_for_nothing(leader, make_follower):
+    follower = make_follower()
+    with zmq.Context.instance().socket(zmq.XSUB) as stranger:
+        stranger.connect(leader.address)
+        for said in (b"\x00", b"\x01", b"\x00" + b"x" * 16, b"\x01badge", b"", b"\x07", b"anything"):
+            stranger.send(said)
+        stranger.send_multipart([b"\x01", b"more"])
+        until(lambda: leader.next({}) is None and stranger.poll(0) == 0 and leader.followers == 1, "all looked at")
+        make_second = Follower(lambda: None, 4)
+        make_second.follow(leader.address, leader.badge)
+        until(lambda: leader.next({}) is None and leader.followers == 2, "another one comes after it")
+        order_of(leader, 5)
+        until(lambda: len(follower._queue) == 1, "and the leader lives")
+        make_second.close()
+
+
+def test_orders_of_steps_that_never_come_go(leader, make_follower):
+    """A client that pushes to the leader alone, under deadlines of an hour."""
+    follower = make_follower()
+    for seq in range(1, 101):
+        assert leader.next(pending(step(1, seq=seq))).seq == seq
+    order_of(leader, 2)
+    until(lambda: len(follower._queue) == 101, "the orders to arrive")
+    assert follower.next(pending(step(2))).connection.client == 2
+    assert len(follower._queue) == 4, "as many as its slots"
+    assert follower.next(pending(step(1, seq=98))).seq == 98
 
 
 def order_of(leader, *clients):
@@ -143,12 +172,11 @@ def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, mak
 
 @pytest.mark.parametrize("other", [None, {"seq": 2}, {"epoch": 2}])
 def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower):
-    follower = make_follower()
+    follower, began = make_follower(), time.monotonic()
     for client in (1, 2):
         leader.refused(client, 1, 1, 50_000)
     until(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
-    began = time.monotonic()
     until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
     assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
 
@@ -157,7 +185,7 @@ def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
     follower, successor = make_follower(), Leader("127.0.0.1")
     order_of(leader, 1)
     until(follower.anything_new, "the order to arrive")
-    follower.follow(successor.address)
+    follower.follow(successor.address, successor.badge)
     assert not follower.anything_new()
     until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
     order_of(leader, 2)
@@ -171,9 +199,9 @@ def test_a_follower_asks_whether_its_leader_lives():
     """One whose host went away without a word may be back at the same port: only a ping shows that it is another."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
     ready = b"\x05READY\x0bSocket-Type" + (4).to_bytes(4) + b"XPUB"
-    follower, heard = Follower(lambda: None), b""
+    follower, heard = Follower(lambda: None, 4), b""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        follower.follow(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        follower.follow(f"tcp://127.0.0.1:{silent.getsockname()[1]}", b"badge")
         silent.settimeout(20)
         with silent.accept()[0] as peer:
             peer.settimeout(20)

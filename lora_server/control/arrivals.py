@@ -113,8 +113,9 @@ class Arrivals:
         leader = stage.pop(leader_index, None)
         if leader is None:
             return
+        told = pb.Follow(address=leader.registration.order_address, badge=leader.registration.order_badge)
         for follower in stage.values() if shard == leader_index else [arrived]:
-            follower.send(pb.ShardCommand(follow=leader.registration.order_address))
+            follower.send(pb.ShardCommand(follow=told))
 
     def depart(self, handle: ShardHandle) -> None:
         """A shard's stream ended."""

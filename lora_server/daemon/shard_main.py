@@ -125,7 +125,7 @@ class ShardProcess:
         if layout.ep_rank(self.config.shard) == 0:
             orders = self.config.data_ports.orders(layout.stage(self.config.shard))
             return Leader(self.config.bind_host, self.config.advertise, orders)
-        return Follower(self.port.ring)
+        return Follower(self.port.ring, self.config.slots)
 
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -217,6 +217,7 @@ class ShardProcess:
             pool_bytes=self.store.tier.pool.capacity,
             secret=config.secret,
             order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
+            order_badge=self.coordinator.badge if isinstance(self.coordinator, Leader) else b"",
         )
 
     # -- commands
@@ -248,7 +249,7 @@ class ShardProcess:
             self.store.relocate(command.note.handle, _source(command.note))
             self._keep(command.note)
         elif kind == "follow" and isinstance(self.coordinator, Follower):
-            self.coordinator.follow(command.follow)
+            self.coordinator.follow(command.follow.address, command.follow.badge)
         done(None)
 
     def _load(self, load: pb.Load, done: Done) -> None:

@@ -9,6 +9,7 @@ client died half-way) is kept until the client's own deadline, and holds nobody 
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -57,7 +58,8 @@ class Independent(Coordinator):
 
 
 class Leader(Coordinator):
-    """Picks, and tells the followers of its stage. `followers` counts those that listen now."""
+    """Picks, and tells the followers of its stage. `followers` counts those that listen now: they show its badge, and
+    what anybody else sends counts for nothing."""
 
     def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
         self._rule = DecodeFirst()
@@ -65,8 +67,9 @@ class Leader(Coordinator):
         self._orders.set_hwm(0)
         self._orders.setsockopt(zmq.LINGER, 0)
         self._orders.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every follower, not only of the first and last
+        self._orders.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
         self.address = bind(self._orders, host, advertise, port)
-        self.followers = 0
+        self.badge, self.followers = secrets.token_bytes(16), 0
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
@@ -86,8 +89,9 @@ class Leader(Coordinator):
 
     def _count_followers(self) -> None:
         while self._orders.poll(0):
-            subscription: bytes = self._orders.recv()
-            self.followers += 1 if subscription.startswith(b"\x01") else -1
+            sign, topic = (said := self._orders.recv())[:1], said[1:]
+            if topic == self.badge and sign in (b"\x00", b"\x01"):
+                self.followers += 1 if sign == b"\x01" else -1
 
     @override
     def close(self) -> None:
@@ -95,31 +99,37 @@ class Leader(Coordinator):
 
 
 class Follower(Coordinator):
-    """Serves in the leader's order; a thread listens to it and rings the shard's doorbell."""
+    """Serves in the leader's order; a thread listens to it and rings the shard's doorbell.
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    `depth`: steps that a client may have outstanding; orders of more of them are of steps that never came.
+    """
+
+    def __init__(self, ring: Callable[[], None], depth: int) -> None:
+        self._ring, self._depth = ring, depth
         self._queue: deque[tuple[Order, int]] = deque()
         self._fresh = False  # an order came since the last look
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._leader = ""
 
-    def follow(self, address: str) -> None:
+    def follow(self, address: str, badge: bytes) -> None:
         """Listen to this leader from now on, and forget what another one said."""
         if address == self._leader:
             return
         self.close()
         self._queue, self._fresh, self._leader = deque(), False, address
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, args=(self._queue, self._stop), daemon=True, name="orders")
+        self._thread = threading.Thread(
+            target=self._listen, args=(self._queue, self._stop, badge), daemon=True, name="orders"
+        )
         self._thread.start()
 
-    def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event) -> None:
+    def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event, badge: bytes) -> None:
         orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         orders.set_hwm(0)
         heartbeat(orders)
         orders.subscribe(b"")
+        orders.subscribe(badge)  # after it: who is counted hears everything
         orders.setsockopt(zmq.IPV6, int("[" in self._leader))
         orders.connect(self._leader)
         while not stop.is_set():
@@ -134,7 +144,9 @@ class Follower(Coordinator):
         """The first ordered step that has arrived here; what is blocked or late keeps its place."""
         self._fresh = False
         queue, now = self._queue, time.monotonic_ns()
-        for order, expires_ns in tuple(queue):
+        orders = tuple(queue)
+        newest = {(order.client, order.epoch): order.seq for order, _ in orders}
+        for order, expires_ns in orders:
             step = pending.get(order.client)
             if step is not None and step.connection.epoch == order.epoch:
                 if step.seq == order.seq and not step.blocked:
@@ -143,7 +155,7 @@ class Follower(Coordinator):
                 passed = step.seq > order.seq
             else:
                 passed = False
-            if passed or now > expires_ns:
+            if passed or now > expires_ns or order.seq <= newest[order.client, order.epoch] - self._depth:
                 queue.remove((order, expires_ns))
         return None
 

@@ -469,7 +469,7 @@ class Attached(_message.Message):
     def __init__(self, client: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "secret")
+    __slots__ = ("shard", "node", "pid", "agreement", "endpoint", "order_address", "instance", "epoch", "run", "kept", "registered", "restarts", "last_handle", "last_client", "gone", "refused", "pool_bytes", "active", "order_badge", "secret")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +488,7 @@ class Registration(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_BADGE_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
     shard: int
     node: int
@@ -507,8 +508,9 @@ class Registration(_message.Message):
     refused: Refusals
     pool_bytes: int
     active: _containers.RepeatedScalarFieldContainer[int]
+    order_badge: bytes
     secret: str
-    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., secret: _Optional[str] = ...) -> None: ...
+    def __init__(self, shard: _Optional[int] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., agreement: _Optional[str] = ..., endpoint: _Optional[_Union[Endpoint, _Mapping]] = ..., order_address: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[int] = ..., run: _Optional[str] = ..., kept: _Optional[int] = ..., registered: bool = ..., restarts: _Optional[int] = ..., last_handle: _Optional[int] = ..., last_client: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., pool_bytes: _Optional[int] = ..., active: _Optional[_Iterable[int]] = ..., order_badge: _Optional[bytes] = ..., secret: _Optional[str] = ...) -> None: ...
 
 class Kept(_message.Message):
     __slots__ = ("load", "layers", "loaded", "grant")
@@ -660,6 +662,14 @@ class Borrow(_message.Message):
     holder: int
     def __init__(self, client: _Optional[int] = ..., holder: _Optional[int] = ...) -> None: ...
 
+class Follow(_message.Message):
+    __slots__ = ("address", "badge")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BADGE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    badge: bytes
+    def __init__(self, address: _Optional[str] = ..., badge: _Optional[bytes] = ...) -> None: ...
+
 class Claim(_message.Message):
     __slots__ = ("epoch", "run", "restarts", "registered")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -693,7 +703,7 @@ class ShardCommand(_message.Message):
     revoke: int
     load: Load
     drop: int
-    follow: str
+    follow: Follow
     claim: Claim
     note: Load
     refused: Refusals
@@ -702,4 +712,4 @@ class ShardCommand(_message.Message):
     active: Active
     holds: Holds
     borrow: Borrow
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[str] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ...) -> None: ...
