@@ -41,7 +41,7 @@ def test_the_band_says_what_is_missed():
     result = answer(question(), seeds=0)
     assert document(result)["band"]["admitted_at_once"] == [result.band.low, result.band.high]
     said = [row for row in render.rows(replace(result, band=tight)) if "±20 %" in row[0]]
-    assert said == [("IAR, steps, outputs ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", "+20 %: IAR missed")]
+    assert said == [("IAR, assumptions ±20 %", f"{tight.low:.4f} to {tight.high:.4f}", "+20 %: IAR missed")]
     assert document(answer(question(max_gpus=1, adapters=5000, zipf=0.5), seeds=0))["band"] is None
 
 

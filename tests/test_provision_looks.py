@@ -137,6 +137,7 @@ would do.
 cache slots             115                       >= 90 of 512 adapters
 IAR, model              1.0000                    >= 0.95
 IAR, simulated          not simulated
+IAR, assumptions ±20 %  0.9720 to 1.0000          +20 %: holds
 recv + comp + send      101 + 138 + 130 = 369 us  <= 3,034 us (Eq. 5)
 slowest, 4 served       552 us                    <= 3,125 us (Eq. 6)
 requests per instance   64                        <= 473 by KV memory

@@ -120,7 +120,7 @@ def _band(result: Result) -> Iterator[tuple[str, str, str]]:
     missed = [what for what, met in (("IAR", band.holds), ("TPOT", band.meets_tpot)) if not met]
     longer = f"+{SPREAD * 100:g} %"
     yield (
-        f"IAR, steps, outputs ±{SPREAD * 100:g} %",
+        f"IAR, assumptions ±{SPREAD * 100:g} %",
         f"{band.low:.4f} to {band.high:.4f}",
         f"{longer}: {' and '.join(missed)} missed" if missed else f"{longer}: holds",
     )
