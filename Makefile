@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
 VENV_DOCS := .venv-docs
+VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint docs bench gpu gpu-carry proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint docs bench gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -71,6 +72,19 @@ gpu: $(if $(BARE),,$(VENV)/ready)
 gpu-carry: $(VENV)/ready
 	$(BIN)/python -m bench.fetch_gpu $(ARGS)
 
+# the device protocol between GPUs, on this CPU: 1000 seeded schedules, then every sabotage of it must be caught
+mutants: $(VENV)/ready
+	LORA_SERVER_SCHEDULES=1000 $(BIN)/python -m pytest -n auto --maxprocesses 4 tests/test_gpu_schedules.py -k "schedules or case"
+	$(BIN)/python -m tests.gpu_mutants $(ARGS)
+
+$(VENV_BUILD)/ready: constraints-build.txt
+	@$(PYTHON) deploy/environment.py $(VENV_BUILD) 0.6 --no-deps -r constraints-build.txt
+	@touch $@
+
+# every kernel as a GPU's host compiles it, with NVIDIA's compiler from wheels; neither a GPU nor its driver is needed
+gpu-build: $(VENV_BUILD)/ready
+	$(VENV_BUILD)/bin/python -m bench.gpu_build $(ARGS)
+
 bench-vllm: $(VENV_VLLM)/ready
 	$(BIN_VLLM)/python -m bench.alora $(ARGS)
 
@@ -81,4 +95,4 @@ proto:
 	.venv-proto/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. lora_server/wire/lora_server.proto
 
 clean:
-	rm -rf .venv .venv-vllm .venv-docs .venv-proto build site *.egg-info
+	rm -rf .venv .venv-vllm .venv-docs .venv-proto .venv-build build site *.egg-info

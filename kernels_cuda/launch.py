@@ -49,7 +49,7 @@ class Workspace:
     """Memory that a launch needs besides its inputs and its result; one launch at a time may use it.
 
     partial  float32 [ceil(max_in_width / 512), max_entries, max_rank];   v  float32 [max_entries, max_rank]
-    delta    float32 [max_entries, max_out_width];   groups  int32 [max_entries];   arrivals  int64 [1], from 0
+    delta    float32 [max_entries, max_out_width];   groups  int32 [max_entries];   arrivals  int64 [2], from 0
     """
 
     partial: torch.Tensor
@@ -73,7 +73,7 @@ class Workspace:
             v=floats(max_entries, rank),
             delta=floats(max_entries, max_out_width),
             groups=torch.zeros(max_entries, dtype=torch.int32, device=device),
-            arrivals=torch.zeros(1, dtype=torch.int64, device=device),
+            arrivals=torch.zeros(2, dtype=torch.int64, device=device),
         )
 
     @property

@@ -28,6 +28,11 @@ COMPILER = shutil.which("g++")
 MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x86-64"
 
 
+def library(source: str, variant: Variant, instead: Mapping[str, str]) -> ctypes.CDLL:
+    """Kernels and what plays them; see emulator/run.cpp."""
+    return _library(variant, _text(source, tuple(sorted(instead.items()))), STACK_BYTES // 2)
+
+
 @cache
 def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
     texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
@@ -37,7 +42,7 @@ def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
 @cache
 def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> ctypes.CDLL:
     """Compiled once per content, shared by processes."""
-    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-w", STANDARD, *variant.defines]
+    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-fno-gnu-unique", "-w", STANDARD, *variant.defines]
     command += [f"-DSTACK_BYTES={stack_bytes}", "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
@@ -77,7 +82,8 @@ def run(
     """A kernel of a source with its arguments, all 64 bits wide."""
     library = _library(variant, _text(source, tuple(sorted(instead.items()))), stack_bytes)
     address = ctypes.cast(library[kernel], ctypes.c_void_p)
-    code = library.run(address, grid, int(late), (ctypes.c_int64 * len(values))(*values), len(values))
+    values_64 = (ctypes.c_int64 * len(values))(*values)
+    code = library.run(address, grid, int(late), library.shared_bytes(), values_64, len(values))
     assert code == 0, f"{kernel}: {code}"
 
 

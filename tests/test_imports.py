@@ -31,7 +31,7 @@ RULES = {
     "client_connector": {*LEAVES, "lora_server.wire", "lora_server.transport", "client_connector", "kernels_cuda"},
     "provisioning": {*LEAVES, "provisioning"},
 }
-BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "tcp", "cuda_ipc", "nvshmem"))
+BACKENDS = tuple(f"lora_server.transport.{name}" for name in ("inproc", "shm", "tcp", "cuda_ipc", "gpu", "nvshmem"))
 
 
 def within(module, prefix):

@@ -19,6 +19,7 @@ from kernels_cuda import build
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
 from lora_server.transport import put
+from lora_server.transport.gpu.source import FILES
 
 NVCC = shutil.which("nvcc")
 GPUS = {  # what compute capability, code and shared memory per block they have
@@ -38,7 +39,7 @@ def compiled(name: str, code: str, variant: Variant, cubin: Path) -> str:
     """What the assembler says of one file in one variant."""
     command = [str(NVCC), build.STANDARD, f"-gencode=arch=compute_{code},code=sm_{code}", "-cubin", "-Xptxas", "-v"]
     command += ["-Werror", "all-warnings", *variant.defines, "-x", "cu", "-", "-o", str(cubin)]
-    source = build.read_source(name, put.FILES)
+    source = build.read_source(name, put.FILES | FILES)
     done = subprocess.run(command, input=source, text=True, capture_output=True, timeout=150)
     assert done.returncode == 0, f"{name} for sm_{code}: {done.stderr}"
     return done.stderr
@@ -54,6 +55,7 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
     return {name.removeprefix(".text."): nbytes for name, nbytes in named.items() if name.startswith(".text.")}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_every_kernel_compiles_to_little_code_without_local_memory(tmp_path):
     files = sorted(path.name for path in build.SOURCE.glob("*.cu"))
@@ -75,6 +77,17 @@ def test_every_kernel_compiles_to_little_code_without_local_memory(tmp_path):
             assert sizes[kernel] > 0 and (most is None or sizes[kernel] <= most), f"{kernel} sm_{code}: {sizes[kernel]}"
             kernels.add(kernel)
     assert kernels >= {f"{kernel}_{dtype}" for kernel in build.KERNELS for dtype in build.DTYPES}
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize("name, kernel", [("serve.cu", "serve_bfloat16"), ("link.cu", "link_wait")])
+def test_the_protocol_between_gpus_compiles_without_local_memory(name, kernel, tmp_path):
+    """For NVSHMEM, and with the compiler that a GPU's host has: make gpu-build."""
+    capability, code, shared = GPUS["H100, H200"]
+    found = USAGE.findall(compiled(name, code, choose(capability, shared), tmp_path / "cubin"))
+    assert kernel in [one for one, *_ in found]
+    for one, stack, stores, loads, registers in found:
+        assert (stack, stores, loads) == ("0", "0", "0") and int(registers) <= 168, f"{one}: {registers} registers"
 
 
 def test_the_variant_of_each_gpu():

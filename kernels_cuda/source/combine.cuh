@@ -14,7 +14,7 @@ struct Combine {
 
     DEVICE Combine(const Args& args, WarpMemory& memory, int lane_, int worker, int workers)
         : a(args), list(reinterpret_cast<unsigned short*>(memory.tiles)), lane(lane_), slabs(div_up(args.out_width, SLAB)) {
-        const int64 all = static_cast<int64>(a.counts[2]) * slabs;
+        const int64 all = static_cast<int64>(a.num_out_rows()) * slabs;
         begin = static_cast<int>(all * worker / workers);
         end = static_cast<int>(all * (worker + 1) / workers);
     }
@@ -34,11 +34,12 @@ struct Combine {
     DEVICE void find_entries(int wanted) {
         row = wanted, length = 0;
         sync_warp();
-        for (int base = 0; base < a.counts[1]; base += EACH * LANES) {
+        const int entries = a.num_entries();
+        for (int base = 0; base < entries; base += EACH * LANES) {
             const int first = base + lane * EACH;  // this lane's run of entries
             int to[EACH], mine = 0;
 #pragma unroll
-            for (int i = 0; i < EACH; i++) to[i] = first + i < a.counts[1] ? a.out_map[first + i] : -1;
+            for (int i = 0; i < EACH; i++) to[i] = first + i < entries ? load_l2(a.out_map + first + i) : -1;
 #pragma unroll
             for (int i = 0; i < EACH; i++) mine += to[i] == row;
             if (!votes(mine > 0)) continue;
@@ -59,24 +60,24 @@ struct Combine {
 #pragma unroll 4
         for (int i = 0; i < length; i++) {
             const float* at = a.delta + static_cast<int64>(list[i]) * a.out_width + column;
-            const float4 d = whole ? load_l2(at) : some(at, a.out_width - column);
+            const float4 d = whole ? load_l2(reinterpret_cast<const float4*>(at)) : some(at, a.out_width - column);
             total.x += d.x, total.y += d.y, total.z += d.z, total.w += d.w;
         }
         unsigned short* out = static_cast<unsigned short*>(a.out) + static_cast<int64>(row) * a.out_width + column;
         const uint2 packed = {pack<T>(total.x, total.y), pack<T>(total.z, total.w)};
         if (whole && reinterpret_cast<uint64>(out) % 8 == 0) {
-            *reinterpret_cast<uint2*>(out) = packed;
+            store(reinterpret_cast<uint2*>(out), packed);
             return;
         }
         const unsigned short halves[4] = {static_cast<unsigned short>(packed.x), static_cast<unsigned short>(packed.x >> 16),
                                           static_cast<unsigned short>(packed.y), static_cast<unsigned short>(packed.y >> 16)};
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (column + i < a.out_width) out[i] = halves[i];
+            if (column + i < a.out_width) store(out + i, halves[i]);
     }
 
     DEVICE static float4 some(const float* at, int count) {
-        return {load_l2_one(at), count > 1 ? load_l2_one(at + 1) : 0, count > 2 ? load_l2_one(at + 2) : 0,
-                count > 3 ? load_l2_one(at + 3) : 0};
+        return {load_l2(at), count > 1 ? load_l2(at + 1) : 0, count > 2 ? load_l2(at + 2) : 0,
+                count > 3 ? load_l2(at + 3) : 0};
     }
 };

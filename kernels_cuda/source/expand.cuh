@@ -18,7 +18,7 @@ struct ExpandWalk {
         if (left == 0) return;
         int local;
         find_segment(a, false, through, begin, lane, segment, local);
-        s = a.segments[segment];
+        s = a.segment(segment);
         const int full = expand_tiles(a, a.blocks[s.block]) * job_cost(JOB_ROWS);
         row = local / full * JOB_ROWS;
         int job = local % full / cost();
@@ -35,15 +35,15 @@ struct ExpandWalk {
     // To before the first tile for the entries from `row` on.
     DEVICE void enter() {
         pair = window = end = rank = 0;
-        base_tile = s.first_tile + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups;
+        base_tile = s.first_tile + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups();
     }
 
     // From (pair, window) on, the next range of tiles that is not empty; false if these entries have none.
     DEVICE bool find_range() {
         const Block& block = a.blocks[s.block];
 #pragma unroll 1
-        for (; pair < block.num_pairs; pair++) {
-            const Pair p = block.pairs[pair];
+        for (; pair < block.num_pairs(); pair++) {
+            const Pair p = block.pair(pair);
 #pragma unroll 1
             for (; window < a.num_windows; window++) {
                 tile = end;
@@ -58,7 +58,7 @@ struct ExpandWalk {
 
     DEVICE Record next(const unsigned char*& from) {
         const Block& block = a.blocks[s.block];
-        const Pair p = block.pairs[pair];
+        const Pair p = block.pair(pair);
         const int blocks = tile_blocks(p.groups), first = tile * 16 * blocks;
         from = p.groups ? tile_at(block, base_tile + tile) : nullptr;
         Record record;
@@ -91,7 +91,7 @@ struct ExpandWalk {
             if (row >= s.rows) {
                 row = 0;
 #pragma unroll 1
-                do s = a.segments[++segment];
+                do s = a.segment(++segment);
                 while (s.rows == 0);
             }
             enter();
@@ -105,7 +105,7 @@ template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b
     const float* v = a.v + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
 #pragma unroll 4
     for (int g = 0; g < t.groups; g++) {
-        const float4 f = entry < t.rows ? load_l2(v + g * 16) : float4{0, 0, 0, 0};
+        const float4 f = entry < t.rows ? load_l2(reinterpret_cast<const float4*>(v + g * 16)) : float4{0, 0, 0, 0};
         const unsigned xy = pack<T>(f.x, f.y), zw = pack<T>(f.z, f.w);
         float x, y, z, w;
         unpack<T>(xy, x, y);
@@ -127,10 +127,10 @@ template <class T> struct HalfOut {  // results, 16 bit
     DEVICE static Element* row(const Args& a, int entry) {
         return static_cast<Element*>(a.out) + static_cast<int64>(entry) * a.out_width;
     }
-    DEVICE static void one(Element* at, float value) { *at = static_cast<Element>(pack<T>(value, 0)); }
-    DEVICE static void two(Element* at, float low, float high) { *reinterpret_cast<unsigned*>(at) = pack<T>(low, high); }
+    DEVICE static void one(Element* at, float value) { store(at, static_cast<Element>(pack<T>(value, 0))); }
+    DEVICE static void two(Element* at, float low, float high) { store(reinterpret_cast<unsigned*>(at), pack<T>(low, high)); }
     DEVICE static void eight(Element* at, const float (&f)[8]) {
-        *reinterpret_cast<uint4*>(at) = {pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])};
+        store(reinterpret_cast<uint4*>(at), uint4{pack<T>(f[0], f[1]), pack<T>(f[2], f[3]), pack<T>(f[4], f[5]), pack<T>(f[6], f[7])});
     }
 };
 
@@ -138,11 +138,11 @@ struct FloatOut {  // deltas, to be summed per token afterwards
     using Element = float;
     static constexpr int PAIR_BYTES = 8;
     DEVICE static Element* row(const Args& a, int entry) { return a.delta + static_cast<int64>(entry) * a.out_width; }
-    DEVICE static void one(Element* at, float value) { *at = value; }
-    DEVICE static void two(Element* at, float low, float high) { *reinterpret_cast<float2*>(at) = {low, high}; }
+    DEVICE static void one(Element* at, float value) { store(at, value); }
+    DEVICE static void two(Element* at, float low, float high) { store(reinterpret_cast<float2*>(at), float2{low, high}); }
     DEVICE static void eight(Element* at, const float (&f)[8]) {
-        reinterpret_cast<float4*>(at)[0] = {f[0], f[1], f[2], f[3]};
-        reinterpret_cast<float4*>(at)[1] = {f[4], f[5], f[6], f[7]};
+        store(reinterpret_cast<float4*>(at), float4{f[0], f[1], f[2], f[3]});
+        store(reinterpret_cast<float4*>(at) + 1, float4{f[4], f[5], f[6], f[7]});
     }
 };
 

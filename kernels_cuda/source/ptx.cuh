@@ -12,26 +12,30 @@ struct Bf16 {};
 struct Fp16 {};
 
 DEVICE void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
-DEVICE void sync_block() { asm volatile("bar.sync 0;" ::: "memory"); }
+// Of the warps that compute; a kernel may have one more, which serves.
+DEVICE void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE int shuffle_up(int value, int by) { return __shfl_up_sync(0xffffffffu, value, by); }
 DEVICE unsigned votes(bool flag) { return __ballot_sync(0xffffffffu, flag); }
 DEVICE int first_bit(unsigned mask) { return __ffs(static_cast<int>(mask)) - 1; }
 
-// Read-only for the whole kernel.
-DEVICE uint4 load_constant(const void* p) {
+// Three ways to global memory, none of them `.nc`, which may find what lay there before another processor's last write.
+// Through this SM's L1, for what changes rarely: it finds what was there at the block's last acquire, or later.
+template <class V> DEVICE V load(const V* p) { return *p; }
+template <class V> DEVICE void store(V* p, const V& value) { *p = value; }
+
+// What others write while this kernel runs: from L2.
+DEVICE uint4 load_l2(const uint4* p) {
     uint4 v;
-    asm("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-
-// Written by other blocks of this kernel: from L2, never from this SM's L1.
-DEVICE float4 load_l2(const float* p) {
+DEVICE float4 load_l2(const float4* p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p));
     return v;
 }
-DEVICE float load_l2_one(const float* p) {
+DEVICE float load_l2(const float* p) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
     return v;
@@ -42,10 +46,24 @@ DEVICE int load_l2(const int* p) {
     return v;
 }
 
+DEVICE uint64 load_l2(const uint64* p) {
+    uint64 v;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p));
+    return v;
+}
+DEVICE unsigned short load_l2(const unsigned short* p) {
+    unsigned short v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
 DEVICE uint64 add_release(uint64* p, uint64 value) {
     uint64 before;
     asm volatile("atom.add.release.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
     return before;
+}
+DEVICE void store_release(uint64* p, uint64 value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 DEVICE uint64 load_acquire(const uint64* p) {
     uint64 v;
@@ -57,6 +75,7 @@ DEVICE uint64 now_ns() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v));
     return v;
 }
+DEVICE void pause(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 DEVICE void stop() { asm volatile("trap;"); }
 
 // Two floats to two 16-bit ones, round to nearest even; `low` lies first in memory.
@@ -102,6 +121,8 @@ struct alignas(8) CopyBarrier { uint64 word; };
 DEVICE unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 #if BULK_COPY
+// What this thread has seen of others' writes, copies that it begins from here on see too.
+DEVICE void copy_acquire() { asm volatile("fence.proxy.async;" ::: "memory"); }
 DEVICE void copy_init(CopyBarrier* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -124,6 +145,7 @@ DEVICE void copy_wait(CopyBarrier* barrier, unsigned parity, bool) {
         "@!done bra again;}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 #else
+DEVICE void copy_acquire() {}
 DEVICE void copy_init(CopyBarrier*) {}
 DEVICE void copy_begin(void* tile, const void* from, int bytes, CopyBarrier*, int lane) {
     for (int at = lane * 16; at < bytes; at += 512)

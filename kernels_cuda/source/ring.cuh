@@ -1,4 +1,5 @@
-// A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for nobody else.
+// A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for nobody else. It lives
+// as long as its kernel, through all of its steps: a barrier that is live must not be initialised again.
 #pragma once
 #include "shares.cuh"
 
@@ -14,6 +15,7 @@ struct WarpMemory {
     uint4 v[MAX_GROUPS][LANES];
     Record records[STAGES];
     CopyBarrier barriers[STAGES];
+    int flag;  // of the first warp's: see grid_barrier
 };
 
 struct Ring {
@@ -39,6 +41,12 @@ struct Ring {
         const unsigned stage = done % STAGES;
         copy_wait(&memory.barriers[stage], (done / STAGES) % 2, full());
         return reinterpret_cast<const uint4*>(memory.tiles[stage]) + lane;
+    }
+    DEVICE void drain() {  // no copy may arrive after the kernel's end
+        while (!empty()) {
+            wait();
+            pop();
+        }
     }
     DEVICE void pop() {  // all lanes have read the tile
         sync_warp();

@@ -8,11 +8,11 @@
 
 // The tiles of a block's B that the windows meet, each counted once.
 DEVICE int expand_tiles(const Args& a, const Block& block) {
-    if (a.num_windows == 1 && a.begin0 == 0 && a.end0 == block.out_rows) return block.tiles;
+    if (a.num_windows == 1 && a.begin0 == 0 && a.end0 == block.out_rows()) return block.tiles();
     int tiles = 0;
 #pragma unroll 1
-    for (int p = 0; p < block.num_pairs; p++) {
-        const Pair pair = block.pairs[p];
+    for (int p = 0; p < block.num_pairs(); p++) {
+        const Pair pair = block.pair(p);
 #pragma unroll 1
         for (int w = 0, next = 0, end = 0; w < a.num_windows; w++)
             if (tiles_of(a, pair, w, next, end)) {
@@ -24,7 +24,7 @@ DEVICE int expand_tiles(const Args& a, const Block& block) {
 }
 
 // For each JOB_ROWS entries of a segment.
-DEVICE int shrink_jobs(const Args& a, const Block& block) { return block.groups * Depth(a).partials; }
+DEVICE int shrink_jobs(const Args& a, const Block& block) { return block.groups() * Depth(a).partials; }
 
 DEVICE int job_rows(const Segment& s, int row) { return lesser(s.rows - row, JOB_ROWS); }
 
@@ -41,13 +41,14 @@ DEVICE Costs costs_of(const Args& a, const Segment& s) {
 DEVICE void add_costs(const Args& a, int* shrink_through, int* expand_through) {
     constexpr int AT_ONCE = 4;  // loads under way: a step has thousands of segments, and each warp waits for this
     const int thread = threadIdx.x, lane = thread % LANES, warp = thread / LANES;
-    const int part = div_up(a.counts[0], THREADS), end = lesser(a.counts[0], (thread + 1) * part);
+    const int num = a.num_segments();
+    const int part = div_up(num, THREADS), end = lesser(num, (thread + 1) * part);
     int shrink = 0, expand = 0;
 #pragma unroll 1
     for (int first = thread * part; first < end; first += AT_ONCE) {
         Segment segments[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) segments[i] = a.segments[lesser(first + i, end - 1)];
+        for (int i = 0; i < AT_ONCE; i++) segments[i] = a.segment(lesser(first + i, end - 1));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const Costs costs = costs_of(a, segments[i]);
@@ -72,14 +73,14 @@ DEVICE int cut(const int* through, int worker, int workers) {
 
 // The segment in which a unit of the line lies, and its place there. A whole warp calls it; the unit exists.
 DEVICE void find_segment(const Args& a, bool shrink, const int* through, int unit, int lane, int& segment, int& local) {
-    const int num = a.counts[0], part = div_up(num, THREADS);
+    const int num = a.num_segments(), part = div_up(num, THREADS);
     int thread = 0;
 #pragma unroll 1
     for (int base = 0; base < THREADS; base += LANES) thread += __popc(votes(through[base + lane] <= unit));
     local = thread == 0 ? unit : unit - through[thread - 1];
 #pragma unroll 1
     for (segment = thread * part;; segment += LANES) {
-        const Costs costs = segment + lane < num ? costs_of(a, a.segments[segment + lane]) : Costs{0, 0};
+        const Costs costs = segment + lane < num ? costs_of(a, a.segment(segment + lane)) : Costs{0, 0};
         const int mine = shrink ? costs.shrink : costs.expand, inclusive = sum_through(mine, lane);
         const unsigned beyond = votes(inclusive > local);
         if (beyond) {

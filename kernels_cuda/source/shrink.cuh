@@ -18,14 +18,14 @@ struct ShrinkWalk {
         if (left == 0) return;
         int local;
         find_segment(a, true, through, begin, lane, segment, local);
-        s = a.segments[segment];
+        s = a.segment(segment);
         const Block& block = a.blocks[s.block];
         const int full = shrink_jobs(a, block) * job_cost(JOB_ROWS);
         row = local / full * JOB_ROWS;
         const int job = local % full / cost();
         left += local % full % cost();
-        partial = job / block.groups;
-        group = job % block.groups;
+        partial = job / block.groups();
+        group = job % block.groups();
         begin_job();
     }
 
@@ -41,7 +41,8 @@ struct ShrinkWalk {
     DEVICE Record next(const unsigned char*& from) {
         const Block& block = a.blocks[s.block];
         const int base = (depth.first_partial + partial) * CHUNKS, length = lesser(CHUNKS, num_chunks - base);
-        from = tile_at(block, s.first_tile + base * block.groups + group * length + chunk - base);
+        const int groups = block.groups();
+        from = tile_at(block, s.first_tile + base * groups + group * length + chunk - base);
         Record record;
         ShrinkTile& t = record.shrink;
         t.kind = SHRINK;
@@ -52,17 +53,17 @@ struct ShrinkWalk {
         t.rank = group * 16;
         t.partial = partial;
         t.flags = (chunk == first_chunk() ? FIRST_OF_JOB : 0) | (chunk + 1 == last_chunk() ? LAST_OF_JOB : 0) |
-                  (group == 0 && partial == 0 ? MARK_GROUPS | block.groups << GROUPS_SHIFT : 0);
+                  (group == 0 && partial == 0 ? MARK_GROUPS | groups << GROUPS_SHIFT : 0);
         t.scale = scale(block);
-        advance(block.groups);
+        advance(groups);
         return record;
     }
 
     DEVICE float scale(const Block& block) const {
         int p = 0;
 #pragma unroll 1
-        for (int groups = block.pairs[0].groups; groups <= group; groups += block.pairs[p].groups) p++;
-        return block.pairs[p].scale;
+        for (int groups = block.pair(0).groups; groups <= group; groups += block.pair(p).groups) p++;
+        return block.pair(p).scale;
     }
 
     DEVICE void advance(int groups) {
@@ -83,14 +84,14 @@ struct ShrinkWalk {
     DEVICE void next_segment() {
         row = 0;
 #pragma unroll 1
-        do s = a.segments[++segment];
-        while (s.rows == 0 || a.blocks[s.block].groups == 0);
+        do s = a.segment(++segment);
+        while (s.rows == 0 || a.blocks[s.block].groups() == 0);
     }
 };
 
 // Eight consecutive values of an aligned row from column k of the window on, zeros outside it.
 DEVICE uint4 row_values(const unsigned short* row, int k, int width) {
-    return row != nullptr && k >= 0 && k < width ? load_constant(row + k) : uint4{0, 0, 0, 0};
+    return row != nullptr && k >= 0 && k < width ? load_l2(reinterpret_cast<const uint4*>(row + k)) : uint4{0, 0, 0, 0};
 }
 
 // The same of any row. No model has such rows: it is rolled up, and slow, to leave the hot loop short.
@@ -98,7 +99,7 @@ DEVICE uint4 unaligned_values(const unsigned short* row, int k, int width) {
     uint4 v = {0, 0, 0, 0};
 #pragma unroll 1
     for (int i = k; i < k + 8 && row != nullptr; i++) {
-        const unsigned half = i >= 0 && i < width ? row[i] : 0;
+        const unsigned half = i >= 0 && i < width ? load_l2(row + i) : 0;
         v = {v.x >> 16 | v.y << 16, v.y >> 16 | v.z << 16, v.z >> 16 | v.w << 16, v.w >> 16 | half << 16};
     }
     return v;
@@ -131,12 +132,12 @@ struct ShrinkSums {
             row[b] = nullptr;
             const int entry = b * 8 + token;
             if (entry >= t.rows) continue;
-            const int64 from = a.in_map ? a.in_map[t.first + entry] : t.first + entry;
+            const int64 from = a.in_map ? load_l2(a.in_map + t.first + entry) : t.first + entry;
             row[b] = static_cast<const unsigned short*>(a.rows) + from * a.row_width;
         }
     }
 
-    DEVICE void store(const Args& a, const ShrinkTile& t, int token, int quad) const {
+    DEVICE void write(const Args& a, const ShrinkTile& t, int token, int quad) const {
         float* partial = a.partial + static_cast<int64>(t.partial) * a.max_entries * a.max_rank + t.rank + token;
 #pragma unroll
         for (int b = 0; b < JOB_ROWS / 8; b++)
@@ -144,10 +145,10 @@ struct ShrinkSums {
             for (int side = 0; side < 2; side++) {
                 const int entry = b * 8 + quad * 2 + side;
                 if (entry >= t.rows) continue;
-                const float scale = t.scale * (a.weights ? a.weights[t.first + entry] : 1.0f);
+                const float scale = t.scale * (a.weights ? load_l2(a.weights + t.first + entry) : 1.0f);
                 float* at = partial + static_cast<int64>(t.first + entry) * a.max_rank;
-                at[0] = c[b][side] * scale;
-                at[8] = c[b][2 + side] * scale;
+                store(at, c[b][side] * scale);
+                store(at + 8, c[b][2 + side] * scale);
             }
     }
 };
@@ -176,22 +177,22 @@ DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums& sums, bool vector
         if (more && !vectors) load_chunk(x, sums.row[b + 1], k, a.row_width, false);
     }
     ring.pop();
-    if (t.flags & MARK_GROUPS && ring.lane < t.rows) a.groups[t.first + ring.lane] = t.flags >> GROUPS_SHIFT;
-    if (t.flags & LAST_OF_JOB) sums.store(a, t, token, quad);
+    if (t.flags & MARK_GROUPS && ring.lane < t.rows) store(a.groups + t.first + ring.lane, t.flags >> GROUPS_SHIFT);
+    if (t.flags & LAST_OF_JOB) sums.write(a, t, token, quad);
 }
 
 // v = the sum of its partials, in their order, for all entries; after a grid barrier.
 DEVICE void sum_partials(const Args& a) {
     const int partials = Depth(a).partials, vectors = a.max_rank / 4;
-    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank, all = static_cast<int64>(a.counts[1]) * vectors;
+    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank, all = static_cast<int64>(a.num_entries()) * vectors;
     for (int64 i = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x; i < all; i += static_cast<int64>(gridDim.x) * THREADS) {
         if (i % vectors * 4 >= load_l2(a.groups + i / vectors) * 16) continue;
-        float4 sum = load_l2(a.partial + i * 4);
+        float4 sum = load_l2(reinterpret_cast<const float4*>(a.partial) + i);
 #pragma unroll 4
         for (int p = 1; p < partials; p++) {
-            const float4 more = load_l2(a.partial + p * stride + i * 4);
+            const float4 more = load_l2(reinterpret_cast<const float4*>(a.partial + p * stride) + i);
             sum.x += more.x; sum.y += more.y; sum.z += more.z; sum.w += more.w;
         }
-        *reinterpret_cast<float4*>(a.v + i * 4) = sum;
+        store(reinterpret_cast<float4*>(a.v) + i, sum);
     }
 }

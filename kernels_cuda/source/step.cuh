@@ -14,11 +14,18 @@ constexpr int MAX_PAIRS = 7;
 
 struct alignas(16) Pair { int groups, out_begin, out_rows; float scale; };  // groups: 16 ranks each; 0: zeros
 struct alignas(16) Block {
-    const uint64* pages;
-    int groups, tiles;        // of all pairs: groups of ranks; jobs of B for up to JOB_ROWS entries, all output rows
-    int out_rows, num_pairs;  // the pairs cover [0, out_rows) without gaps
+    const uint64* its_pages;
+    int its_groups, its_tiles;        // of all pairs: groups of ranks; jobs of B for up to JOB_ROWS entries, all output rows
+    int its_out_rows, its_num_pairs;  // the pairs cover [0, out_rows) without gaps
     int unused[2];
-    Pair pairs[MAX_PAIRS];
+    Pair its_pairs[MAX_PAIRS];
+
+    DEVICE const uint64* pages() const { return load(&its_pages); }
+    DEVICE int groups() const { return load(&its_groups); }
+    DEVICE int tiles() const { return load(&its_tiles); }
+    DEVICE int out_rows() const { return load(&its_out_rows); }
+    DEVICE int num_pairs() const { return load(&its_num_pairs); }
+    DEVICE Pair pair(int i) const { return load(&its_pairs[i]); }
 };
 struct alignas(16) Segment { int block, first_tile, first, rows; };  // first_tile: the block's, in its pages
 
@@ -39,6 +46,13 @@ struct Args {
     int max_entries, max_rank, row_width, in_begin, in_width, out_width, num_windows;
     int begin0, end0, begin1, end1, begin2, end2;  // of the windows; no array, which would lie in local memory
 
+    DEVICE int num_segments() const { return load_l2(counts); }
+    DEVICE int num_entries() const { return load_l2(counts + 1); }
+    DEVICE int num_out_rows() const { return load_l2(counts + 2); }
+    DEVICE Segment segment(int i) const {
+        const uint4 s = load_l2(reinterpret_cast<const uint4*>(segments + i));
+        return {static_cast<int>(s.x), static_cast<int>(s.y), static_cast<int>(s.z), static_cast<int>(s.w)};
+    }
     DEVICE int begin(int window) const { return window == 0 ? begin0 : window == 1 ? begin1 : begin2; }
     DEVICE int end(int window) const { return window == 0 ? end0 : window == 1 ? end1 : end2; }
 };
@@ -71,19 +85,29 @@ DEVICE bool tiles_of(const Args& a, const Pair& pair, int window, int& next, int
 
 // Where a tile lies. Pages are anywhere; a tile never crosses one.
 DEVICE const unsigned char* tile_at(const Block& block, int tile) {
-    const uint64 page = block.pages[tile / PAGE_TILES];
+    const uint64 page = load(block.pages() + tile / PAGE_TILES);
     return reinterpret_cast<const unsigned char*>(page) + static_cast<int64>(tile % PAGE_TILES) * TILE_BYTES;
 }
 
-// All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running.
-DEVICE void grid_barrier(uint64* arrivals) {
+constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
+
+// All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running; false if one
+// did not come in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the block's.
+DEVICE bool grid_barrier(uint64* arrivals, int& flag) {
     sync_block();
     if (threadIdx.x == 0) {
         const uint64 grid = gridDim.x;
         const uint64 target = (add_release(arrivals, 1) / grid + 1) * grid;
-        const uint64 deadline = now_ns() + 60'000'000'000ull;  // never, unless the grid was not cooperative
-        while (load_acquire(arrivals) < target)
-            if (now_ns() > deadline) stop();
+        const uint64 deadline = now_ns() + PATIENCE_NS;
+        flag = 1;
+        while (load_acquire(arrivals) < target) {
+            if (now_ns() > deadline) store_release(arrivals + 1, 1);
+            if (load_acquire(arrivals + 1)) {
+                flag = 0;
+                break;
+            }
+        }
     }
     sync_block();
+    return flag;
 }

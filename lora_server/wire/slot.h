@@ -1,11 +1,13 @@
 /* The slot of lora_server/wire/slot.py, for code that runs on a device. A test compares the two. */
 #ifndef LORA_SERVER_SLOT_H
 #define LORA_SERVER_SLOT_H
-#ifdef __CUDACC_RTC__ /* NVRTC has no headers */
+#ifdef __CUDACC_RTC__ /* NVRTC has no headers; NVSHMEM's bring these types */
+#if !NVSHMEM
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
+#endif
 #else
 #include <stdint.h>
 #endif

@@ -14,7 +14,7 @@ template <class Walk> void list(Walk& walk, Record* to, int& count) {
 }
 
 // out: records [workers, phases, MOST_TILES]; groups: how many [workers, phases]
-template <> void lora_step<Listing, FUSED>(const Args& a, BlockMemory& memory) {
+template <> bool lora_step<Listing, FUSED>(const Args& a, BlockMemory& memory, Ring&) {
     const int lane = threadIdx.x % LANES, worker = blockIdx.x * WARPS + threadIdx.x / LANES, workers = gridDim.x * WARPS;
     ShrinkWalk shrink(a);
     ExpandWalk expand(a);
@@ -22,10 +22,11 @@ template <> void lora_step<Listing, FUSED>(const Args& a, BlockMemory& memory) {
     const int *shrinks = memory.shrink_through, *expands = memory.expand_through;
     shrink.start(cut(shrinks, worker, workers), cut(shrinks, worker + 1, workers), shrinks, lane);
     expand.start(cut(expands, worker, workers), cut(expands, worker + 1, workers), expands, lane);
-    if (lane) return;
+    if (lane) return true;
     Record* to = static_cast<Record*>(a.out) + worker * 2 * MOST_TILES;
     list(shrink, to, a.groups[worker * 2]);
     list(expand, to + MOST_TILES, a.groups[worker * 2 + 1]);
+    return true;
 }
 
 KERNEL(list_shares, Listing, FUSED)

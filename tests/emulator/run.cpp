@@ -1,4 +1,5 @@
-// Runs a kernel's whole grid on this CPU; see ptx.cuh. Compiled behind the kernel's source.
+// Runs kernels on this CPU; see threads.cuh. Compiled behind the kernels' source. `run` plays one kernel to its end;
+// a world plays several, on several GPUs, in an order that its seed chooses, as far as it is told.
 #include <utility>
 
 namespace {
@@ -7,23 +8,32 @@ namespace {
 #define STACK_BYTES (256 * 1024)
 #endif
 constexpr size_t MAX_ARGUMENTS = 40;
-const void* body;
-int64 arguments[MAX_ARGUMENTS];  // all are 64 bits wide: a kernel that takes fewer leaves the rest alone
+std::vector<unsigned char*> stacks;  // free ones
+int next_id = 1;
 
-template <size_t... I> void call(std::index_sequence<I...>) {
+// All arguments are 64 bits wide: a kernel that takes fewer leaves the rest alone.
+template <size_t... I> void call(const void* body, const int64* arguments, std::index_sequence<I...>) {
     reinterpret_cast<void (*)(decltype(I, int64())...)>(const_cast<void*>(body))(arguments[I]...);
 }
 
 void thread_main() {
-    call(std::make_index_sequence<MAX_ARGUMENTS>());
+    const Grid& grid = *current->block->grid;
+    call(reinterpret_cast<const void*>(grid.body), grid.arguments.data(), std::make_index_sequence<MAX_ARGUMENTS>());
+    see_together(current->block->stores, current_warp().stores);
+    see_together(current->block->stores, current->stores);
     current->ended = true;
     yield();
     std::abort();
 }
 
 void prepare(Thread& thread) {
-    thread.memory.assign(STACK_BYTES, 0xff);
-    auto top = reinterpret_cast<uintptr_t>(thread.memory.data() + STACK_BYTES) & ~uintptr_t{63};
+    if (stacks.empty()) {
+        stacks.push_back(static_cast<unsigned char*>(std::malloc(STACK_BYTES)));
+        std::memset(stacks.back(), 0xff, STACK_BYTES);
+    }
+    thread.memory = stacks.back();
+    stacks.pop_back();
+    auto top = reinterpret_cast<uintptr_t>(thread.memory + STACK_BYTES) & ~uintptr_t{63};
     auto* stack = reinterpret_cast<void**>(top);
     *--stack = nullptr;  // as after a call
     *--stack = reinterpret_cast<void*>(thread_main);
@@ -31,38 +41,184 @@ void prepare(Thread& thread) {
     thread.stack = stack;
 }
 
-}  // namespace
-
-extern "C" int run(const void* kernel, int grid, int late, const int64* kernel_arguments, int count) {
-    if (count > static_cast<int>(MAX_ARGUMENTS)) return -1;
-    body = kernel;
-    std::memcpy(arguments, kernel_arguments, count * sizeof(int64));
-    copy_late = late;
-    gridDim.x = grid;
-    block_threads = THREADS;
-    std::vector<GridBlock> blocks(grid);
-    std::vector<Thread> threads(static_cast<size_t>(grid) * THREADS);
-    for (int b = 0; b < grid; b++) {
-        blocks[b].shared = static_cast<unsigned char*>(std::aligned_alloc(128, (sizeof(BlockMemory) + 127) / 128 * 128));
-        std::memset(blocks[b].shared, 0xff, sizeof(BlockMemory));
-        blocks[b].warps.resize(WARPS);
-        for (int t = 0; t < THREADS; t++) {
-            Thread& thread = threads[static_cast<size_t>(b) * THREADS + t];
-            thread.index = t, thread.block_index = b, thread.block = &blocks[b], thread.ended = false;
+Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int device, const int64* arguments, int count) {
+    auto* grid = new Grid{next_id++, device, blocks, threads, reinterpret_cast<void (*)(const int64*)>(const_cast<void*>(kernel)),
+                          std::vector<int64>(arguments, arguments + count), {}, {}, blocks * threads};
+    grid->arguments.resize(MAX_ARGUMENTS);
+    grid->blocks.resize(blocks);
+    grid->threads.resize(static_cast<size_t>(blocks) * threads);
+    for (int b = 0; b < blocks; b++) {
+        GridBlock& block = grid->blocks[b];
+        const size_t nbytes = (static_cast<size_t>(shared_bytes) + 127) / 128 * 128;
+        block.grid = grid, block.index = b;
+        block.shared = static_cast<unsigned char*>(std::aligned_alloc(128, nbytes + 128));
+        std::memset(block.shared, 0xff, nbytes);
+        block.warps.resize((threads + 31) / 32);
+        block.seen = device < 0 ? 0 : world.devices[device].released;
+        for (int t = 0; t < threads; t++) {
+            Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
+            thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;
+            thread.copies_see = 0;
             prepare(thread);
         }
     }
-    for (bool any = true; any;) {
-        any = false;
-        for (Thread& thread : threads) {
-            if (thread.ended) continue;
-            any = true;
-            current = &thread;
-            switch_stack(&scheduler_stack, thread.stack);
-        }
+    world.grids.push_back(grid);
+    return grid;
+}
+
+void end(Grid* grid) {
+    for (Thread& thread : grid->threads) stacks.push_back(thread.memory);
+    for (GridBlock& block : grid->blocks) {
+        copies.erase(std::remove_if(copies.begin(), copies.end(), [&](const Copy& c) { return c.block == &block; }), copies.end());
+        std::free(block.shared);
     }
-    for (GridBlock& block : blocks) std::free(block.shared);
+    world.grids.erase(std::find(world.grids.begin(), world.grids.end(), grid));
+    delete grid;
+}
+
+bool can_run(const Thread& thread) {
+    return !thread.ended && (!thread.waits || thread.waits->round != thread.round) && thread.wakes <= world.now;
+}
+
+bool run_thread(Thread& thread) {
+    if (!can_run(thread)) return false;
+    thread.waits = nullptr;
+    current = &thread;
+    switch_stack(&scheduler_stack, thread.stack);
+    if (thread.ended) thread.block->grid->running--;
+    return true;
+}
+
+// When the first of those that sleep wakes; 0 if none sleeps.
+uint64 first_to_wake() {
+    uint64 first = 0;
+    for (Grid* grid : world.grids)
+        for (Thread& thread : grid->threads)
+            if (!thread.ended && thread.wakes > world.now && thread.wakes != ~0ull && (!first || thread.wakes < first)) first = thread.wakes;
+    return first;
+}
+
+// What the end of a kernel makes visible.
+void land_all(Grid* grid) {
+    current = &grid->threads[0];
+    for (GridBlock& block : grid->blocks) publish(block.stores);
+    fence_of_system();
+    acquired(true), released();
+}
+
+}  // namespace
+
+extern "C" int run(const void* kernel, int grid, int late, int shared_bytes, const int64* arguments, int count) {
+    if (count > static_cast<int>(MAX_ARGUMENTS)) return -1;
+    copy_late = late;
+    world = World();
+    Grid* one = begin(kernel, grid, THREADS, shared_bytes, 0, arguments, count);
+    while (one->running)
+        for (Thread& thread : one->threads) run_thread(thread);
+    end(one);
     return copies.empty() ? 0 : -2;
 }
 
+extern "C" void world_begin(uint64 seed, unsigned char* shared, uint64 shared_bytes) {
+    while (!world.grids.empty()) end(world.grids.back());
+    world = World();
+    world.modelled = true, world.random = seed * 0x9e3779b97f4a7c15ull + 1;
+    world.shared_begin = shared, world.shared_end = shared + shared_bytes;
+    written.clear(), page_writes.clear(), failure = nullptr;
+    for (int i = 0; i < 8; i++) chance();
+}
+#if NVSHMEM
+extern "C" void world_heaps(uint64 nbytes, int over_network) {  // of each PE, side by side
+    heap_bytes = nbytes, network = over_network;
+    network_puts.clear();
+    for (Stores& stores : arrived) stores.clear();
+}
+extern "C" int world_in_flight() {
+    size_t all = network_puts.size();
+    for (const Stores& stores : arrived) all += stores.size();
+    return static_cast<int>(all);
+}
+extern "C" void world_confirm(int pe) { see_arrived(pe); }
+#endif
+extern "C" int world_launch(const void* kernel, int blocks, int threads, int shared_bytes, int device, const int64* arguments, int count) {
+    return begin(kernel, blocks, threads, shared_bytes, device, arguments, count)->id;
+}
+extern "C" int world_running(int id) {
+    for (Grid* grid : world.grids)
+        if (grid->id == id) return 1;
+    return 0;
+}
+extern "C" int world_alive(int id, int block) {  // threads of a block
+    int alive = 0;
+    for (Grid* grid : world.grids)
+        if (grid->id == id)
+            for (Thread& thread : grid->threads) alive += thread.block->index == block && !thread.ended;
+    return alive;
+}
+// So many turns of a block, or less if a kernel ends; -1 if nobody will ever go on.
+extern "C" int world_run(int turns) {
+    static unsigned slow;
+    int idle = 0;
+    for (int turn = 0; turn < turns && !world.grids.empty() && !failure; turn++) {
+        if (turn % 64 == 0) slow = chance();
+        const unsigned which = chance() % world.grids.size();
+        if (which == slow % world.grids.size() && slow & 0x100 && chance() % 8) continue;
+        Grid* grid = world.grids[which];
+        const int block = chance() % grid->num_blocks, first = chance() % grid->num_threads;
+        bool any = false;
+        for (int t = 0; t < grid->num_threads; t++)
+            any |= run_thread(grid->threads[static_cast<size_t>(block) * grid->num_threads + (first + t) % grid->num_threads]);
+        world.now += 10 + chance() % 32;
+#if NVSHMEM
+        pass_network();
+#endif
+        if (grid->running == 0) {
+            land_all(grid);
+            end(grid);
+            return 1;
+        }
+        idle = any ? 0 : idle + 1;
+        if (idle < 64) continue;
+        const uint64 wakes = first_to_wake();
+        if (wakes) world.now = wakes;
+        else if (idle > 4096) return -1;
+    }
+    return failure ? -1 : 0;
+}
+// A process dies: what it has stored arrives or does not.
+extern "C" void world_kill(int id) {
+    for (Grid* grid : std::vector<Grid*>(world.grids)) {
+        if (grid->id != id) continue;
+        for (Thread& thread : grid->threads) {
+            current = &thread;
+            Stores lost = thread.stores;
+            lost.insert(lost.end(), thread.block->stores.begin(), thread.block->stores.end());
+            thread.block->stores.clear(), thread.stores.clear();
+            for (const Store& s : lost)
+                if (once_in(2)) land_in_order(s);
+        }
+        end(grid);
+    }
+}
+// A block that does not go on.
+extern "C" void world_freeze(int id, int block) {
+    for (Grid* grid : world.grids)
+        if (grid->id == id)
+            for (Thread& thread : grid->threads)
+                if (thread.block->index == block) thread.wakes = ~0ull;
+}
+extern "C" void world_write(unsigned char* to, const unsigned char* from, uint64 nbytes) {  // a host, in order
+    for (uint64 i = 0; i < nbytes; i += 8) {
+        Store s = {to + i, {}, static_cast<int>(std::min<uint64>(8, nbytes - i))};
+        std::memcpy(s.bytes, from + i, s.size);
+        land(s, -1);
+    }
+}
+extern "C" void world_copy_pages(unsigned char* to, const unsigned char* from, uint64 nbytes) {  // a copy engine
+    std::memcpy(to, from, nbytes);
+    page_writes.push_back({to, to + nbytes});
+}
+extern "C" uint64 world_now() { return world.now; }
+extern "C" void world_pass(uint64 ns) { world.now += ns; }
+extern "C" const char* world_failure() { return failure; }
 extern "C" int shared_bytes() { return static_cast<int>(sizeof(BlockMemory)); }

@@ -1,6 +1,33 @@
-// kernels_cuda/source/system.cuh for a CPU: threads take turns, so every store is seen at once.
+// kernels_cuda/source/system.cuh for a CPU: see memory.cuh.
 #pragma once
 
-inline void fence_system() {}
+inline void fence_system() { fence_of_system(), acquired(true), released(); }
 inline unsigned add_one(unsigned* p) { return (*p)++; }
-inline void store_release_system(uint64* p, uint64 value) { *p = value; }
+inline uint64 add_relaxed(uint64* p, uint64 value) { return add_directly(p, value); }  // for a sabotage
+inline uint64 add_acq_rel(uint64* p, uint64 value) {
+    const uint64 before = add_release(p, value);
+    acquired(false);
+    return before;
+}
+inline void store_release_system(uint64* p, uint64 value) {
+    if (!world.modelled) {
+        *p = value;
+        return;
+    }
+    fence_of_system(), released();
+    add_directly(p, value - value_of(p, false));
+    interrupt();
+}
+inline void store_system(uint64* p, uint64 value) {  // relaxed: everybody sees it, and nothing else by it
+    if (!world.modelled) *p = value;
+    else add_directly(p, value - value_of(p, false));
+}
+inline uint64 load_system(const uint64* p) {  // relaxed
+    if (!world.modelled || once_in(2)) yield();
+    return value_of(p, false);
+}
+inline uint64 load_acquire_system(const uint64* p) {
+    const uint64 v = load_system(p);
+    acquired(true);
+    return v;
+}

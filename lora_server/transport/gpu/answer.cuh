@@ -1,0 +1,72 @@
+// Answers: rows and header into the client's response slot, then its signal.
+#pragma once
+#include "request.cuh"
+
+DEVICE uint64 response_slot(const Link& k, uint64 seq) {
+    return load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes);
+}
+
+// The header of an answer, of which `text` bytes or rows follow.
+DEVICE void fill_response(lora_response& r, int status, const Link& k, uint64 seq, uint64 payload) {
+    r.magic = LORA_RESPONSE_MAGIC, r.version = LORA_SLOT_VERSION, r.status = status;
+    r.client = static_cast<uint32_t>(load(&k.client)), r.epoch = static_cast<uint32_t>(load(&k.epoch)), r.seq = seq;
+    r.slot = r.dtype = r.num_rows = r.width = 0;
+    r.payload_bytes = payload, r.received_ns = r.started_ns = r.done_ns = 0;
+}
+
+// A typed error as the answer to `seq`; a whole warp calls it, with shared memory for the header.
+DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response& header, int lane) {
+    const char* text = text_of(refusal);
+    int length = 0;
+    while (text[length]) length++;
+    if (lane == 0) fill_response(header, LORA_FAILED, k, seq, length);
+    sync_warp();
+    const uint64 slot = response_slot(k, seq), signal = load(&k.response_signal), word = LORA_SIGNAL(load(&k.epoch), seq);
+    const int pe = static_cast<int>(load(&k.pe));
+    unsigned char* to = writable(slot, pe);
+    if (lane < static_cast<int>(sizeof(lora_response) / 8))
+        store(reinterpret_cast<uint64*>(to) + lane, reinterpret_cast<const uint64*>(&header)[lane]);
+    unsigned chars = 0;
+    for (int i = 0; i < 4; i++)
+        if (lane * 4 + i < length) chars |= static_cast<unsigned>(static_cast<unsigned char>(text[lane * 4 + i])) << (8 * i);
+    store(reinterpret_cast<unsigned*>(to + LORA_HEADER_BYTES) + lane, chars);
+    sync_warp();
+    uint64* const far = reinterpret_cast<uint64*>(mapped(signal, pe));
+    if (far) {
+        if (lane == 0) store_release_system(far, word);
+        return;
+    }
+    if (lane == 0) fence_system();
+    sync_warp();
+    put_warp(slot, 2 * LORA_HEADER_BYTES, signal, word, pe);
+}
+
+DEVICE void write_answer(const Order& order) {
+    uint64* to = reinterpret_cast<uint64*>(writable(order.slot, static_cast<int>(order.pe)));
+    for (int i = 0; i < static_cast<int>(sizeof(lora_response) / 8) - 1; i++)
+        store(to + i, reinterpret_cast<const uint64*>(order.header)[i]);
+    store(to + sizeof(lora_response) / 8 - 1, now_ns());
+}
+
+// Every block has stored its rows; then the client hears of it, and the poller. Where the signal is mapped the last
+// block to come says so. Beyond a network block 0 waits for the others and puts all: puts of two blocks are not
+// ordered, and a client may have two answers on their way. Arrivals of one turn after the other: no block is a turn
+// ahead, since all met at the step's barriers. All threads of a block call it.
+DEVICE void send_answer(Serve& s, const Order& order, uint64 turn, int& flag) {
+    uint64* const far = reinterpret_cast<uint64*>(mapped(order.signal, static_cast<int>(order.pe)));
+    sync_block();
+    if (threadIdx.x == 0) {
+        fence_system();
+        const uint64 grid = gridDim.x, before = add_acq_rel(&s.sent, 1), target = (before / grid + 1) * grid;
+        flag = far ? before + 1 == target : blockIdx.x == 0;
+        while (!far && flag && load_acquire(&s.sent) < target)
+            if (load_acquire(s.arrivals + 1)) flag = 0;
+        if (flag) write_answer(order);
+        if (flag && far) store_release_system(far, order.signal_value);
+        if (flag && !far) fence_system();
+    }
+    sync_block();
+    if (!flag) return;
+    if (!far) put_block(order.slot, order.nbytes, order.signal, order.signal_value, static_cast<int>(order.pe));
+    if (threadIdx.x == 0) store_release(&s.done, turn);
+}

@@ -1,0 +1,17 @@
+// A client's end of a link. Mirrored by layout.py.
+#pragma once
+#include "slot.h"
+
+// A client's end. Kernels in CUDA graphs know its address alone, so that they survive whatever is written here.
+enum LinkStatus { LINK_OK, LINK_TIMEOUT, LINK_ABORTED, LINK_FAILED, LINK_BROKEN };
+struct alignas(128) Client {
+    uint64 epoch, client, depth;
+    uint64 request_slots, request_signal, request_bytes;  // in the shard's memory
+    uint64 response_slots, response_signal, response_bytes;  // in this GPU's
+    uint64 pushed, answered;  // the newest steps'
+    uint64 budget_ns;
+    uint64 arrived;  // blocks of `put`, ever
+    uint64 status;   // LinkStatus: why this pass gets no more deltas; its host clears it
+    uint64 abort;    // set by its host's watchdog
+    uint64 pe;       // the shard's: see peer.cuh
+};

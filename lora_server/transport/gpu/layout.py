@@ -1,0 +1,155 @@
+"""Structs that hosts and kernels share, as NumPy sees them: client.cuh and protocol.cuh, field by field.
+
+A test compares sizes and offsets. Addresses are uint64; what kernels alone use is left out.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+MAX_LINKS, ORDERS, COMMANDS, NOTES = 32, 4, 16, 64
+HANDLE_BITS = 16  # of a handle's index; above it lie 15 bits of its generation
+MAX_GENERATION = (1 << 15) - 1
+ORDER_BYTES = 384
+MAX_BUDGET_US = 3_600_000_000
+
+
+class LinkStatus(IntEnum):
+    """Why a client's pass gets no more deltas. After TIMEOUT, ABORTED and BROKEN the client joins anew."""
+
+    OK = 0
+    TIMEOUT = 1
+    ABORTED = 2
+    FAILED = 3
+    BROKEN = 4
+
+
+class CommandKind(IntEnum):
+    """What a host tells the kernel. words: CONNECT's link, as in LINK; REVOKE's epoch."""
+
+    CONNECT = 1
+    REVOKE = 2
+    RETIRE = 3
+    DRAIN = 4
+    STOP = 5
+
+
+class NoteKind(IntEnum):
+    """What the kernel tells its host; from TAKEN on only if `tells_all`."""
+
+    PREFETCH = 1
+    REFUSED = 2
+    CUT_OFF = 3
+    TAKEN = 4
+    READY = 5
+    ORDERED = 6
+    CHANGED = 7
+    STARTED = 8
+
+
+class Refusal(IntEnum):
+    """Why a step was answered with an error: request.cuh."""
+
+    NOTHING_WRONG = 0
+    BAD_HEADER = 1
+    BAD_SITE = 2
+    BAD_COUNTS = 3
+    BAD_WINDOWS = 4
+    BAD_SIZE = 5
+    BAD_SEGMENTS = 6
+    BAD_MAP = 7
+    UNKNOWN_ADAPTER = 8
+    MISPLACED = 9
+    BAD_DTYPE = 10
+    TOO_LATE = 11
+    DRAINING = 12
+
+
+_Code = str | np.dtype[np.void]
+
+
+def _struct(nbytes: int, **fields: tuple[int, _Code] | tuple[int, _Code, int]) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": [(code, *count) if count else code for _, code, *count in fields.values()],
+            "offsets": [offset for offset, *_ in fields.values()],
+            "itemsize": nbytes,
+        }
+    )
+
+
+def _words(nbytes: int, *names: str) -> np.dtype[np.void]:
+    return _struct(nbytes, **{name: (8 * i, "<u8") for i, name in enumerate(names)})
+
+
+CLIENT = _words(
+    128,
+    *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
+    *("response_signal", "response_bytes", "pushed", "answered", "budget_ns", "arrived", "status", "abort", "pe"),
+)
+LINK = _words(
+    128,
+    *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
+    *("response_signal", "response_bytes", "tables", "pe", "served"),
+)
+CONNECT_WORDS = 11  # of LINK
+ENTRY = np.dtype(
+    [
+        ("ready", "<u8"),
+        ("generation", "<u4"),
+        ("row", "<i4"),
+        ("first_tile", "<i4"),
+        ("tiles_each", "<i4"),
+        ("first_expert", "<i4"),
+        ("end_expert", "<i4"),
+    ]
+)
+SITE = np.dtype([("in_width", "<i4"), ("out_width", "<i4"), ("experts", "<i4"), ("unused", "<i4")])
+COMMAND = np.dtype([("kind", "<u8"), ("link", "<u8"), ("words", "<u8", 14)])
+NOTE = np.dtype([("kind", "<u8"), ("link", "<u8"), ("seq", "<u8"), ("what", "<u8")])
+_COMMANDS_AT, _KERNELS_AT = 128, 128 + COMMANDS * COMMAND.itemsize
+_ACKS_AT = _KERNELS_AT + 128
+_NOTES_AT = _ACKS_AT + 8 * COMMANDS
+MAILBOX = _struct(
+    _NOTES_AT + NOTES * NOTE.itemsize,
+    posted=(0, "<u8"),
+    heard=(8, "<u8"),
+    abort=(16, "<u8"),
+    commands=(_COMMANDS_AT, COMMAND, COMMANDS),
+    taken=(_KERNELS_AT, "<u8"),
+    noted=(_KERNELS_AT + 8, "<u8"),
+    turn=(_KERNELS_AT + 16, "<u8"),
+    done=(_KERNELS_AT + 24, "<u8"),
+    beat_ns=(_KERNELS_AT + 32, "<u8"),
+    left=(_KERNELS_AT + 40, "<u8"),
+    acks=(_ACKS_AT, "<u8", COMMANDS),
+    notes=(_NOTES_AT, NOTE, NOTES),
+)
+_SERVE_NUMBERS = (
+    *("max_entries", "max_rank", "table_bytes", "dtype", "num_handles", "num_layers", "num_projections"),
+    "tells_all",
+)
+_SERVE_WORDS = (
+    *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),
+    "idle_ns",
+)
+SERVE = _struct(
+    384,
+    **{name: (8 * i, "<u8") for i, name in enumerate(_SERVE_WORDS)},
+    **{name: (8 * len(_SERVE_WORDS) + 4 * i, "<i4") for i, name in enumerate(_SERVE_NUMBERS)},
+    turn=(128, "<u8"),
+    left=(136, "<u8"),
+    **{name: (256 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "passed", "draining"))},
+    taken=(296, "<u8"),
+    noted=(304, "<u8"),
+)
+
+
+def handle_of(index: int, generation: int) -> int:
+    """What a segment names. Raises ValueError for a generation that does not fit."""
+    if not 0 < generation <= MAX_GENERATION or not 0 <= index < 1 << HANDLE_BITS:
+        raise ValueError(f"got index {index}, generation {generation}; expected 16 and 15 bits, generations from 1 on")
+    return index | generation << HANDLE_BITS

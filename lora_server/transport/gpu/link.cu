@@ -1,0 +1,178 @@
+// A client's kernels, for CUDA graphs: put a step, wait for its answer, add its rows. Their arguments never change:
+// what does (seq, epoch, addresses, how long to wait) lies in the link's state block. A pass in which something failed
+// goes on without deltas: `put` sends nothing, `wait` returns, `add` adds nothing, until the host has seen why.
+#include "warp.cuh"
+#include "system.cuh"
+#include "client.cuh"
+#include "peer.cuh"
+
+struct Put {
+    Client* link;
+    const lora_request* header;  // all of it that does not change from step to step
+    const unsigned char* x;      // activations: rows of row_bytes, stride apart
+    const int* counts;           // segments, entries, tokens, tokens with an entry: see route.cu
+    const uint4* segments;       // handle, expert, first, entries
+    const int* rows;             // which rows of x travel
+    const int* map;              // entry -> its row there (in_map), or its token (out_map)
+    const float* weights;        // or null: a row per token; otherwise a row per entry, summed per token with these
+    int row_bytes;
+    int64 stride;
+};
+
+struct LinkMemory {
+    alignas(16) lora_request header;
+    int last;
+};
+
+DEVICE uint64 whole(uint64 offset, uint64 to) { return (offset + to - 1) / to * to; }
+
+DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 seq, int segments, int entries, uint64 rows_at) {
+    const int tokens = load_l2(p.counts + 3), rows = p.weights ? entries : tokens;
+    h.client = static_cast<uint32_t>(load(&k.client)), h.epoch = static_cast<uint32_t>(load(&k.epoch));
+    h.seq = seq, h.slot = static_cast<uint32_t>(seq % load(&k.depth));
+    h.num_rows = rows, h.num_entries = entries, h.num_segments = segments;
+    h.num_out_rows = p.weights ? tokens : entries;
+    h.payload_bytes = rows_at - LORA_HEADER_BYTES + static_cast<uint64>(rows) * p.row_bytes;
+    h.budget_us = load(&k.budget_ns) / 1000, h.pushed_ns = now_ns();
+}
+
+template <class Unit> DEVICE void copy_units(unsigned char* to, const void* from, int count, int thread, int threads) {
+    for (int i = thread; i < count; i += threads)
+        store(reinterpret_cast<Unit*>(to) + i, load_l2(static_cast<const Unit*>(from) + i));
+}
+
+// A row per warp.
+template <class Unit> DEVICE void copy_rows(const Put& p, unsigned char* to, int num_rows) {
+    const int units = p.row_bytes / static_cast<int>(sizeof(Unit));
+    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS)
+        copy_units<Unit>(to + static_cast<int64>(row) * p.row_bytes, p.x + load_l2(p.rows + row) * p.stride, units,
+                         threadIdx.x % LANES, LANES);
+}
+
+// The last block says so, or puts all and says so; no block begins the next step before that.
+DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 seq) {
+    const int pe = static_cast<int>(load(&k.pe));
+    const uint64 signal = load(&k.request_signal), word = LORA_SIGNAL(load(&k.epoch), seq);
+    uint64* const far = reinterpret_cast<uint64*>(mapped(signal, pe));
+    sync_block();
+    if (threadIdx.x == 0) {
+        fence_system();
+        m.last = (add_acq_rel(&k.arrived, 1) + 1) % gridDim.x == 0;
+        if (m.last) store(&k.pushed, seq);
+        if (m.last && far) store_release_system(far, word);
+    }
+    sync_block();
+    if (m.last && !far) put_block(slot, nbytes, signal, word, pe);
+}
+
+template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
+    Client& k = *p.link;
+    const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    const int segments = load_l2(p.counts), entries = load_l2(p.counts + 1), tokens = load_l2(p.counts + 3);
+    if (entries == 0 || load_l2(&k.status)) return;
+    const uint64 seq = load_l2(&k.pushed) + 1;
+    const uint64 place = load(&k.request_slots) + seq % load(&k.depth) * load(&k.request_bytes);
+    unsigned char* slot = writable(place, static_cast<int>(load(&k.pe)));
+    const uint64 map_at = LORA_HEADER_BYTES + 16ull * segments, weights_at = whole(map_at + 4ull * entries, 16);
+    const uint64 rows_at = whole(p.weights ? weights_at + 4ull * entries : weights_at, LORA_ALIGN);
+    if (blockIdx.x == 0) {
+        if (threadIdx.x < sizeof(lora_request) / 16)
+            reinterpret_cast<uint4*>(&m.header)[threadIdx.x] = load_l2(reinterpret_cast<const uint4*>(p.header) + threadIdx.x);
+        sync_block();
+        if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, rows_at);
+        sync_block();
+        if (threadIdx.x < sizeof(lora_request) / 16)
+            store(reinterpret_cast<uint4*>(slot) + threadIdx.x, reinterpret_cast<const uint4*>(&m.header)[threadIdx.x]);
+    }
+    copy_units<uint4>(slot + LORA_HEADER_BYTES, p.segments, segments, thread, threads);
+    copy_units<int>(slot + map_at, p.map, entries, thread, threads);
+    if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, thread, threads);
+    const int num_rows = p.weights ? entries : tokens;
+    copy_rows<Unit>(p, slot + rows_at, num_rows);
+    signal(k, m, place, rows_at + static_cast<uint64>(num_rows) * p.row_bytes, seq);
+}
+
+#define PUT(NAME, Unit)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
+        NAME(Client* link, const lora_request* header, const unsigned char* x, const int* counts,                    \
+             const uint4* segments, const int* rows, const int* map, const float* weights, int64 row_bytes,          \
+             int64 stride) {                                                                                         \
+        SHARED_MEMORY(shared);                                                                                       \
+        put<Unit>({link, header, x, counts, segments, rows, map, weights, static_cast<int>(row_bytes), stride},      \
+                  *reinterpret_cast<LinkMemory*>(shared));                                                           \
+    }
+
+PUT(link_put_vectors, uint4)
+PUT(link_put_halves, unsigned short)
+
+DEVICE int status_of_answer(const Client& k, uint64 seq) {
+    const uint64* slot = reinterpret_cast<const uint64*>(load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes));
+    const uint64 first = load_l2(slot), second = load_l2(slot + 1);
+    const bool ours = static_cast<unsigned>(first) == LORA_RESPONSE_MAGIC && (first >> 32 & 0xffff) == LORA_SLOT_VERSION &&
+                      static_cast<unsigned>(second) == static_cast<unsigned>(load(&k.client)) &&
+                      second >> 32 == load(&k.epoch) && load_l2(slot + 2) == seq;
+    if (!ours) return LINK_BROKEN;
+    return first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED;
+}
+
+// One warp, of which one thread has work: a shard on the same GPU needs the rest of it.
+extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
+    Client& k = *link;
+    if (threadIdx.x != 0) return;
+    const uint64 seq = load_l2(&k.pushed), epoch = load(&k.epoch);
+    if (seq == load_l2(&k.answered) || load_l2(&k.status)) return;
+    const uint64* signal = reinterpret_cast<const uint64*>(load(&k.response_signal));
+    const uint64 began = now_ns(), budget = load(&k.budget_ns);
+    for (;;) {
+        const uint64 word = load_acquire_system(signal);
+        if (LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq) {
+            confirm(signal, word);
+            break;
+        }
+        const bool aborted = load_system(&k.abort), late = now_ns() - began > budget;
+        if (aborted || late) {
+            store(&k.status, static_cast<uint64>(aborted ? LINK_ABORTED : LINK_TIMEOUT));
+            return;
+        }
+        pause(20);
+    }
+    store(&k.status, static_cast<uint64>(status_of_answer(k, seq)));
+    store(&k.answered, seq);
+}
+
+template <class T> DEVICE unsigned sum_of_two(unsigned a, unsigned b) {
+    float low, high, more_low, more_high;
+    unpack<T>(a, low, high);
+    unpack<T>(b, more_low, more_high);
+    return pack<T>(low + more_low, high + more_high);
+}
+
+// y[rows[i], window] += row i of the answer. An even number of columns from an even one on.
+template <class T> DEVICE void add(Client& k, const int* counts, const int* rows, bool by_token, unsigned char* y,
+                                   int64 stride, int width, int column, int count, int skip) {
+    if (load_l2(&k.status) || load_l2(counts + 1) == 0) return;
+    const uint64 seq = load_l2(&k.answered);
+    const unsigned char* answer = reinterpret_cast<const unsigned char*>(
+        load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes) + LORA_HEADER_BYTES);
+    const int num_rows = load_l2(counts + (by_token ? 3 : 1));
+    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS) {
+        const unsigned char* from = answer + 2 * (static_cast<int64>(row) * width + skip);
+        unsigned* to = reinterpret_cast<unsigned*>(y + load_l2(rows + row) * stride + 2 * column);
+        for (int i = threadIdx.x % LANES; i < count / 2; i += LANES) {
+            const int* delta = reinterpret_cast<const int*>(from) + i;
+            store(to + i, sum_of_two<T>(static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(to) + i)), static_cast<unsigned>(load_l2(delta))));
+        }
+    }
+}
+
+// width: columns of the answer, all windows side by side; the one here is `count` from `skip` on, and `column` of y.
+#define ADD(NAME, T)                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
+        NAME(Client* link, const int* counts, const int* rows, int64 by_token, unsigned char* y, int64 stride,       \
+             int64 width, int64 column, int64 count, int64 skip) {                                                   \
+        add<T>(*link, counts, rows, by_token, y, stride, static_cast<int>(width), static_cast<int>(column),          \
+               static_cast<int>(count), static_cast<int>(skip));                                                     \
+    }
+
+ADD(link_add_bfloat16, Bf16)
+ADD(link_add_float16, Fp16)

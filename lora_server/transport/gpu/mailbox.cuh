@@ -1,0 +1,90 @@
+// What the poller hears from its host, and tells it: members of Poller.
+
+// Whether to go on. All lanes call it.
+DEVICE bool look_at_mailbox(uint64 launch) {
+    bool goes_on = true;
+    const uint64 posted = together(load_acquire_system(&s.mailbox->posted));
+    for (; taken < posted; taken++) {
+        const Command& c = s.mailbox->commands[taken % COMMANDS];
+        const uint64 word = lane < COMMAND_WORDS ? load_system(reinterpret_cast<const uint64*>(&c) + lane) : 0;
+        const uint64 kind = shuffle_long(word, 0), l = shuffle_long(word, 1) % MAX_LINKS;
+        if (kind == CONNECT) connect(static_cast<int>(l), word);
+        if (kind == REVOKE) revoke(static_cast<int>(l), shuffle_long(word, 2));
+        if (kind == DRAIN) drain();
+        if (kind == STOP) goes_on = false;
+        if (lane == 0) store_system(&s.mailbox->acks[taken % COMMANDS], turn);
+        active = together(now_ns());
+    }
+    if (lane == 0) {
+        store(&s.taken, taken);
+        store_system(&s.mailbox->turn, turn);
+        store_system(&s.mailbox->beat_ns, now_ns());
+        store_release_system(&s.mailbox->done, done);
+        store_release_system(&s.mailbox->taken, taken);
+    }
+    sync_warp();
+    if (together(load_system(&s.mailbox->abort))) {
+        if (lane == 0) store_release(s.arrivals + 1, 1);  // for all blocks
+        goes_on = false;
+    }
+    return goes_on;
+}
+
+// Lane 2 + i has word i of the Link.
+DEVICE void connect(int l, uint64 word) {
+    if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
+    if (lane == 0) store(&s.links[l].served, 0ull);
+    const uint64 its_epoch = shuffle_long(word, 2);
+    sync_warp();
+    if (lane == l) epoch = its_epoch, served = 0, busy = 0, state = NO_STEP;
+    tell_all(CHANGED, l, 0, its_epoch);
+}
+
+// What of it is ordered is answered all the same: its memory stays until that turn is done.
+DEVICE void revoke(int l, uint64 its_epoch) {
+    if (lane == l && epoch == its_epoch) {
+        epoch = 0, state = NO_STEP;
+        store(&s.links[l].epoch, epoch);
+    }
+    sync_warp();
+    tell_all(CHANGED, l, 0, 0);
+}
+
+// No new steps: those that wait are refused, those that are ordered end.
+DEVICE void drain() {
+    draining = true;
+    if (lane == 0) store(&s.draining, 1ull);
+    for (unsigned waiting = votes(state != NO_STEP); waiting; waiting &= waiting - 1) {
+        const int l = first_bit(waiting);
+        refuse(l, next_seq(l), DRAINING);
+    }
+}
+
+// To the host, if it has room; all lanes call it.
+DEVICE bool note(int kind, int l, uint64 seq, uint64 what) {
+    if (noted - together(load_system(&s.mailbox->heard)) >= NOTES) return false;
+    if (lane == 0) {
+        uint64* to = reinterpret_cast<uint64*>(&s.mailbox->notes[noted % NOTES]);
+        store(to, static_cast<uint64>(kind)), store(to + 1, static_cast<uint64>(l)), store(to + 2, seq), store(to + 3, what);
+        store_release_system(&s.mailbox->noted, noted + 1);
+        store(&s.noted, noted + 1);
+    }
+    noted++;
+    sync_warp();
+    return true;
+}
+DEVICE void tell_all(int kind, int l, uint64 seq, uint64 what) {
+    if (s.tells_all) note(kind, l, seq, what);
+}
+
+// What is ordered ends first, unless it takes too long.
+DEVICE void leave(uint64 launch) {
+    const uint64 deadline = together(now_ns()) + PATIENCE_NS;
+    while ((done = together(load_acquire(&s.done))) < turn && !together(load_acquire(s.arrivals + 1)) &&
+           together(now_ns()) < deadline)
+        pause(100);
+    if (lane != 0) return;
+    store_release_system(&s.mailbox->done, done);
+    store_release(&s.left, launch);
+    store_release_system(&s.mailbox->left, launch);
+}

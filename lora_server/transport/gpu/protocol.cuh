@@ -1,0 +1,79 @@
+// What a shard's kernel keeps of its clients, and what it and its host tell each other. Mirrored by layout.py.
+// Addresses are those of the GPU that reads the struct.
+#pragma once
+#include "slot.h"
+#include "step.cuh"
+
+constexpr int MAX_LINKS = 32;  // one for each lane of the poller
+constexpr int ORDERS = 4;
+constexpr int COMMANDS = 16, COMMAND_WORDS = 16, NOTES = 64;
+
+// A client as the shard's kernel knows it. The words up to `pe` come with CONNECT; the poller alone writes the rest.
+struct alignas(128) Link {
+    uint64 epoch;  // 0: nobody
+    uint64 client, depth;
+    uint64 request_slots, request_signal, request_bytes;     // here
+    uint64 response_slots, response_signal, response_bytes;  // the client's
+    uint64 tables;  // here: header, segments and maps of its oldest step, copied before they are looked at
+    uint64 pe;      // the client's: see peer.cuh
+    uint64 served;  // the newest step that was ordered or refused
+    uint64 unused[4];
+};
+constexpr int CONNECT_WORDS = 11;
+
+// The weights of (handle, site). A copy engine sets `ready` behind the pages, in stream order.
+struct alignas(32) Entry {
+    uint64 ready;         // == generation: the pages are there
+    unsigned generation;  // of who has the handle's index now
+    int row, first_tile, tiles_each;
+    int first_expert, end_expert;  // that are here
+};
+constexpr int HANDLE_BITS = 16;  // of the index; above it the generation, 15 bits
+
+struct alignas(16) Site { int in_width, out_width, experts, unused; };
+
+// One step, checked and translated, for all blocks.
+struct alignas(128) Order {
+    uint64 rows, in_map, out_map, weights, segments, out, signal, signal_value;
+    int num_segments, num_entries, num_out_rows, unused;
+    int row_width, in_begin, in_width, out_width;
+    int num_windows, begin0, end0, begin1;
+    int end1, begin2, end2, unused2;
+    uint64 slot, nbytes, pe, more[5];  // of the answer
+    uint4 header[8];  // of the response
+};
+
+// In host memory. The host writes the first part, the kernel the second.
+enum CommandKind { CONNECT = 1, REVOKE, RETIRE, DRAIN, STOP };
+enum NoteKind { PREFETCH = 1, REFUSED, CUT_OFF, TAKEN, READY_STEP, ORDERED, CHANGED, STARTED };
+struct Command { uint64 kind, link, words[14]; };  // words: CONNECT's Link; REVOKE's epoch
+struct Note { uint64 kind, link, seq, what; };     // what: a handle, a refusal
+struct alignas(128) Mailbox {
+    uint64 posted, heard, abort, unused[13];
+    Command commands[COMMANDS];
+    uint64 taken, noted, turn, done, beat_ns, left, more[10];
+    uint64 acks[COMMANDS];  // the turn after which a command holds
+    Note notes[NOTES];
+};
+
+struct alignas(128) Serve {
+    // set before the kernel is launched
+    Link* links;
+    Order* orders;
+    const Entry* directory;  // [num_handles, num_layers * num_projections]
+    const Site* sites;
+    const Block* blocks;
+    Mailbox* mailbox;
+    float *partial, *v, *delta;
+    int* groups;
+    uint64* arrivals;
+    uint64 idle_ns;
+    int max_entries, max_rank, table_bytes, dtype;
+    int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
+    // the kernel's, kept from one launch to the next
+    alignas(128) uint64 turn;  // the newest order's
+    uint64 left;               // the last launch whose poller has left
+    alignas(128) uint64 done;  // the newest turn that was answered
+    uint64 sent;               // blocks that have sent their part, ever
+    uint64 tickets, passed, draining, taken, noted;
+};

@@ -1,0 +1,11 @@
+"""The kernels' sources, each as one text for NVRTC or nvcc; see kernels_cuda.build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lora_server.wire import slot
+
+SOURCES = ("serve.cu", "link.cu")
+FILES = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.cu*"))}
+FILES["slot.h"] = Path(slot.__file__).with_name("slot.h").read_text()

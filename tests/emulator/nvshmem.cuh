@@ -1,0 +1,78 @@
+// As much of NVSHMEM as the protocol uses, for a CPU: PEs are devices, their heaps lie side by side in one mapping.
+//
+// Mapped, as between GPUs that see each other, or a network: then puts arrive late, in pieces and in any order, each
+// signal behind its own put and behind the signals of earlier puts of its block, but no further. What the network
+// brought is seen for sure only after a test that came out true.
+#pragma once
+#include "memory.cuh"
+
+constexpr int NVSHMEM_CMP_GE = 3, NVSHMEM_SIGNAL_SET = 9;
+constexpr uint64 PIECE = 64;
+
+struct NetworkPut {
+    unsigned char* to;
+    const unsigned char* from;
+    uint64 nbytes;
+    std::vector<uint64> left;  // pieces
+    unsigned char* signal;
+    uint64 value;
+    int from_pe, to_pe, queue;
+};
+inline std::vector<NetworkPut> network_puts;
+inline Stores arrived[16];  // at a PE, and not seen for sure
+inline uint64 heap_bytes;
+inline bool network;
+
+inline unsigned char* at_pe(void* p, int pe) {
+    return static_cast<unsigned char*>(p) + (pe - my_device()) * static_cast<int64>(heap_bytes);
+}
+inline void* nvshmem_ptr(void* p, int pe) { return network && pe != my_device() ? nullptr : at_pe(p, pe); }
+
+inline void see_arrived(int pe) {
+    for (const Store& s : arrived[pe]) land(s, -2);
+    arrived[pe].clear();
+}
+inline int nvshmem_uint64_test(uint64_t* p, int, uint64 value) {
+    const bool is = value_of(reinterpret_cast<uint64*>(p), false) >= value;
+    if (is) see_arrived(my_device()), acquired(true);
+    return is;
+}
+inline void begin_put(void* to, void* from, uint64 nbytes, uint64_t* signal, uint64 value, int pe) {
+    NetworkPut put = {at_pe(to, pe), static_cast<unsigned char*>(from), nbytes, {}, at_pe(signal, pe), value, my_device(), pe,
+                      my_device() * 64 + current->block->index};
+    for (uint64 at = 0; at < nbytes; at += PIECE) put.left.push_back(at);
+    network_puts.push_back(put);
+}
+inline void nvshmemx_putmem_signal_nbi_block(void* to, void* from, uint64 nbytes, uint64_t* signal, uint64 value, int, int pe) {
+    if (current->index == 0) begin_put(to, from, nbytes, signal, value, pe);
+    sync_block();
+}
+inline void nvshmemx_putmem_signal_nbi_warp(void* to, void* from, uint64 nbytes, uint64_t* signal, uint64 value, int, int pe) {
+    if (lane_index() == 0) begin_put(to, from, nbytes, signal, value, pe);
+    sync_warp();
+}
+
+inline void bring_piece(NetworkPut& put) {
+    const size_t which = chance() % put.left.size();
+    const uint64 begin = put.left[which], end = std::min(put.nbytes, begin + PIECE);
+    put.left.erase(put.left.begin() + static_cast<long>(which));
+    for (uint64 at = begin; at < end; at += 16) {
+        Store s = {put.to + at, {}, static_cast<int>(std::min<uint64>(16, end - at))};
+        std::memcpy(s.bytes, put.from + at, s.size);  // what has left the GPU by now
+        arrived[put.to_pe].push_back(s);
+    }
+}
+inline void pass_network() {
+    for (int pe = 0; pe < 16; pe++)
+        if (!arrived[pe].empty() && once_in(16)) see_arrived(pe);
+    if (network_puts.empty() || once_in(2)) return;
+    const size_t which = chance() % network_puts.size();
+    NetworkPut& put = network_puts[which];
+    if (!put.left.empty()) return bring_piece(put);
+    for (size_t i = 0; i < which; i++)
+        if (network_puts[i].queue == put.queue) return;
+    Store s = {put.signal, {}, 8};
+    std::memcpy(s.bytes, &put.value, 8);
+    land(s, -2);
+    network_puts.erase(network_puts.begin() + static_cast<long>(which));
+}

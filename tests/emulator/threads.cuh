@@ -1,0 +1,180 @@
+// GPU threads on a CPU: each has a stack of its own, and they take turns. Who is next, and how time passes: run.cpp.
+//
+// A thread yields where a GPU thread would wait, and a lone kernel's threads nowhere else. In a world of several
+// kernels seeds choose: a thread may yield at any access to memory, so that others come between any two of them.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+#define DEVICE inline
+#define __global__
+#define __launch_bounds__(...)
+#define SHARED_MEMORY(name) unsigned char* name = current->block->shared
+
+using uint64 = unsigned long long;
+using int64 = long long;
+struct Bf16 {};
+struct Fp16 {};
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+struct Exchange {  // one collective operation of a group of threads
+    int arrived = 0;
+    uint64 round = 0;
+    uint64 sent[32];
+    uint64 received[32];
+    void* operands[32][4];
+};
+struct Store { unsigned char* to; unsigned char bytes[16]; int size; };  // that not everybody sees yet
+using Stores = std::vector<Store>;
+struct Line { unsigned char bytes[16]; };
+
+struct Warp { Exchange exchange; Stores stores; };
+struct Grid;
+struct GridBlock {
+    Grid* grid;
+    int index;
+    unsigned char* shared;
+    Exchange all;
+    std::vector<Warp> warps;
+    Stores stores;
+    std::unordered_map<uintptr_t, Line> l1;
+    uint64 seen = 0;  // how far this block has seen what others wrote: see memory.cuh
+};
+struct Thread {
+    void* stack;
+    unsigned char* memory;
+    int index;
+    GridBlock* block;
+    const Exchange* waits;  // until its round is over
+    uint64 round, wakes;    // at this time
+    bool ended;
+    Stores stores;
+    uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
+};
+struct Index { int x; };
+struct Device { Stores stores; uint64 released = 0; };
+struct Grid {
+    int id, device, num_blocks, num_threads;
+    void (*body)(const int64*);
+    std::vector<int64> arguments;
+    std::vector<GridBlock> blocks;
+    std::vector<Thread> threads;
+    int running;
+};
+struct World {
+    bool modelled = false;  // memory, and who is next; without, a store is seen at once and threads take turns
+    uint64 random = 1, now = 1;
+    std::vector<Grid*> grids;
+    Device devices[16];
+    unsigned char *shared_begin = nullptr, *shared_end = nullptr;  // memory that several devices, and hosts, see
+};
+
+inline World world;
+inline Thread* current;
+inline void* scheduler_stack;
+inline const char* failure;  // why a world cannot go on
+#define gridDim (Index{current->block->grid->num_blocks})
+#define threadIdx (Index{current->index})
+#define blockIdx (Index{current->block->index})
+
+inline unsigned chance() {  // xorshift
+    world.random ^= world.random << 13, world.random ^= world.random >> 7, world.random ^= world.random << 17;
+    return static_cast<unsigned>(world.random >> 32);
+}
+inline bool once_in(unsigned times) { return world.modelled && chance() % times == 0; }
+
+extern "C" void switch_stack(void** save, void* load);
+asm(R"(
+.text
+.globl switch_stack
+switch_stack:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15
+    pop %r14
+    pop %r13
+    pop %r12
+    pop %rbx
+    pop %rbp
+    ret
+)");
+
+
+inline void yield() { switch_stack(&current->stack, scheduler_stack); }
+inline void fail(const char* why) {
+    std::fprintf(stderr, "%s\n", why);
+    if (!world.modelled) std::abort();
+    failure = why;
+    for (;;) yield();
+}
+
+// Waits until all `count` threads have come; the last one runs `act` for them all.
+template <class Act> inline void collective(Exchange& exchange, int count, Act act) {
+    const uint64 round = exchange.round;
+    if (++exchange.arrived == count) {
+        act();
+        exchange.arrived = 0;
+        exchange.round++;
+        return;
+    }
+    current->waits = &exchange, current->round = round;
+    while (exchange.round == round) yield();
+}
+inline int lane_index() { return current->index % 32; }
+inline Exchange& my_warp() { return current->block->warps[current->index / 32].exchange; }
+
+inline void see_together(Stores& all, Stores& mine);
+inline void sync_warp() {
+    if (world.modelled) see_together(current->block->warps[current->index / 32].stores, current->stores);
+    collective(my_warp(), 32, [] {});
+}
+inline void sync_block() {  // of the warps that compute
+    if (world.modelled) {
+        see_together(current->block->stores, current->block->warps[current->index / 32].stores);
+        see_together(current->block->stores, current->stores);
+    }
+    collective(current->block->all, WARPS * 32, [] {});
+}
+
+template <class Act> inline uint64 warp_exchange(uint64 value, Act act) {
+    Exchange& e = my_warp();
+    e.sent[lane_index()] = value;
+    collective(e, 32, [&] { act(e); });
+    const uint64 result = e.received[lane_index()];
+    sync_warp();
+    return result;
+}
+inline int shuffle(int value, int lane) {
+    return static_cast<int>(warp_exchange(static_cast<unsigned>(value), [=](Exchange& e) {
+        for (int i = 0; i < 32; i++) e.received[i] = e.sent[lane];
+    }));
+}
+inline int shuffle_up(int value, int by) {
+    return static_cast<int>(warp_exchange(static_cast<unsigned>(value), [=](Exchange& e) {
+        for (int i = 0; i < 32; i++) e.received[i] = e.sent[i < by ? i : i - by];
+    }));
+}
+inline unsigned votes(bool flag) {
+    return static_cast<unsigned>(warp_exchange(flag, [](Exchange& e) {
+        uint64 mask = 0;
+        for (int i = 0; i < 32; i++) mask |= e.sent[i] << i;
+        for (int i = 0; i < 32; i++) e.received[i] = mask;
+    }));
+}
+inline int first_bit(unsigned mask) { return __builtin_ctz(mask); }
+inline int __popc(unsigned mask) { return __builtin_popcount(mask); }
+

@@ -1,0 +1,230 @@
+"""What a schedule seldom meets: nobody answers, a pass fails, a block is lost, weights come late."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import torch
+
+from lora_server.transport.gpu.layout import LinkStatus, NoteKind
+from lora_server.wire import slot
+from tests import gpu_weights as weights
+from tests.gpu_clients import BUDGET_NS, GpuClient, WildClient
+from tests.gpu_oracle import replay
+from tests.gpu_schedules import drive
+from tests.gpu_shard import Shard, Waiting
+from tests.gpu_weights import BODIES, reference
+from tests.gpu_world import World
+
+SEED = 11
+PATIENCE_NS = 2_000_000_000  # step.cuh
+
+
+class Scene:
+    """A shard with one adapter, and clients that have joined."""
+
+    def __init__(self, library: ctypes.CDLL, clients: int = 1, wild: int = 0) -> None:
+        torch.manual_seed(SEED)
+        self.chooser = random.Random(SEED)
+        self.world = World(SEED, library)
+        self.shard = Shard(self.world, self.chooser, idle_ns=50_000_000)
+        self.shard.serve["tickets"] = 0x7FFFFFFD  # ages are about to wrap
+        self.shard.launch()
+        self.log: dict[tuple[int, int, int], bytes] = {}
+        self.clients = [GpuClient(self.world, self.shard, i, self.log) for i in range(clients)]
+        self.clients += [WildClient(self.world, self.shard, clients + i, self.log) for i in range(wild)]
+        self.handle = self.shard.begin(0, 0)
+        self.shard.finish(self.handle)
+        for client in self.clients:
+            self.do(client.join())
+
+    def do(self, *what: Waiting) -> None:
+        drive(self.world, self.shard, list(what), [], self.chooser)
+
+    def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
+        """A step of a client, whatever becomes of it: what it added."""
+        before = client.fill(BODIES[0], (handle, handle))
+        self.do(client.launched(BODIES[0]))
+        after = torch.from_numpy(client.y.copy()).view(weights.DTYPE)
+        return after.float() - before.float()
+
+
+def nobody_answers(library: ctypes.CDLL) -> None:
+    """The wait ends at its budget; what follows in the pass sends nothing, and joining anew mends it."""
+    scene = Scene(library)
+    (client,), world = scene.clients, scene.world
+    world.kill(scene.shard.grid)
+    scene.shard.stopped, began = True, world.now
+    client.state["budget_ns"] = 30_000
+    assert not scene.pass_of(client, scene.handle).any()
+    assert client.state["status"] == LinkStatus.TIMEOUT and 30_000 <= world.now - began < 300_000
+    word = int(client.places.request_signal[0])
+    assert slot.signalled_seq(word, client.epoch) == 1
+    began = world.now
+    assert not scene.pass_of(client, scene.handle).any()
+    assert client.state["status"] == LinkStatus.TIMEOUT and world.now - began < 20_000
+    assert int(client.places.request_signal[0]) == word, "a broken link sends nothing"
+
+
+def a_watchdog_ends_a_wait(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    (client,), world = scene.clients, scene.world
+    world.kill(scene.shard.grid)
+    scene.shard.stopped = True
+
+    def watchdog() -> Waiting:
+        for _ in range(100):
+            yield
+        client.state["abort"] = 1
+
+    client.fill(BODIES[0], (scene.handle,) * 2)
+    scene.do(client.launched(BODIES[0]), watchdog())
+    assert client.state["status"] == LinkStatus.ABORTED and world.now < BUDGET_NS
+
+
+def a_refused_step_voids_its_pass(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    (client,) = scene.clients
+    assert not scene.pass_of(client, scene.handle + 1).any()
+    assert client.state["status"] == LinkStatus.FAILED
+    assert not scene.pass_of(client, scene.handle).any()
+    assert (client.state["status"], client.state["pushed"]) == (LinkStatus.FAILED, 1), "the pass goes on without"
+    client.state["status"] = LinkStatus.OK
+    assert scene.pass_of(client, scene.handle).any()
+    assert (client.state["status"], client.state["pushed"]) == (LinkStatus.OK, 2)
+
+
+def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
+    """All others leave within the patience of a barrier, and say why."""
+    scene = Scene(library)
+    (client,), world, shard = scene.clients, scene.world, scene.shard
+    world.freeze(shard.grid, 1)
+    client.fill(BODIES[0], (scene.handle,) * 2)
+    client.launch("link_put_vectors", *client.put_values(BODIES[0]), grid=2)
+    for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
+        assert not shard.arrivals[1]
+        world.pass_time(wait)
+        for _ in range(1000):
+            world.run(40)
+    assert shard.arrivals[1] == 1
+    assert library.world_alive(shard.grid, 0) == 0, "block 0 goes on"
+    assert int(shard.mailbox["left"]) == shard.launches and int(shard.serve["done"]) == 0
+
+
+def a_host_stops_everything(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    shard, world = scene.shard, scene.world
+    shard.stopped = True
+    shard.mail("abort", 1)
+    for _ in range(2000):
+        world.run(40)
+    assert not world.running(shard.grid) and shard.arrivals[1] == 1
+
+
+def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
+    """One note asks for them; others are served meanwhile; then the step is."""
+    scene = Scene(library, clients=2)
+    waiting, other = scene.clients
+    shard = scene.shard
+    late = shard.begin(1, 1)
+    step = waiting.step(BODIES[0], (late, late))
+
+    def bring() -> Waiting:
+        for _ in range(3):
+            yield from other.step(BODIES[3], (scene.handle,) * 2)
+        assert waiting.answered == 0 and other.answered == 3
+        shard.finish(late)
+
+    scene.do(step, bring())
+    assert waiting.answered == 1
+    asked = [note for note in shard.notes if note[0] == NoteKind.PREFETCH]
+    assert asked == [(NoteKind.PREFETCH, 0, 1, late)]
+
+
+def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
+    """While nobody else gives the poller a reason to look."""
+    scene = Scene(library)
+    (client,) = scene.clients
+
+    def bring(handle: int) -> Waiting:
+        while (NoteKind.PREFETCH, 0, client.seq, handle) not in scene.shard.notes:
+            yield
+        for _ in range(scene.chooser.randrange(9)):
+            yield
+        scene.shard.finish(handle)
+
+    for turn in range(6):
+        handle = scene.shard.begin(1 + turn % 2, turn % 3)
+        scene.do(client.step(BODIES[0], (handle, handle)), bring(handle))
+        scene.do(scene.shard.drop(1 + turn % 2))
+
+
+def prompts_wait_for_eight_steps_and_no_more(library: ctypes.CDLL) -> None:
+    """Decoding steps queue behind one that blocks the shard's pick; among them one prompt."""
+    scene = Scene(library, clients=2)
+    first, second = scene.clients
+    shard = scene.shard
+    shard.finish(shard.begin(1, 1))
+
+    def decode(client: GpuClient, steps: int) -> Waiting:
+        for _ in range(steps):
+            yield from client.step(BODIES[0], (scene.handle,) * 2)
+
+    def prompts() -> Waiting:
+        for _ in range(6):
+            yield from second.step(BODIES[2], (scene.handle,) * 2)
+
+    scene.do(decode(first, 12), prompts())
+    assert first.answered == 12 and second.answered == 6
+
+
+def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
+    """A step with one thing wrong at a time, everywhere, as the loop's own checks judge it."""
+    scene = Scene(library, clients=0, wild=1)
+    (client,) = scene.clients
+    for body in (BODIES[1], BODIES[3]):
+        size = len(body.request((0, 0), 0, 1, 0, 0))
+        rows = size - body.num_rows * body.width * 2
+        for at in range(0, rows, 4):
+            for value in (0, 3, 0x7FFFFFFF, 0x80000001):
+                client.seq += 1
+                memory = body.request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**40)
+                memory[at : at + 4] = value.to_bytes(4, "little")
+                scene.do(client.one(memory))
+                _, request = reference().check(bytes(memory), client.id, client.epoch, client.seq)
+                code = client.code(client.seq)
+                if request is None:
+                    assert code == "protocol", f"byte {at} = {value:#x}: got {code}"
+                else:
+                    assert code != "protocol" or request.header.dtype != weights.DTYPE_INDEX, f"byte {at} = {value:#x}"
+
+
+def more_clients_than_orders(library: ctypes.CDLL) -> None:
+    """All push at once: nobody's order is overwritten before it was computed, and the oldest goes first."""
+    scene = Scene(library, clients=0, wild=6)
+    scene.shard.finish(other := scene.shard.begin(1, 1))
+
+    def steps(client: WildClient) -> Waiting:
+        for turn in range(3):
+            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle, other)
+            client.seq += 1
+            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**40))
+            client.look(client.seq, body, handles, {scene.handle, other})
+
+    scene.do(*(steps(client) for client in scene.clients))
+    replay(scene.shard.notes, scene.log, {client.index: client.id for client in scene.clients}, 0)
+
+
+CASES = (
+    more_clients_than_orders,
+    nobody_answers,
+    a_watchdog_ends_a_wait,
+    a_refused_step_voids_its_pass,
+    a_lost_block_ends_the_kernel,
+    a_host_stops_everything,
+    weights_that_come_late_block_nobody_else,
+    weights_are_seen_with_the_word_that_says_so,
+    prompts_wait_for_eight_steps_and_no_more,
+    every_check_has_its_refusal,
+)

@@ -1,0 +1,58 @@
+"""The device protocol of links between GPUs, played on this CPU, against the Python loop's rule, checks and compute."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import emulated, gpu_cases, gpu_mutants, gpu_schedules, gpu_world
+
+pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "160"))  # make mutants plays 1000
+PARTS = 4
+SHORT = ("poller: the signal is read without an acquire",)  # make mutants has all of them
+
+
+@pytest.fixture(scope="module")
+def library():
+    return gpu_world.load()
+
+
+@pytest.fixture(scope="module")
+def nvshmem():
+    return gpu_world.load(nvshmem=True)
+
+
+@pytest.mark.parametrize("case", gpu_cases.CASES, ids=lambda case: case.__name__)
+def test_case(case, library):
+    case(library)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kind", ["library", "nvshmem"])
+def test_seeded_schedules(kind, part, request):
+    """Half of them with memory that is mapped, half with NVSHMEM's PEs, mapped or beyond a network."""
+    library = request.getfixturevalue(kind)
+    total = {"steps": 0, "answers": 0, "launches": 0}
+    for seed in range(part, SCHEDULES // 2, PARTS):
+        try:
+            found = gpu_schedules.play(seed, library)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        total = {name: count + found[name] for name, count in total.items()}
+    schedules = len(range(part, SCHEDULES // 2, PARTS))
+    assert total["steps"] > 5 * schedules and total["launches"] > schedules, total
+
+
+def test_every_sabotage_has_its_place():
+    assert len({mutant.name for mutant in gpu_mutants.MUTANTS}) == len(gpu_mutants.MUTANTS) >= 15
+    for mutant in gpu_mutants.MUTANTS:
+        gpu_mutants.mutated(mutant)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_sabotage_is_caught(name):
+    (number,) = (i for i, mutant in enumerate(gpu_mutants.MUTANTS) if mutant.name == name)
+    assert gpu_mutants.apart(number), "nothing catches it"
