@@ -47,10 +47,10 @@ def store(adapters):
 
 def bring(store, handle):
     """As a loop does it; whether its first layer came, or failed."""
-    deadline = time.monotonic() + SECONDS
-    if (pin := store.pin([handle], 0, "a step", deadline)) is not None:
+    if (pin := store.pin([handle], 0, "a step", time.monotonic() + SECONDS)) is not None:
         store.unpin(pin)
     until(lambda: store.missing([handle], 0) is None, f"handle {handle}")
+    store.forget("a step")
     return store.state(handle, 0)
 
 

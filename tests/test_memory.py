@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
 from lora_server.memory.entry import HALF_LIFE, Demand, Entry, Source, State
-from lora_server.memory.eviction import POLICIES, victims
+from lora_server.memory.eviction import IN_USE_SECONDS, POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
 from lora_server.memory.on_cpu import CpuTier
 from lora_server.memory.pages import PagePool
@@ -72,6 +73,10 @@ def pinned_by(store, handle, layer=0, seconds=SECONDS, owner="a step"):
 
 def later(seconds):
     return time.monotonic() + seconds
+
+
+def is_past(moment):
+    return time.monotonic() > moment
 
 
 def idle(store):
@@ -230,6 +235,8 @@ def test_who_is_kept_never_makes_room(adapters, sizes):
     store = make("cpu", 2 * sizes[4])
     for handle in (1, 2, 3):
         assert load(store, handle, adapters[4]).result() is None
+        over = store._entries[handle].usage.last + IN_USE_SECONDS
+        until(functools.partial(is_past, over), "its turn is over")
     assert store.layers_ready(1) == 0, "the last took its place"
     store.keep(1, kept := Done())
     assert kept.result() is None
