@@ -8,7 +8,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("*.md", "docs/**/*.md", "docs/img/*", "docs/js/*.js", "deploy/*.md", "bench/results/*.md")
+PAGES = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/img/*",
+    "docs/js/*.js",
+    "deploy/*.md",
+    "bench/results/*.md",
+    "bench/results/*.png",
+)
 
 
 def on_files(files: Files, config: Any) -> Files:
