@@ -205,9 +205,9 @@ def test_bad_target(target):
 @pytest.mark.parametrize("model", MODELS)
 def test_512_adapters_are_quick(model):
     def once() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         min_cache_slots(zipf(512, 1.2), 512, 0.95, model)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(once() for _ in range(5)) < SLACK * 0.05
 
