@@ -10,6 +10,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lora_server.ports import TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
 from lora_server.shard.schedule import PATIENCE, DecodeFirst, PendingStep
 from lora_server.transport.base import Connection
@@ -179,6 +180,18 @@ def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follow
     here = pending(step(1, **other)) if other else {}
     until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
     assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
+
+
+def test_a_leader_that_comes_back_at_its_address_is_followed_anew(leader, make_follower):
+    follower, port = make_follower(), TcpPort(int(leader.address.rpartition(":")[2]), "a stage")
+    leader.close()
+    successor = Leader("127.0.0.1", port=port)
+    try:
+        assert successor.address == leader.address and successor.badge != leader.badge
+        follower.follow(successor.address, successor.badge)
+        until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
+    finally:
+        successor.close()
 
 
 def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):

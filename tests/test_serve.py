@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -272,7 +273,7 @@ def test_nobody_computes_with_what_it_does_not_hold(tmp_path):
     index = torch.tensor([[0, 1], [2, 3]])
     with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
         scheduler = RemoteServer(server.address, links=False).join()
-        (held,) = scheduler.acquire(["fused"])
+        (held,) = scheduler.acquire(["fused"], time.monotonic() + HANG_SECONDS)
         with attach(load.model, server.address, timeout_seconds=20) as lora:
 
             def compute():

@@ -110,26 +110,24 @@ class Follower(Coordinator):
         self._fresh = False  # an order came since the last look
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._leader = ""
+        self._leader, self._badge = "", b""
 
     def follow(self, address: str, badge: bytes) -> None:
         """Listen to this leader from now on, and forget what another one said."""
-        if address == self._leader:
+        if (address, badge) == (self._leader, self._badge):  # one that was restarted may have the same port
             return
         self.close()
-        self._queue, self._fresh, self._leader = deque(), False, address
+        self._queue, self._fresh, self._leader, self._badge = deque(), False, address, badge
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._listen, args=(self._queue, self._stop, badge), daemon=True, name="orders"
-        )
+        self._thread = threading.Thread(target=self._listen, args=(self._queue, self._stop), daemon=True, name="orders")
         self._thread.start()
 
-    def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event, badge: bytes) -> None:
+    def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event) -> None:
         orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         orders.set_hwm(0)
         heartbeat(orders)
         orders.subscribe(b"")
-        orders.subscribe(badge)  # after it: who is counted hears everything
+        orders.subscribe(self._badge)  # after it: who is counted hears everything
         orders.setsockopt(zmq.IPV6, int("[" in self._leader))
         orders.connect(self._leader)
         while not stop.is_set():
