@@ -25,8 +25,8 @@ from lora_server.errors import (
 )
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
-from lora_server.transport.base import Link
-from lora_server.transport.connect import HANDSHAKE_SECONDS, check_transport, connect, tell_far
+from lora_server.transport.base import HANDSHAKE_SECONDS, Link
+from lora_server.transport.connect import check_transport, connect, tell_far
 from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc

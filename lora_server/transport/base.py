@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING: frozenset[int] = frozenset()
+HANDSHAKE_SECONDS = 5.0  # from a connection to the region, whatever the backend
 SPIN_SECONDS = 200e-6  # at a time, so that the loop can look at other things
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import structlog
 
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.transport.base import Link
+from lora_server.transport.base import HANDSHAKE_SECONDS, Link
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
@@ -17,7 +17,6 @@ from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 
 log = structlog.get_logger()
-HANDSHAKE_SECONDS = 5.0
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "tcp")
 FAR = "on another host"
 

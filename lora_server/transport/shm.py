@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
-from lora_server.transport.base import Connection, DeviceMemory, Grant, Link, Port, Twin, pin
+from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Link, Port, Twin, pin
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lora_server.transport.rows import Rows
 
 log = structlog.get_logger()
-HANDSHAKE_SECONDS = 5.0
 QUARANTINE_SECONDS = 60.0
 MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
 BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause

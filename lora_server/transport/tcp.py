@@ -21,14 +21,14 @@ from typing_extensions import override
 
 from lora_server.errors import ProtocolError, ShardUnavailableError
 from lora_server.transport.address import parse, watch
-from lora_server.transport.base import Link
+from lora_server.transport.base import HANDSHAKE_SECONDS, Link
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Challenge, Hello, proves
 from lora_server.wire.region import Region, RegionLayout
 
-HANDSHAKE_SECONDS, SEND_SECONDS = 5.0, 30.0
+SEND_SECONDS = 30.0
 
 
 class TcpLink(Link):

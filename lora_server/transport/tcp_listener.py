@@ -16,14 +16,13 @@ from typing_extensions import override
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.transport.address import listen, watch
-from lora_server.transport.base import Connection, DeviceMemory, Grant, Port, pin
+from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Port, pin
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Challenge, Refused, Welcome, proves
 from lora_server.wire.region import Region
 
-HANDSHAKE_SECONDS = 5.0
 MAX_STRANGERS = 256  # connections that have not proved a lease yet; the oldest goes
 
 
@@ -261,9 +260,9 @@ class TcpListener:
             self._selector.unregister(peer.socket)
         with contextlib.suppress(ValueError):
             self._strangers.remove(peer)
-        peer.socket.close()
-        if peer.connection is not None:
+        if peer.connection is not None:  # before the client can see it
             self._port.disconnect(peer.connection)
+        peer.socket.close()
 
     def close(self) -> None:
         """Stop listening and cut all of its clients off; idempotent."""
