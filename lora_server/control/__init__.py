@@ -1,7 +1,9 @@
 """The control plane. Nothing here is on a step's path.
 
 controller   puts together:                       server      its gRPC services at one address
-  adapters     registered, loaded, dropped          service       what it answers
+  adapters     registered, removed, pinned          service       what it answers
+    told         what shards were told of them
+    held         what clients hold of them
     registry     what there is (durable)            registration  the shards' streams
     origins      where they come from
     refusals     what is not served, and why        listener      sockets, threads, limits

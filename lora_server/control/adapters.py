@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
-from lora_server.control.admission import Admission, Queued
-from lora_server.control.agreement import Agreement
-from lora_server.control.leases import Leases
+from lora_server.control.held import HeldAdapters
 from lora_server.control.origins import Origin, local_path, opened, uri_of
 from lora_server.control.refusals import REMOVED, Refusal
-from lora_server.control.registry import Record, Registry, check_name
-from lora_server.control.residency import Residency
-from lora_server.control.room import Room
-from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable, wait_all
-from lora_server.errors import (
-    AdapterError,
-    AdapterExistsError,
-    AdapterLoadError,
-    LoraServerError,
-    ServerUnavailableError,
-    ShardUnavailableError,
-    UnknownAdapterError,
-    rebuild,
-)
-from lora_server.placement import Placement
-from lora_server.sources.fetch import FETCH_SECONDS, Fetcher
+from lora_server.control.registry import Record, check_name
+from lora_server.control.shards import PendingCommand, wait_all
+from lora_server.errors import AdapterError, AdapterExistsError, LoraServerError, UnknownAdapterError, rebuild
+from lora_server.sources.fetch import FETCH_SECONDS
 from lora_server.wire import lora_server_pb2 as pb
 
 NOTE_SECONDS = 5.0
 PROGRESS_SECONDS = 5.0  # between two lines about registering
-RESTARTED = "the controller has just started and waits for its shards to register; try again"
 log = structlog.get_logger()
 
 
-class Listing(NamedTuple):
-    """An adapter as users see it."""
-
-    record: Record
-    state: str  # remote, disk, host, loading, ready, failed, draining
-    resident_layers: int
-    layers: int  # of the model
-    error: str
-    holders: int
-    warnings: tuple[str, ...]
-
-
-class Adapters:
-    """Thread-safe. `registered` is set once the start-up directory is listed."""
-
-    def __init__(
-        self,
-        agreement: Agreement,
-        shards: ShardTable,
-        settled: threading.Event,
-        leases: Leases,
-        most_active: int = 0,
-        fetcher: Fetcher | None = None,
-    ) -> None:
-        """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
-        `fetcher` brings adapters from far."""
-        self._fetcher = fetcher
-        self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
-        self._registry = Registry()
-        self._room = Room(most_active)
-        self.admission = Admission(self._resolve, self._room, changed=self._tell_active, told=self._tell_holds)
-        self._holds = self.admission.holds
-        self._refusals = self._registry.refusals
-        self._gone: set[int] = set()  # handles that an earlier controller dropped
-        self._coming: set[int] = set()  # handles that are loaded to replace another under its name
-        self._residency = Residency(Placement(agreement.spec, agreement.layout))
-        self._lock = threading.RLock()  # outcomes of commands may come while it is held
-        self._admitted = threading.Condition(self._lock)
-        self.registered = threading.Event()
-        self.progress = 0, 0  # of registering the start-up directory: done, all
+class Adapters(HeldAdapters):
+    """Thread-safe. What changes the list; `told` has what shards hear of it, `held` what clients do with it."""
 
     # -- registering
 
@@ -245,18 +189,7 @@ class Adapters:
         log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
         _wait_noted(notes, record.name)
 
-    def _note(self, record: Record) -> list[PendingCommand]:
-        """Every shard keeps what is known of it now."""
-        with self._lock:
-            known = self._registry.by_handle(record.handle)
-            return self._shards.broadcast(pb.ShardCommand(note=self._load(known))) if known is not None else []
-
     # -- refusals
-
-    def refused(self) -> list[Refusal]:
-        """Adapters of --adapters that were refused, by name; some serve on with earlier content."""
-        with self._lock:
-            return self._refusals.listed()
 
     def _refuse(self, name: str, where: Path, error: AdapterError | OSError, stamp: str = "") -> None:
         reason, code = str(error), error.code if isinstance(error, AdapterError) else "unreadable"
@@ -275,273 +208,6 @@ class Adapters:
             if refusal.code != REMOVED:
                 log.info("adapter not refused any more", name=name)
             self.tell_refused()
-
-    def tell_refused(self) -> list[PendingCommand]:
-        """Every shard keeps them, for the next controller."""
-        with self._lock:
-            return self._shards.broadcast(pb.ShardCommand(refused=self._refusals.tell()))
-
-    # -- shards
-
-    def _load_on(self, handle: ShardHandle, record: Record, eager: bool = False) -> PendingCommand:
-        def loaded(error: LoraServerError | None) -> None:
-            with self._lock:
-                resident = self._residency.of(record.handle)
-                if error is None:
-                    resident.known.add(handle.shard)
-                    resident.errors.pop(handle.shard, None)
-                elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
-                    resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
-                    log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
-                    self._admit()
-
-        load = self._load(record)
-        load.eager = eager
-        return handle.send(pb.ShardCommand(load=load), loaded)
-
-    def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:
-        return [self._load_on(handle, record, eager) for handle in self._shards.live().values()]
-
-    def _load(self, record: Record) -> pb.Load:
-        return pb.Load(
-            handle=record.handle,
-            path=record.path,
-            version=record.version,
-            stamp=record.stamp,
-            record=record.encode(),
-            listed=self._is_wanted(record),
-            pinned=record.pinned and self._registry.is_listed(record),
-        )
-
-    def adopt_refused(self, told: pb.Refusals) -> None:
-        """What an earlier controller of this node told a shard, once it had registered the start-up directory."""
-        with self._lock:
-            self._refusals.adopt(told)
-
-    def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
-        """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
-        with self._lock:
-            self._registry.reserve(last_handle)
-            self._gone.update(gone)
-            for load in kept:
-                record = Record.decode(load.record)
-                known = self._registry.by_handle(record.handle)
-                if known is None:
-                    self._registry.add(record, load.listed)
-                elif load.pinned and not known.pinned:  # the other shard was away
-                    self._registry.update(replace(known, pinned=True))
-                elif not load.listed and self._registry.is_listed(known):
-                    self._registry.unlist(known.name)
-            for handle in self._gone:
-                if self._registry.by_handle(handle) is not None:
-                    self._registry.remove(handle)
-
-    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
-        """A shard that arrived has this; it drops what nobody knows any more, and loads what it lacks.
-
-        Before all have registered nobody knows what it lacks: see `settle`.
-        """
-        with self._lock:
-            self._residency.forget_shard(handle.shard)
-            self._room.set_capacity(handle.shard, handle.registration.pool_bytes)
-            for one in kept:
-                if self._registry.by_handle(one.load.handle) is None:
-                    handle.send(pb.ShardCommand(drop=one.load.handle))
-                else:
-                    self._residency.of(one.load.handle).layers[handle.shard] = one.layers
-            if self._settled.is_set():
-                self._load_all_on(handle)
-            handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self._room.active), anew=True)))
-            for client, handles in self._holds.by_client().items():
-                handle.send(pb.ShardCommand(holds=pb.Holds(client=client, more=handles)))
-            if self.registered.is_set():
-                handle.send(pb.ShardCommand(refused=self._refusals.tell()))
-            self._admit()
-
-    def settle(self) -> None:
-        """Every shard has said what it keeps: now each gets what only others knew of."""
-        with self._lock:
-            for handle in self._shards.live().values():
-                self._load_all_on(handle)
-            if self.registered.is_set():
-                self.tell_refused()
-            self._collect()
-
-    def _load_all_on(self, handle: ShardHandle) -> None:
-        for record in self._registry.records():  # of what is there already only the record is kept
-            self._load_on(handle, record)
-
-    def on_moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
-        """What a shard has now of these adapters."""
-        with self._lock:
-            for one in moved:
-                if self._registry.by_handle(one.handle) is not None:
-                    resident = self._residency.of(one.handle)
-                    resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
-                    (resident.remote.add if one.remote else resident.remote.discard)(shard)
-                    if one.measured:
-                        self._room.set_size(one.handle, shard, one.bytes)
-            if self.admission.num_queued:
-                self._admit()
-
-    # -- users
-
-    def listings(self) -> list[Listing]:
-        """Every adapter, by name."""
-        with self._lock:
-            return [self._listing(one) for one in sorted(self._registry.records(), key=lambda record: record.name)]
-
-    def get(self, name: str) -> Listing:
-        """One listed adapter; UnknownAdapterError says why there is none."""
-        with self._lock:
-            self._require_settled()
-            return self._listing(self._registry.get(name))
-
-    def by_shard(self, name: str) -> list[tuple[int, int, int, int, bool]]:
-        """How far each shard is with a listed adapter: see Residency."""
-        with self._lock:
-            return self._residency.by_shard(self._registry.get(name).handle)
-
-    def held(self, client: int) -> list[str]:
-        """Names of what a client holds."""
-        with self._lock:
-            records = (self._registry.by_handle(handle) for handle in self._holds.of(client))
-            return sorted(record.name for record in records if record is not None)
-
-    def listed(self, names: Iterable[str]) -> list[str]:
-        """Which of these are adapters."""
-        with self._lock:
-            return [name for name in names if self._registry.find(name) is not None]
-
-    def _require_settled(self) -> None:
-        if not self._settled.is_set():
-            raise ServerUnavailableError(RESTARTED)
-
-    def __len__(self) -> int:
-        return len(self._registry.records())
-
-    def _listing(self, record: Record) -> Listing:
-        handle = record.handle
-        state = self._residency.state(handle) if self._is_wanted(record) else "draining"
-        layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
-        refusal = self._refusals.get(record.name) if self._registry.is_listed(record) else None
-        warnings = (*record.warnings, refusal.reason) if refusal is not None else record.warnings
-        return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle), warnings)
-
-    def _is_wanted(self, record: Record) -> bool:
-        """Listed, or about to be."""
-        return self._registry.is_listed(record) or record.handle in self._coming
-
-    # -- holds
-
-    def acquire(self, client: int, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
-        """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load."""
-        with self._lock:
-            self._require_settled()
-            self._try_failed_again(names)
-            answer = self.admission.acquire(client, ticket, names)
-            queued = answer if isinstance(answer, Queued) else None
-            handles = self._resolve(names) if isinstance(answer, Queued) else answer
-            records = [record for handle in handles if (record := self._registry.by_handle(handle)) is not None]
-            for record in records if queued is not None else ():
-                if self._room.unmeasured([record.handle]) is not None:  # it is looked at before the others
-                    self._load_everywhere(record, eager=False)
-            return records, queued
-
-    def _try_failed_again(self, names: Iterable[str]) -> None:
-        """Why a shard could not read its files may be over; whoever asks next is told."""
-        for record in filter(None, map(self._registry.find, set(names))):
-            if self._residency.of(record.handle).error:
-                self._load_everywhere(record, eager=False)
-
-    def _resolve(self, names: Sequence[str]) -> list[int]:
-        records = [self._registry.get(name) for name in names]
-        for record in records:
-            if error := self._residency.of(record.handle).error:
-                raise AdapterLoadError(f"adapter {record.name!r}: {error}")
-        return [record.handle for record in records]
-
-    def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
-        """Until one of these does not wait any more, but no longer than that: those that do not."""
-
-        def decided() -> list[int]:
-            return [ticket for ticket in tickets if not self.admission.is_queued(client, ticket)]
-
-        with self._admitted:
-            return self._admitted.wait_for(decided, seconds)
-
-    def settle_tickets(self, client: int, tickets: Iterable[int]) -> None:
-        """The client has their answers."""
-        with self._lock:
-            self.admission.settle(client, tickets)
-
-    def cancel(self, client: int, tickets: Iterable[int]) -> None:
-        """Nobody wants what these asked for."""
-        with self._lock:
-            self.admission.cancel(client, tickets)
-            self._collect()
-
-    def release(self, client: int, handles: Iterable[int]) -> None:
-        """Let go."""
-        with self._lock:
-            self.admission.release(client, handles)
-            self._collect()
-
-    def holds(self, client: int, handles: Iterable[int]) -> set[int]:
-        """Which of these a client holds."""
-        with self._lock:
-            return {handle for handle in handles if self._holds.has(client, handle)}
-
-    def forget_client(self, client: int) -> None:
-        """A client is gone."""
-        with self._lock:
-            self.admission.forget_client(client)
-            self._collect()
-
-    def presume(self, handles: Iterable[int]) -> None:
-        """A shard was told by an earlier controller that clients hold these."""
-        with self._lock:
-            self.admission.presume(handles)
-
-    def _admit(self) -> None:
-        self.admission.admit()
-        self._admitted.notify_all()
-
-    def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
-        self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))
-
-    def _tell_holds(self, client: int, more: Collection[int], fewer: Collection[int], anew: bool) -> None:
-        self._shards.broadcast(pb.ShardCommand(holds=pb.Holds(client=client, more=more, fewer=fewer, anew=anew)))
-
-    def expect(self, client: int) -> None:
-        """A client of an earlier controller will say what it holds; until then nothing is given up."""
-        with self._lock:
-            self._holds.expect(client)
-
-    def is_unknown(self, client: int) -> bool:
-        """Whether a client still has to say what it holds."""
-        with self._lock:
-            return self._holds.is_unknown(client)
-
-    def restore(self, client: int, handles: Iterable[int]) -> None:
-        """It says so."""
-        with self._lock:
-            self.admission.restore(client, handles)
-            self._collect()
-
-    def _collect(self) -> None:
-        """After a change: what nobody needs is dropped, and who waits looks again."""
-        pinned = frozenset(record.handle for record in self._registry.listed() if record.pinned)
-        if pinned != self._room.pinned:
-            self._room.pinned = pinned
-            self.admission.admit()
-        self._admitted.notify_all()
-        for record in self._registry.records():
-            if not self._is_wanted(record) and not self._holds.is_held(record.handle):
-                self._registry.remove(record.handle)
-                self._residency.forget(record.handle)
-                self._room.forget(record.handle)
-                self._shards.broadcast(pb.ShardCommand(drop=record.handle))
 
 
 def _wait_noted(notes: list[PendingCommand], name: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import structlog
 from grpc_health.v1 import health_pb2
 
-from lora_server.control.adapters import Adapters, Listing
+from lora_server.control.adapters import Adapters
 from lora_server.control.controller import Controller
+from lora_server.control.held import Listing
 from lora_server.control.registry import Record
 from lora_server.control.status import refusals, status
 from lora_server.spec import PROJECTIONS

@@ -1,0 +1,152 @@
+"""Adapters as clients use them: found, held, waited for, let go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from lora_server.control.admission import Queued
+from lora_server.control.refusals import Refusal
+from lora_server.control.registry import Record
+from lora_server.control.told import ToldAdapters
+
+
+class Listing(NamedTuple):
+    """An adapter as users see it."""
+
+    record: Record
+    state: str  # remote, disk, host, loading, ready, failed, draining
+    resident_layers: int
+    layers: int  # of the model
+    error: str
+    holders: int
+    warnings: tuple[str, ...]
+
+
+class HeldAdapters(ToldAdapters):
+    """Thread-safe."""
+
+    # -- what there is
+
+    def listings(self) -> list[Listing]:
+        """Every adapter, by name."""
+        with self._lock:
+            return [self._listing(one) for one in sorted(self._registry.records(), key=lambda record: record.name)]
+
+    def get(self, name: str) -> Listing:
+        """One listed adapter; UnknownAdapterError says why there is none."""
+        with self._lock:
+            self._require_settled()
+            return self._listing(self._registry.get(name))
+
+    def by_shard(self, name: str) -> list[tuple[int, int, int, int, bool]]:
+        """How far each shard is with a listed adapter: see Residency."""
+        with self._lock:
+            return self._residency.by_shard(self._registry.get(name).handle)
+
+    def held(self, client: int) -> list[str]:
+        """Names of what a client holds."""
+        with self._lock:
+            records = (self._registry.by_handle(handle) for handle in self._holds.of(client))
+            return sorted(record.name for record in records if record is not None)
+
+    def listed(self, names: Iterable[str]) -> list[str]:
+        """Which of these are adapters."""
+        with self._lock:
+            return [name for name in names if self._registry.find(name) is not None]
+
+    def refused(self) -> list[Refusal]:
+        """Adapters of --adapters that were refused, by name; some serve on with earlier content."""
+        with self._lock:
+            return self._refusals.listed()
+
+    def __len__(self) -> int:
+        return len(self._registry.records())
+
+    def _listing(self, record: Record) -> Listing:
+        handle = record.handle
+        state = self._residency.state(handle) if self._is_wanted(record) else "draining"
+        layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
+        refusal = self._refusals.get(record.name) if self._registry.is_listed(record) else None
+        warnings = (*record.warnings, refusal.reason) if refusal is not None else record.warnings
+        return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle), warnings)
+
+    # -- holds
+
+    def acquire(self, client: int, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
+        """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load."""
+        with self._lock:
+            self._require_settled()
+            self._try_failed_again(names)
+            answer = self.admission.acquire(client, ticket, names)
+            queued = answer if isinstance(answer, Queued) else None
+            handles = self._resolve(names) if isinstance(answer, Queued) else answer
+            records = [record for handle in handles if (record := self._registry.by_handle(handle)) is not None]
+            for record in records if queued is not None else ():
+                if self._room.unmeasured([record.handle]) is not None:  # it is looked at before the others
+                    self._load_everywhere(record, eager=False)
+            return records, queued
+
+    def _try_failed_again(self, names: Iterable[str]) -> None:
+        """Why a shard could not read its files may be over; whoever asks next is told."""
+        for record in filter(None, map(self._registry.find, set(names))):
+            if self._residency.of(record.handle).error:
+                self._load_everywhere(record, eager=False)
+
+    def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
+        """Until one of these does not wait any more, but no longer than that: those that do not."""
+
+        def decided() -> list[int]:
+            return [ticket for ticket in tickets if not self.admission.is_queued(client, ticket)]
+
+        with self._admitted:
+            return self._admitted.wait_for(decided, seconds)
+
+    def settle_tickets(self, client: int, tickets: Iterable[int]) -> None:
+        """The client has their answers."""
+        with self._lock:
+            self.admission.settle(client, tickets)
+
+    def cancel(self, client: int, tickets: Iterable[int]) -> None:
+        """Nobody wants what these asked for."""
+        with self._lock:
+            self.admission.cancel(client, tickets)
+            self._collect()
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Let go."""
+        with self._lock:
+            self.admission.release(client, handles)
+            self._collect()
+
+    def holds(self, client: int, handles: Iterable[int]) -> set[int]:
+        """Which of these a client holds."""
+        with self._lock:
+            return {handle for handle in handles if self._holds.has(client, handle)}
+
+    def forget_client(self, client: int) -> None:
+        """A client is gone."""
+        with self._lock:
+            self.admission.forget_client(client)
+            self._collect()
+
+    def presume(self, handles: Iterable[int]) -> None:
+        """A shard was told by an earlier controller that clients hold these."""
+        with self._lock:
+            self.admission.presume(handles)
+
+    def expect(self, client: int) -> None:
+        """A client of an earlier controller will say what it holds; until then nothing is given up."""
+        with self._lock:
+            self._holds.expect(client)
+
+    def is_unknown(self, client: int) -> bool:
+        """Whether a client still has to say what it holds."""
+        with self._lock:
+            return self._holds.is_unknown(client)
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """It says so."""
+        with self._lock:
+            self.admission.restore(client, handles)
+            self._collect()

@@ -1,0 +1,216 @@
+"""Adapters as shards know them: what each was told, what each has, and what the next controller will ask them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import structlog
+
+from lora_server.control.admission import Admission
+from lora_server.control.agreement import Agreement
+from lora_server.control.leases import Leases
+from lora_server.control.registry import Record, Registry
+from lora_server.control.residency import Residency
+from lora_server.control.room import Room
+from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable
+from lora_server.errors import (
+    AdapterLoadError,
+    LoraServerError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+)
+from lora_server.placement import Placement
+from lora_server.sources.fetch import Fetcher
+from lora_server.wire import lora_server_pb2 as pb
+
+RESTARTED = "the controller has just started and waits for its shards to register; try again"
+log = structlog.get_logger()
+
+
+class ToldAdapters:
+    """Thread-safe. `registered` is set once the start-up directory is listed."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        shards: ShardTable,
+        settled: threading.Event,
+        leases: Leases,
+        most_active: int = 0,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
+        `fetcher` brings adapters from far."""
+        self._fetcher = fetcher
+        self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
+        self._registry = Registry()
+        self._room = Room(most_active)
+        self.admission = Admission(self._resolve, self._room, changed=self._tell_active, told=self._tell_holds)
+        self._holds = self.admission.holds
+        self._refusals = self._registry.refusals
+        self._gone: set[int] = set()  # handles that an earlier controller dropped
+        self._coming: set[int] = set()  # handles that are loaded to replace another under its name
+        self._residency = Residency(Placement(agreement.spec, agreement.layout))
+        self._lock = threading.RLock()  # outcomes of commands may come while it is held
+        self._admitted = threading.Condition(self._lock)
+        self.registered = threading.Event()
+        self.progress = 0, 0  # of registering the start-up directory: done, all
+
+    # -- what shards are told
+
+    def _load_on(self, handle: ShardHandle, record: Record, eager: bool = False) -> PendingCommand:
+        def loaded(error: LoraServerError | None) -> None:
+            with self._lock:
+                resident = self._residency.of(record.handle)
+                if error is None:
+                    resident.known.add(handle.shard)
+                    resident.errors.pop(handle.shard, None)
+                elif self._registry.is_listed(record) and not isinstance(error, ShardUnavailableError):
+                    resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
+                    log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
+                    self._admit()
+
+        load = self._load(record)
+        load.eager = eager
+        return handle.send(pb.ShardCommand(load=load), loaded)
+
+    def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:
+        return [self._load_on(handle, record, eager) for handle in self._shards.live().values()]
+
+    def _load(self, record: Record) -> pb.Load:
+        return pb.Load(
+            handle=record.handle,
+            path=record.path,
+            version=record.version,
+            stamp=record.stamp,
+            record=record.encode(),
+            listed=self._is_wanted(record),
+            pinned=record.pinned and self._registry.is_listed(record),
+        )
+
+    def _note(self, record: Record) -> list[PendingCommand]:
+        """Every shard keeps what is known of it now."""
+        with self._lock:
+            known = self._registry.by_handle(record.handle)
+            return self._shards.broadcast(pb.ShardCommand(note=self._load(known))) if known is not None else []
+
+    def tell_refused(self) -> list[PendingCommand]:
+        """Every shard keeps them, for the next controller."""
+        with self._lock:
+            return self._shards.broadcast(pb.ShardCommand(refused=self._refusals.tell()))
+
+    def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
+        self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))
+
+    def _tell_holds(self, client: int, more: Collection[int], fewer: Collection[int], anew: bool) -> None:
+        self._shards.broadcast(pb.ShardCommand(holds=pb.Holds(client=client, more=more, fewer=fewer, anew=anew)))
+
+    # -- shards that come
+
+    def adopt_refused(self, told: pb.Refusals) -> None:
+        """What an earlier controller of this node told a shard, once it had registered the start-up directory."""
+        with self._lock:
+            self._refusals.adopt(told)
+
+    def adopt(self, kept: Iterable[pb.Load], gone: Iterable[int], last_handle: int) -> None:
+        """What a shard knows from an earlier controller of the same run: adapters, and handles that are over."""
+        with self._lock:
+            self._registry.reserve(last_handle)
+            self._gone.update(gone)
+            for load in kept:
+                record = Record.decode(load.record)
+                known = self._registry.by_handle(record.handle)
+                if known is None:
+                    self._registry.add(record, load.listed)
+                elif load.pinned and not known.pinned:  # the other shard was away
+                    self._registry.update(replace(known, pinned=True))
+                elif not load.listed and self._registry.is_listed(known):
+                    self._registry.unlist(known.name)
+            for handle in self._gone:
+                if self._registry.by_handle(handle) is not None:
+                    self._registry.remove(handle)
+
+    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
+        """A shard that arrived has this; it drops what nobody knows any more, and loads what it lacks.
+
+        Before all have registered nobody knows what it lacks: see `settle`.
+        """
+        with self._lock:
+            self._residency.forget_shard(handle.shard)
+            self._room.set_capacity(handle.shard, handle.registration.pool_bytes)
+            for one in kept:
+                if self._registry.by_handle(one.load.handle) is None:
+                    handle.send(pb.ShardCommand(drop=one.load.handle))
+                else:
+                    self._residency.of(one.load.handle).layers[handle.shard] = one.layers
+            if self._settled.is_set():
+                self._load_all_on(handle)
+            handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self._room.active), anew=True)))
+            for client, handles in self._holds.by_client().items():
+                handle.send(pb.ShardCommand(holds=pb.Holds(client=client, more=handles)))
+            if self.registered.is_set():
+                handle.send(pb.ShardCommand(refused=self._refusals.tell()))
+            self._admit()
+
+    def settle(self) -> None:
+        """Every shard has said what it keeps: now each gets what only others knew of."""
+        with self._lock:
+            for handle in self._shards.live().values():
+                self._load_all_on(handle)
+            if self.registered.is_set():
+                self.tell_refused()
+            self._collect()
+
+    def _load_all_on(self, handle: ShardHandle) -> None:
+        for record in self._registry.records():  # of what is there already only the record is kept
+            self._load_on(handle, record)
+
+    def on_moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
+        """What a shard has now of these adapters."""
+        with self._lock:
+            for one in moved:
+                if self._registry.by_handle(one.handle) is not None:
+                    resident = self._residency.of(one.handle)
+                    resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
+                    (resident.remote.add if one.remote else resident.remote.discard)(shard)
+                    if one.measured:
+                        self._room.set_size(one.handle, shard, one.bytes)
+            if self.admission.num_queued:
+                self._admit()
+
+    # -- what follows from a change
+
+    def _require_settled(self) -> None:
+        if not self._settled.is_set():
+            raise ServerUnavailableError(RESTARTED)
+
+    def _is_wanted(self, record: Record) -> bool:
+        """Listed, or about to be."""
+        return self._registry.is_listed(record) or record.handle in self._coming
+
+    def _resolve(self, names: Sequence[str]) -> list[int]:
+        records = [self._registry.get(name) for name in names]
+        for record in records:
+            if error := self._residency.of(record.handle).error:
+                raise AdapterLoadError(f"adapter {record.name!r}: {error}")
+        return [record.handle for record in records]
+
+    def _admit(self) -> None:
+        self.admission.admit()
+        self._admitted.notify_all()
+
+    def _collect(self) -> None:
+        """After a change: what nobody needs is dropped, and who waits looks again."""
+        pinned = frozenset(record.handle for record in self._registry.listed() if record.pinned)
+        if pinned != self._room.pinned:
+            self._room.pinned = pinned
+            self.admission.admit()
+        self._admitted.notify_all()
+        for record in self._registry.records():
+            if not self._is_wanted(record) and not self._holds.is_held(record.handle):
+                self._registry.remove(record.handle)
+                self._residency.forget(record.handle)
+                self._room.forget(record.handle)
+                self._shards.broadcast(pb.ShardCommand(drop=record.handle))
