@@ -77,7 +77,8 @@ def kind_of(field: FieldInfo) -> str:
         return ", ".join(get_args(field.annotation))
     name = {"Address": "HOST:PORT", "Path": "path"}.get(found := next(types_in(field.annotation)).__name__, found)
     given = [(key, getattr(one, key)) for one in field.metadata for key in LIMITS if hasattr(one, key)]
-    return ", ".join([name, *(f"{LIMITS[key]} {limit:g}" for key, limit in given)])
+    several = ["several"] if get_origin(field.annotation) is tuple else []
+    return ", ".join([name, *several, *(f"{LIMITS[key]} {limit:g}" for key, limit in given)])
 
 
 def types_in(annotation: Any) -> Iterator[type]:

@@ -31,6 +31,13 @@ class Address(NamedTuple):
         """How processes of the same host reach it."""
         return self._replace(host=_ANY.get(self.host, self.host))
 
+    def is_loopback(self) -> bool:
+        """Whether processes of this host alone reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
     def meets(self, other: Address) -> bool:
         """Whether nobody could listen at both; names are taken as they are."""
         return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(_ANY)))

@@ -43,6 +43,13 @@ def _size(value: Any) -> Any:
     return value if isinstance(value, Size) else _read_by(Size.parse, str(value))
 
 
+def _several(value: Any) -> Any:
+    return [one for one in value.split(",") if one] if isinstance(value, str) else value
+
+
+# what may be given several times; from the environment, or as one text, with commas between
+Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_several)]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_several)]
 PoolSize = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
 
 
@@ -55,6 +62,16 @@ class ServeConfig(BaseSettings):
     adapters: Path | None = Field(None, description="Directory whose sub-directories are PEFT adapters.")
     require_all_adapters: bool = Field(False, description="Not ready while one of --adapters is refused at the start.")
     watch: bool = Field(False, description="Follow --adapters while serving: what comes, changes and goes.")
+    adapter_root: Paths = Field(
+        (),
+        description="A directory below which `adapters add` may take adapters, links followed; may be given again. Not "
+        "given: that of --adapters and, with --listen on a loopback address, where the server was started.",
+    )
+    allow_source: Texts = Field(
+        (),
+        description="What a URL of `adapters add` has to begin with, such as s3://adapters; may be given again. Not "
+        "given: any URL.",
+    )
     layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

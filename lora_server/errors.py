@@ -6,7 +6,7 @@ LoraServerError
 │   ├── AdapterFormatError   the files of an adapter are not what they must be
 │   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
 │   ├── AdapterExistsError   the name is taken
-│   ├── AdapterSourceError   files from far do not come, or are not what was registered
+│   ├── AdapterSourceError   it may not come from there, does not come, or is not what was registered
 │   ├── AdapterLoadError     a shard could not bring the weights into memory
 │   └── PermissionDeniedError  a step names an adapter that its client does not hold
 ├── AdmissionError           the adapters in use leave no place for another, yet
@@ -60,7 +60,7 @@ class AdapterExistsError(AdapterError):
 
 
 class AdapterSourceError(AdapterError):
-    """The files of an adapter from far cannot be fetched, or are not those that were registered."""
+    """An adapter may not come from there, or its files do not come, or are not those that were registered."""
 
     code = "adapter_source"
 

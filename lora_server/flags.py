@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -33,7 +33,8 @@ def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Ca
 
 def _flag(name: str, field: FieldInfo, prefix: str) -> inspect.Parameter:
     options = [one for one in (field.annotation, *get_args(field.annotation)) if one is not NoneType]
-    kind = next((one for one in _PLAIN if one in options), str)
+    plain = next((one for one in _PLAIN if one in options), str)
+    kind: Any = list[plain] if get_origin(field.annotation) is tuple else plain  # type: ignore[valid-type]
     # the class reads the variable, so that its errors are ours, and typer is not told of it
     text = f"{field.description} ({default_of(field)}; {prefix}{name.upper()})"
     annotation: Any = Annotated[kind | None, typer.Option(help=text)]
@@ -44,7 +45,7 @@ def default_of(field: FieldInfo) -> str:
     """As help and reference say it."""
     if field.is_required():
         return "required"
-    if field.default in (None, ""):
+    if field.default in (None, "", ()):
         return "default: none"
     shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
     return f"default: {shown:g}" if isinstance(shown, float) else f"default: {shown}"

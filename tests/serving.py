@@ -18,6 +18,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import open_channel
 
+ANYWHERE = ("--adapter-root", "/")
 HANG_SECONDS = 120.0  # a limit is for hangs: what takes seconds may take a minute on a busy machine
 
 

@@ -24,7 +24,18 @@ from lora_server.errors import PermissionDeniedError, UnknownAdapterError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
-from tests.serving import HANG_SECONDS, all_gone, cli, descendants, free_base, listening, shard_processes, status, until
+from tests.serving import (
+    ANYWHERE,
+    HANG_SECONDS,
+    all_gone,
+    cli,
+    descendants,
+    free_base,
+    listening,
+    shard_processes,
+    status,
+    until,
+)
 from tests.workload import NEW_TOKENS, Workload, workload
 
 
@@ -126,7 +137,7 @@ def test_nodes_must_agree(tmp_path):
 def test_adapters_while_serving(tmp_path):
     load = workload("mixtral")
     paths = load.paths
-    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1"]) as server:
+    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1", *ANYWHERE]) as server:
         at = ("--server", server.address)
         added = cli("adapters", "add", "law", str(paths["fused"]), *at, "--json")
         assert added.returncode == 0, added.stderr
@@ -201,7 +212,9 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
     copy_with(load.paths["qv"], adapters / "alike", base_model_name_or_path="Other-7B")
     (adapters / "good").symlink_to(load.paths["fused"])
     (adapters / "notes.txt").write_text("ignored")
-    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--adapters", str(adapters)]) as server:
+    with running_server(
+        tmp_path / "log", ["--base-model", str(load.base), "--adapters", str(adapters), *ANYWHERE]
+    ) as server:
         at = ("--server", server.address)
         rows = listed(server)
         assert [rows[name]["state"] for name in ("dora", "other-base")] == ["refused", "refused"]

@@ -13,7 +13,7 @@ from client_connector.serving.settings import Settings
 from client_connector.vllm.settings import configured
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import ConfigError
-from tests.serving import HANG_SECONDS, cli, kill, status
+from tests.serving import ANYWHERE, HANG_SECONDS, cli, kill, status
 from tests.workload import workload
 
 
@@ -24,7 +24,7 @@ def engine(address: str, *names: str) -> Holder:
 def test_a_name_is_an_engines_or_an_adapters(tmp_path):
     load = workload("mixtral")
     add = ("adapters", "add", "base", str(load.paths["fused"]), "--server")
-    with running_server(tmp_path / "log", ["--base-model", str(load.base)]) as server:
+    with running_server(tmp_path / "log", ["--base-model", str(load.base), *ANYWHERE]) as server:
         holder = engine(server.address, "mixtral", "base")
         refused = cli(*add, server.address)
         assert refused.returncode == 1

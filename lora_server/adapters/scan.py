@@ -65,7 +65,7 @@ def _look(path: str) -> tuple[str, bool]:
         if not stat.S_ISDIR(status.st_mode):
             return "", False
         with os.scandir(path) as entries:
-            files = {one.name: _file_stamp(one) for one in entries if _is_watched(one.name)}
+            files = {one.name: _file_stamp(one) for one in entries if is_watched(one.name)}
     except OSError as error:
         if error.errno not in _OWN_FAULT:
             raise
@@ -74,7 +74,7 @@ def _look(path: str) -> tuple[str, bool]:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), any(map(is_adapter_file, files))
 
 
-def _is_watched(name: str) -> bool:
+def is_watched(name: str) -> bool:
     """An adapter's file, or what a copying program calls it until it is whole; not logs, not checkpoints."""
     return "adapter_" in name or ".safetensors" in name
 

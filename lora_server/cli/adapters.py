@@ -79,7 +79,7 @@ def add_adapter(
         from lora_server.cli.loading import loading
         from lora_server.wire import lora_server_pb2 as pb
 
-        path = source if "://" in source else str(Path(source).resolve())
+        path = source if "://" in source else str(Path(source).absolute())
         request = pb.AddAdapterRequest(name=name, uri=path, wait_seconds=wait)
         with loading(server, name):
             row = _adapter(ask(server, "Adapters", "Add", request, wait + 10))

@@ -5,7 +5,7 @@ controller   puts together:                       server      its gRPC services 
     told         what shards were told of them
     held         what clients hold of them
     registry     what there is (durable)            registration  the shards' streams
-    origins      where they come from
+    origins      where they come from (allowed)
     refusals     what is not served, and why        listener      sockets, threads, limits
     followed     what is taken from it            http        health and metrics (http_limits, http_disk)
     admission    who may use it now, who waits    prefetch    signals before a request's first step

@@ -103,6 +103,7 @@ class Adapters(HeldAdapters):
         began = time.monotonic()
         try:
             self._shards.require_up()
+            self._allowed.check(uri)
             record, loads, new = self.register(name, uri, eager=True, seconds=seconds)
             try:
                 left = max(0.0, round(began + seconds - time.monotonic(), 1))

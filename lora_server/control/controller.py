@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from lora_server.control.agreement import Agreement
+from lora_server.control.allowed import NOWHERE, Allowed
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import Clients
 from lora_server.control.followed import FollowedAdapters
@@ -24,14 +25,15 @@ class Controller:
         require_all_adapters: bool = False,
         max_active_adapters: int = 0,
         fetcher: Fetcher | None = None,
+        allowed: Allowed = NOWHERE,
     ) -> None:
         """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
-        adapters from far."""
+        adapters from far; `allowed`: where those that are added may lie."""
         settled = threading.Event()
         self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
-        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters, fetcher)
+        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed)
         self.fetcher = fetcher
         self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from lora_server.adapters import Adapter, open_adapter, validate_adapter
+from lora_server.adapters.refusal import shown
 from lora_server.errors import AdapterSourceError
 from lora_server.sources.fetch import Fetcher
 from lora_server.sources.remote import canonical, is_remote
@@ -48,10 +49,14 @@ def local(where: Path, adapter: Adapter, version: str) -> Origin:
 
 
 def local_path(uri: str) -> Path:
-    """The directory, or the link to one, that a path or a file:// URL names."""
-    if uri.lower().startswith("file://"):
-        return Path(unquote(urlsplit(uri).path))
-    return Path(uri).expanduser().absolute()
+    """The directory, or the link to one, that a path or a file:// URL names. Raises AdapterSourceError."""
+    try:
+        path = unquote(urlsplit(uri).path) if uri.lower().startswith("file://") else uri
+    except ValueError:
+        path = ""
+    if not path or "\0" in path:
+        raise AdapterSourceError(f"adapter source: got {shown(uri)}, expected a path, file:///PATH, or a URL")
+    return Path(path).absolute()
 
 
 def uri_of(where: Path) -> str:

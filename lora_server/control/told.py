@@ -10,6 +10,7 @@ import structlog
 
 from lora_server.control.admission import Admission
 from lora_server.control.agreement import Agreement
+from lora_server.control.allowed import NOWHERE, Allowed
 from lora_server.control.leases import Leases
 from lora_server.control.registry import Record, Registry
 from lora_server.control.residency import Residency
@@ -40,10 +41,11 @@ class ToldAdapters:
         leases: Leases,
         most_active: int = 0,
         fetcher: Fetcher | None = None,
+        allowed: Allowed = NOWHERE,
     ) -> None:
         """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
-        `fetcher` brings adapters from far."""
-        self._fetcher = fetcher
+        `fetcher` brings adapters from far; `allowed`: where those that are added may lie."""
+        self._fetcher, self._allowed = fetcher, allowed
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry = Registry()
         self._room = Room(most_active)

@@ -16,6 +16,7 @@ import structlog
 from lora_server.adapters import find_adapters, is_adapter
 from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
+from lora_server.control.allowed import Allowed
 from lora_server.control.controller import Controller
 from lora_server.control.http import ControllerCollector
 from lora_server.control.leases import Leases
@@ -53,6 +54,7 @@ class ControllerProcess:
             config.require_all_adapters,
             config.max_active_adapters,
             open_fetcher(config, spec),
+            Allowed.of(config),
         )
         prefetch = PrefetchListener(
             config.bind_host, config.advertise, controller.clients.prefetches.receive, config.data_ports.prefetch()

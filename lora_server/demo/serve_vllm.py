@@ -41,6 +41,7 @@ class Served:
     name: str = "base"
     prompt: str = "Hello, my name is"
     more: tuple[str, str] = ("NAME", "DIR")
+    flags: tuple[str, ...] = ()  # of the server
 
 
 def make_tiny(root: Path, name: str) -> Served:
@@ -57,7 +58,8 @@ def make_tiny(root: Path, name: str) -> Served:
     tiny.make_adapter(model, root / "adapters/code", lora_rank=4, seed=2, targets="experts")
     tiny.make_adapter(model, root / "adapters/check", lora_rank=8, seed=3, targets="attention", invocation=INVOCATION)
     tiny.make_adapter(model, root / "chat", lora_rank=4, seed=4, targets="all")
-    return Served(root / "base", root / "adapters", name, "w5 w6 w7", ("chat", str(root / "chat")))
+    more, flags = ("chat", str(root / "chat")), ("--adapter-root", str(root))
+    return Served(root / "base", root / "adapters", name, "w5 w6 w7", more, flags)
 
 
 def engine_environment(flags: Sequence[str], environment: Mapping[str, str], server: str) -> dict[str, str]:
@@ -70,7 +72,8 @@ def engine_environment(flags: Sequence[str], environment: Mapping[str, str], ser
 def serve(served: Served, address: str, flags: list[str], logs: Path, verbose: bool) -> int:
     """Until vLLM ends; returns its exit code."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    own = ["--base-model", str(served.model), *(["--adapters", str(served.adapters)] if served.adapters else [])]
+    own = ["--base-model", str(served.model), *served.flags]
+    own += ["--adapters", str(served.adapters)] if served.adapters else []
     host, _, port = address.rpartition(":")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served.model)]
     command += ["--served-model-name", served.name, "--host", host, "--port", port, *flags]

@@ -6,6 +6,7 @@ import pytest
 from engines import Engine
 
 from lora_server.demo.launch import running_server
+from tests.serving import ANYWHERE
 from tests.workload import workload
 
 
@@ -27,7 +28,7 @@ def load(kind):
 @pytest.fixture(scope="module")
 def server(load, kind, scratch):
     """Four shards, so that experts, layers and dense sites lie apart."""
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2"]
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2", *ANYWHERE]
     with running_server(scratch / f"server-{kind}.log", flags) as running:
         yield running
 

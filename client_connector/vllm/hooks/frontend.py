@@ -152,7 +152,7 @@ def _load(original: Any) -> Callable[..., Any]:
             if path in (name, f"{KEY}:{name}"):
                 adapter = await asyncio.to_thread(directory.get, name)
             else:
-                uri = path if "://" in path else str(Path(path).expanduser().absolute())
+                uri = path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111  (never raises)
                 adapter = await asyncio.to_thread(directory.add, name, uri)
                 self.lora_server_added.add(name)
         except LoraServerError as error:
