@@ -18,7 +18,7 @@ NAMES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
 # extra -> the modules that it brings and a command imports; a test holds it against the sources and pyproject.toml
 EXTRAS = {
     "server": (
-        *("anyio", "grpc_health", "grpc_reflection", "prometheus_client", "pydantic", "pydantic_settings"),
+        *("anyio", "grpc_health", "grpc_reflection", "packaging", "prometheus_client", "pydantic", "pydantic_settings"),
         *("rich", "starlette", "typer", "uvicorn", "yaml"),
     ),
     "provision": ("matplotlib", "rich", "scipy", "typer", "yaml"),

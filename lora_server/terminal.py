@@ -18,7 +18,7 @@ WIDE = 100_000  # a pipe
 NARROWEST = 12  # of a column that is wrapped
 GAP = 2
 COLOURS = {
-    **dict.fromkeys(("ready", "up", "equal"), "green"),
+    **dict.fromkeys(("ready", "up", "ok", "equal"), "green"),
     **dict.fromkeys(("loading", "starting", "draining", "warning"), "yellow"),
     **dict.fromkeys(("failed", "refused", "not ready", "DIFFERENT"), "red"),
 }
