@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -59,8 +60,8 @@ def test_names_are_completed_from_the_server(server):
     assert (done.stdout.split(), done.stderr) == (["per-expert"], "")
 
 
-def in_a_terminal(*arguments):
-    """The exit code of the command, and what a terminal got."""
+def in_a_terminal(*arguments, until_shown=None):
+    """The exit code of the command, and what a terminal got; Ctrl-C is pressed once `until_shown` is true of it."""
     pid, terminal = pty.fork()
     if not pid:
         os.execve(sys.executable, [sys.executable, "-m", "lora_server", *arguments], os.environ | {"TERM": "xterm"})
@@ -68,6 +69,9 @@ def in_a_terminal(*arguments):
     while True:
         try:
             shown += os.read(terminal, 1 << 16)
+            if until_shown is not None and until_shown(shown.decode(errors="replace")):
+                until_shown = None
+                os.write(terminal, b"\x03")
         except OSError:  # it ended
             os.close(terminal)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
@@ -95,6 +99,26 @@ def test_each_shard_has_a_bar(server):
     until(lambda: shown() == full, "both shards have all four layers")
     ended.set()
     thread.join(HANG_SECONDS)
+
+
+def test_status_is_watched_until_ctrl_c(server):
+    def twice(shown):
+        return shown.count(f"{server.address} at ") >= 2 and shown.count("ep2-pp1") >= 2
+
+    code, shown = in_a_terminal("status", "--watch", "--server", server.address, until_shown=twice)
+    assert (code, "Traceback" in shown) == (0, False), shown
+    assert shown.count("ep2-pp1") >= 2 and shown.rstrip().endswith("\x1b[?1049l"), "the screen that was there comes back"
+
+
+def test_what_is_watched_may_be_away(server):
+    """In a pipe: a JSON document per line, of a server that is there and of one that is not."""
+    for address, ready in ((server.address, True), ("127.0.0.1:1", False)):
+        command = [sys.executable, "-m", "lora_server", "status", "--watch", "--json", "--server", address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+            lines = [json.loads(watching.stdout.readline()) for _ in range(2)]
+            watching.send_signal(signal.SIGINT)
+            _, said = watching.communicate(timeout=HANG_SECONDS)
+        assert [one["ready"] for one in lines] == [ready] * 2 and (watching.returncode, said) == (0, "")
 
 
 class Slow(dict):

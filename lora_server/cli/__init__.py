@@ -3,7 +3,7 @@
 command    what it is made of; serve, demo         adapters   of a running server: list, show, add, remove
 call       one call to a running server            loading    the bar of an adapter that is added
 status     what a running server does              complete   adapters' names for a shell
-doctor     what a machine lacks for a node
+doctor     what a machine lacks for a node         live       status, again and again
 """
 
 from lora_server.cli.command import app, main

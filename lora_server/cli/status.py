@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, fields, print_json, run
 from lora_server.units import count, size
@@ -21,10 +23,19 @@ LEFT = ("state", "device", "clients", "instance", "by")
 MOST_NAMES = 8  # of what a client holds; --json has all
 
 
-def status(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def status(
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")] = False,
+) -> None:
     """Shards, memory, clients and adapters of a running server."""
 
     def command() -> None:
+        if watch:
+            from lora_server.cli import live
+
+            live.watch(server, as_json)
+            return
         from lora_server import terminal
         from lora_server.wire import lora_server_pb2 as pb
 

@@ -1,0 +1,85 @@
+"""A running server, looked at again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from typing import TYPE_CHECKING
+
+import typer
+
+from lora_server.cli.call import ask, fields
+from lora_server.errors import ServerUnavailableError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from lora_server.wire import lora_server_pb2 as pb
+
+SECONDS = 1.0  # between two looks
+
+
+def watch(server: str, as_json: bool) -> None:
+    """Until Ctrl-C: a screen of its own in a terminal; in a pipe one below the other, or one JSON document per line.
+
+    A server that does not answer is said so, and asked again.
+    """
+    from rich.live import Live
+
+    from lora_server import terminal
+
+    console = terminal.open_console()
+    screen = console.is_terminal and not as_json
+    with contextlib.suppress(KeyboardInterrupt):
+        if not screen:
+            while True:
+                _print(server, as_json, console)
+                time.sleep(SECONDS)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(_look(server, console), refresh=True)
+                time.sleep(SECONDS)
+
+
+def _print(server: str, as_json: bool, console: Console) -> None:
+    if not as_json:
+        console.print(_look(server, console))
+        return
+    try:
+        document = fields(_status(server))
+    except ServerUnavailableError as error:
+        document = {"ready": False, "reason": str(error)}
+    typer.echo(json.dumps(document))
+
+
+def _status(server: str) -> pb.StatusReply:
+    from lora_server.wire import lora_server_pb2 as pb
+
+    reply: pb.StatusReply = ask(server, "Server", "Status", pb.StatusRequest())
+    return reply
+
+
+def _look(server: str, console: Console) -> RenderableType:
+    from rich.console import Console as RichConsole
+    from rich.text import Text
+
+    from lora_server import terminal
+    from lora_server.cli.status import show
+
+    page = io.StringIO()
+    inner = RichConsole(
+        file=page,
+        width=console.width,
+        force_terminal=console.is_terminal,
+        no_color=console.no_color,
+        highlight=False,
+        soft_wrap=True,
+    )
+    terminal.say(inner, f"{server} at {time.strftime('%H:%M:%S')}")
+    try:
+        show(_status(server), inner)
+    except ServerUnavailableError as error:
+        terminal.say(inner, str(error), "failed")
+    return Text.from_ansi(page.getvalue())
