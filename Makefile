@@ -9,7 +9,7 @@ VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint docs bench gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint docs browser bench gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -21,6 +21,11 @@ demo: $(VENV)/ready
 # a process per core, whole files each, because their fixtures are dear
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+
+# what the page's tests look at it with; without one they skip
+browser:
+	@command -v chromium || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+		--no-install-recommends chromium fonts-dejavu-core > /dev/null && command -v chromium; }
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml

@@ -69,7 +69,7 @@ def test_paths_codes_and_types():
         del reasons[0]
         assert get(server.port, "/readyz?verbose=1") == (200, text, b"ok\n")
         for path in ("/", "/livez/", "/nowhere", "//livez", "/%ff"):
-            assert get(server.port, path) == (404, text, b"try /livez, /readyz or /metrics\n"), path
+            assert get(server.port, path) == (404, text, b"try /livez, /readyz, /metrics\n"), path
         assert get(server.port, "/livez", "POST")[0] == 405
 
 

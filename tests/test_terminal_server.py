@@ -107,7 +107,9 @@ def test_status_is_watched_until_ctrl_c(server):
 
     code, shown = in_a_terminal("status", "--watch", "--server", server.address, until_shown=twice)
     assert (code, "Traceback" in shown) == (0, False), shown
-    assert shown.count("ep2-pp1") >= 2 and shown.rstrip().endswith("\x1b[?1049l"), "the screen that was there comes back"
+    assert shown.count("ep2-pp1") >= 2 and shown.rstrip().endswith("\x1b[?1049l"), (
+        "the screen that was there comes back"
+    )
 
 
 def test_what_is_watched_may_be_away(server):

@@ -41,16 +41,3 @@ def ask(server: str, service: str, method: str, request: Any, seconds: float = 1
 def print_json(document: Any) -> None:
     """On stdout."""
     typer.echo(json.dumps(document, indent=2))
-
-
-def fields(message: Any) -> dict[str, Any]:
-    """A message as plain values; numbers stay numbers, unlike in protobuf's own JSON."""
-
-    def plain(value: Any) -> Any:
-        return fields(value) if hasattr(value, "DESCRIPTOR") else value
-
-    found = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        found[field.name] = [plain(one) for one in value] if field.is_repeated else plain(value)
-    return found

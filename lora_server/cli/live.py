@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from lora_server.cli.call import ask, fields
+from lora_server.cli.call import ask
 from lora_server.errors import ServerUnavailableError
+from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, fields, print_json, run
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, print_json, run
 from lora_server.units import count, size
+from lora_server.wire.plain import fields
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""/livez, /readyz and /metrics over HTTP."""
+"""/livez, /readyz and /metrics over HTTP, and what else the caller has to say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import socket
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 import uvicorn
@@ -32,6 +32,7 @@ from lora_server.errors import AdapterFormatError
 BLOCKING_THREADS = 4  # per path
 CLOSE_SECONDS = 5.0
 log = structlog.get_logger()
+Answer = Callable[[Request], Response]
 
 # metric, help, field of ShardStats, factor
 _COUNTERS = (
@@ -115,15 +116,25 @@ def _admission(admission: Admission) -> Iterable[Metric]:
 
 
 class HttpServer:
-    """Serves until closed. `not_ready` says why not, or ''; it may block. Raises OSError where it cannot listen."""
+    """Serves until closed. `not_ready` says why not, or ''; it and `more`, by path, may block.
 
-    def __init__(self, host: str, port: int, not_ready: Callable[[], str], collector: Collector | None) -> None:
+    Raises OSError where it cannot listen.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        not_ready: Callable[[], str],
+        collector: Collector | None,
+        more: Mapping[str, Answer] = {},
+    ) -> None:
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self._server = uvicorn.Server(limited(_app(not_ready, registry)))
+        self._server = uvicorn.Server(limited(_app(not_ready, registry, more)))
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
@@ -157,7 +168,7 @@ def _listen(host: str, port: int) -> socket.socket:
 # -- what it answers
 
 
-def _app(not_ready: Callable[[], str], registry: CollectorRegistry) -> Starlette:
+def _app(not_ready: Callable[[], str], registry: CollectorRegistry, more: Mapping[str, Answer]) -> Starlette:
     async def livez(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
@@ -173,15 +184,16 @@ def _app(not_ready: Callable[[], str], registry: CollectorRegistry) -> Starlette
         return Response(encode(registry), headers={"Content-Type": content_type})
 
     async def elsewhere(_: Request, __: Exception) -> Response:
-        return PlainTextResponse("try /livez, /readyz or /metrics\n", 404)
+        return PlainTextResponse(f"try {', '.join(['/livez', *blocking])}\n", 404)
 
-    routes = [Route("/livez", livez), Route("/readyz", _in_thread(readyz)), Route("/metrics", _in_thread(metrics))]
+    blocking: dict[str, Answer] = {"/readyz": readyz, "/metrics": metrics, **more}
+    routes = [Route("/livez", livez), *(Route(path, _in_thread(answer)) for path, answer in blocking.items())]
     app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)], exception_handlers={404: elsewhere})
     app.router.redirect_slashes = False
     return app
 
 
-def _in_thread(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that may block, and not the loop: BLOCKING_THREADS at a time. Not waited for at the end."""
     limiter = CapacityLimiter(BLOCKING_THREADS)
 

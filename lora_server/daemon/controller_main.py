@@ -15,6 +15,7 @@ import structlog
 
 from lora_server.adapters import find_adapters, is_adapter
 from lora_server.config import ProcessConfig
+from lora_server.control import page
 from lora_server.control.agreement import Agreement
 from lora_server.control.allowed import Allowed
 from lora_server.control.controller import Controller
@@ -62,7 +63,7 @@ class ControllerProcess:
         self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
-        self.http = listen_http(config, self._stack, self._not_ready, collector)
+        self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller))
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
             control = ControlServer(controller, str(config.listen), prefetch.address, door, config.grpc_reflection)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client.registry import Collector
 
 from lora_server.config import ServeConfig
-from lora_server.control.http import HttpServer
+from lora_server.control.http import Answer, HttpServer
 from lora_server.errors import ConfigError
 
 
 def listen_http(
-    config: ServeConfig, stack: contextlib.ExitStack, not_ready: Callable[[], str], collector: Collector | None = None
+    config: ServeConfig,
+    stack: contextlib.ExitStack,
+    not_ready: Callable[[], str],
+    collector: Collector | None = None,
+    more: Mapping[str, Answer] = {},
 ) -> HttpServer:
     """Serve it until `stack` ends; raises ConfigError where it cannot be had."""
     try:
-        server = HttpServer(config.http.host, config.http.port, not_ready, collector)
+        server = HttpServer(config.http.host, config.http.port, not_ready, collector, more)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(

@@ -1,0 +1,180 @@
+// Asks /status.json every two seconds and writes what it says. Rates are differences between two answers.
+"use strict";
+
+const EVERY_MS = 2000, GIVE_UP_MS = 8000;
+const at = (id) => document.getElementById(id);
+let before = null;
+
+function element(tag, text = "", kind = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (kind) made.className = kind;
+  return made;
+}
+
+function size(bytes) {
+  let value = bytes, unit = "B";
+  for (const larger of ["KiB", "MiB", "GiB", "TiB"]) {
+    if (value < 999.5) break;
+    value /= 1024;
+    unit = larger;
+  }
+  return unit === "B" || value >= 99.95 ? `${value.toFixed(0)} ${unit}` : `${value.toFixed(1)} ${unit}`;
+}
+
+const count = (number) => Math.round(number).toLocaleString("en");
+const rate = (number) => number >= 10 ? count(number) : number.toFixed(1);
+
+function duration(seconds) {
+  return seconds >= 1 ? `${seconds.toFixed(1)} s` : seconds >= 1e-3 ? `${(seconds * 1e3).toFixed(1)} ms`
+    : `${(seconds * 1e6).toFixed(0)} µs`;
+}
+
+// -- the parts of the page
+
+function totals(now) {
+  const stats = now.shards.map((shard) => shard.stats);
+  const sum = (field) => stats.reduce((total, one) => total + (one?.[field] ?? 0), 0);
+  const rows = {
+    "adapters": count(now.adapters),
+    "in use": count(now.active),
+    "requests that wait": count(now.queued),
+    "engines": count(now.clients),
+    "device pools": `${size(sum("weight_bytes"))} of ${size(sum("total_bytes"))}`,
+    "host pools": sum("host_total_bytes") ? `${size(sum("host_bytes"))} of ${size(sum("host_total_bytes"))}` : "none",
+    "refused": count(now.refused.length),
+  };
+  at("totals").replaceChildren(...Object.entries(rows).map(([name, value]) => {
+    const pair = element("div");
+    pair.append(element("dt", name), element("dd", value));
+    return pair;
+  }));
+}
+
+function line(name, value) {
+  const made = element("p");
+  made.append(element("span", name), element("span", value));
+  return made;
+}
+
+function meter(label, ...shares) {
+  const made = element("div", "", "meter");
+  made.setAttribute("role", "img");
+  made.setAttribute("aria-label", label);
+  made.append(...shares.map((share) => {
+    const part = element("i");
+    part.style.width = `${Math.max(0, Math.min(100, 100 * share))}%`;
+    return part;
+  }));
+  return made;
+}
+
+function work(shard, past, seconds) {
+  const now = shard.stats, then = past?.pid === shard.pid ? past.stats : null;
+  if (!then || seconds <= 0 || now.steps < then.steps) return [line("steps", count(now.steps))];
+  const steps = now.steps - then.steps;
+  const found = [line("steps", `${count(now.steps)}, ${rate(steps / seconds)} /s`)];
+  if (steps) {
+    const each = (field) => (now[field] - then[field]) / steps / 1e9;
+    const [wait, compute] = [each("wait_ns"), each("compute_ns")];
+    const text = `${duration(compute)} + ${duration(wait)}`;
+    found.push(line("compute + wait", text));
+    if (wait + compute > 0) {
+      found.push(meter(`a step: ${text}`, compute / (wait + compute), wait / (wait + compute)));
+    }
+  }
+  return found;
+}
+
+function card(shard, past, seconds) {
+  const made = element("article", "", "shard"), title = element("h3");
+  title.append(element("span", `shard ${shard.shard}`));
+  title.append(element("span", shard.state, shard.state === "up" ? "state up" : "state down"));
+  made.append(title);
+  if (!shard.stats?.device) return made;
+  const used = shard.stats.weight_bytes, total = shard.stats.total_bytes;
+  made.append(line(shard.stats.device, `node ${shard.node}, pid ${shard.pid}`));
+  made.append(line("weights", `${size(used)} of ${size(total)}`), meter("weights", used / Math.max(1, total)));
+  made.append(...work(shard, past, seconds));
+  if (shard.stats.failed) made.append(line("failed steps", count(shard.stats.failed)));
+  if (shard.restarts) made.append(line("restarts", count(shard.restarts)));
+  return made;
+}
+
+function shards(now, seconds) {
+  const stages = new Map();
+  for (const shard of now.shards) {
+    const past = before?.shards.find((one) => one.shard === shard.shard);
+    if (!stages.has(shard.stage)) stages.set(shard.stage, element("div", "", "stage"));
+    stages.get(shard.stage).append(card(shard, past, seconds));
+  }
+  for (const [stage, row] of stages) row.setAttribute("aria-label", `stage ${stage}`);
+  at("shards").replaceChildren(...stages.values());
+}
+
+// columns: heading -> kind of its cells; rows: of texts
+function table(id, columns, rows, empty) {
+  const head = element("tr");
+  head.append(...Object.entries(columns).map(([name, kind]) => element("th", name, kind)));
+  const body = rows.map((cells) => {
+    const row = element("tr");
+    row.append(...cells.map((cell, i) => element("td", cell, Object.values(columns)[i])));
+    return row;
+  });
+  if (!rows.length) {
+    const none = element("td", empty, "text");
+    none.colSpan = Object.keys(columns).length;
+    const row = element("tr");
+    row.append(none);
+    body.push(row);
+  }
+  at(id).replaceChildren(head, ...body);
+}
+
+function adapters(now) {
+  const rows = now.hottest.map((one) => [
+    one.name, one.pinned ? `${one.state}, pinned` : one.state, `${one.resident_layers} of ${one.layers}`,
+    size(one.bytes), String(one.lora_rank), count(one.holders),
+  ]);
+  const columns = { adapter: "", state: "text", "layers ready": "", bytes: "", rank: "", "held by": "" };
+  table("adapters", columns, rows, "none yet: lora-server adapters add NAME DIR");
+  at("shown").textContent = rows.length < now.adapters ? `the ${rows.length} hottest of ${count(now.adapters)}` : "";
+}
+
+function write(now) {
+  document.title = `${now.ready ? "●" : "○"} lora-server ${now.model}`;
+  at("model").textContent = now.model;
+  at("layout").textContent = now.layout;
+  at("ready").textContent = now.ready ? "ready" : `not ready: ${now.reason}`;
+  at("ready").className = now.ready ? "state up" : "state down";
+  const seconds = before ? (now.seconds - before.seconds) : 0;
+  totals(now);
+  shards(now, seconds);
+  adapters(now);
+  const engines = now.joined.map((one) => [
+    one.instance, String(one.client), one.transports.join(", ") || "-", `${one.silent_seconds.toFixed(0)} s ago`,
+    count(one.adapters.length),
+  ]);
+  table("clients", { engine: "", client: "", by: "text", heard: "", "adapters held": "" }, engines, "none has joined");
+  at("refusals").hidden = !now.refused.length;
+  table("refused", { adapter: "", why: "text long" }, now.refused.map((one) => [one.name, one.reason]), "");
+  before = now;
+}
+
+// -- the loop
+
+async function ask() {
+  try {
+    const answer = await fetch("/status.json", { signal: AbortSignal.timeout(GIVE_UP_MS), cache: "no-store" });
+    if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
+    write(await answer.json());
+    at("alarm").hidden = true;
+    at("asked").textContent = `as of ${new Date().toLocaleTimeString()}`;
+  } catch (error) {
+    at("alarm").textContent = `The server does not answer (${error.message}). What is below is what it said last.`;
+    at("alarm").hidden = false;
+  }
+  setTimeout(ask, EVERY_MS);
+}
+
+ask();
