@@ -107,7 +107,9 @@ class ServeConfig(BaseSettings):
     )
     listen: Listens = Field(Address("127.0.0.1", 7400), description="Where the controller serves gRPC.")
     grpc_reflection: bool = Field(False, description="Tell whoever asks at --listen which calls there are (grpcurl).")
-    http: Listens = Field(Address("127.0.0.1", 7401), description="Where a page to look at is, and /livez, /readyz and /metrics.")
+    http: Listens = Field(
+        Address("127.0.0.1", 7401), description="Where a page to look at is, and /livez, /readyz and /metrics."
+    )
     data_port_base: int | None = Field(
         None, ge=1, le=HIGHEST, description="First of this server's ports for data, for firewalls; random unless given."
     )

@@ -21,7 +21,7 @@ EXTRAS = {
         *("anyio", "grpc_health", "grpc_reflection", "packaging", "prometheus_client", "pydantic", "pydantic_settings"),
         *("rich", "starlette", "typer", "uvicorn", "yaml"),
     ),
-    "provision": ("matplotlib", "rich", "scipy", "typer", "yaml"),
+    "provision": ("matplotlib", "prometheus_client", "rich", "scipy", "typer", "yaml"),
     "demo": ("peft", "safetensors", "tokenizers", "transformers"),
 }
 

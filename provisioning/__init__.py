@@ -7,5 +7,6 @@ model            how many adapters fit, and what a step takes
 simulation       decode instances over adapter caches, event by event
 plan             the layouts that meet the SLOs, by the model and then by simulation
 report           what is said about a plan
+watch            a running server beside its plan
 cli              the `provision` command
 """

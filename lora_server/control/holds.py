@@ -6,13 +6,17 @@ After a restart of the controller nobody knows, until each client has said it ag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Holds:
-    """By handle. While the holds of a client are unknown, everything counts as held."""
+    """By handle. While the holds of a client are unknown, everything counts as held.
 
-    def __init__(self) -> None:
+    `changed(handle, more)` hears of every hold that begins, or ends.
+    """
+
+    def __init__(self, changed: Callable[[int, int], object] = lambda handle, more: None) -> None:
+        self._changed = changed
         self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
         self._unknown: set[int] = set()
 
@@ -24,6 +28,7 @@ class Holds:
             if client not in holders:
                 more.add(handle)
             holders[client] += 1
+            self._changed(handle, 1)
         return more
 
     def release(self, client: int, handles: Iterable[int]) -> set[int]:
@@ -33,6 +38,7 @@ class Holds:
             holders = self._holders.get(handle)
             if holders is not None and holders[client] > 0:
                 holders[client] -= 1
+                self._changed(handle, -1)
                 self._trim(handle)
                 if not self.has(client, handle):
                     fewer.add(handle)
@@ -42,7 +48,8 @@ class Holds:
         """The client is gone."""
         self._unknown.discard(client)
         for handle, holders in list(self._holders.items()):
-            holders.pop(client, None)
+            if times := holders.pop(client, 0):
+                self._changed(handle, -times)
             self._trim(handle)
 
     def expect(self, client: int) -> None:
@@ -58,6 +65,8 @@ class Holds:
         self._unknown.discard(client)
         for handle, times in Counter(handles).items():
             holders = self._holders.setdefault(handle, Counter())
+            if times > holders[client]:
+                self._changed(handle, times - holders[client])
             holders[client] = max(holders[client], times)
 
     def handles(self) -> set[int]:

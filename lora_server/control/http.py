@@ -27,6 +27,7 @@ from lora_server.control.admission import Admission
 from lora_server.control.controller import Controller
 from lora_server.control.http_disk import disk_metrics
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
+from lora_server.control.tally import Tally
 from lora_server.errors import AdapterFormatError
 
 BLOCKING_THREADS = 4  # per path
@@ -91,6 +92,7 @@ class ControllerCollector(Collector):
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
         yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
         yield from _admission(controller.adapters.admission)
+        yield _holds(controller.adapters.tally)
         yield from disk_metrics(controller)
         help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
@@ -113,6 +115,15 @@ def _admission(admission: Admission) -> Iterable[Metric]:
         GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
         GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
     )
+
+
+def _holds(tally: Tally) -> Metric:
+    text = "Time that requests held an adapter; (other): those without a line of their own"
+    held = SummaryMetricFamily("lora_server_adapter_hold_seconds", text, labels=["adapter"])
+    own, others = tally.sums()
+    for name, sums in (*own.items(), ("(other)", others)):
+        held.add_metric([name], sums.holds, sums.seconds)
+    return held
 
 
 class HttpServer:

@@ -11,11 +11,13 @@ import structlog
 from lora_server.control.admission import Admission
 from lora_server.control.agreement import Agreement
 from lora_server.control.allowed import NOWHERE, Allowed
+from lora_server.control.holds import Holds
 from lora_server.control.leases import Leases
 from lora_server.control.registry import Record, Registry
 from lora_server.control.residency import Residency
 from lora_server.control.room import Room
 from lora_server.control.shards import PendingCommand, ShardHandle, ShardTable
+from lora_server.control.tally import Tally
 from lora_server.errors import (
     AdapterLoadError,
     LoraServerError,
@@ -49,8 +51,11 @@ class ToldAdapters:
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._registry = Registry()
         self._room = Room(most_active)
-        self.admission = Admission(self._resolve, self._room, changed=self._tell_active, told=self._tell_holds)
-        self._holds = self.admission.holds
+        self.tally = Tally(self._name_of)
+        self._holds = Holds(self.tally.changed)
+        self.admission = Admission(
+            self._resolve, self._room, self._holds, changed=self._tell_active, told=self._tell_holds
+        )
         self._refusals = self._registry.refusals
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name
@@ -102,6 +107,10 @@ class ToldAdapters:
         """Every shard keeps them, for the next controller."""
         with self._lock:
             return self._shards.broadcast(pb.ShardCommand(refused=self._refusals.tell()))
+
+    def _name_of(self, handle: int) -> str | None:
+        record = self._registry.by_handle(handle)
+        return None if record is None else record.name
 
     def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
         self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))

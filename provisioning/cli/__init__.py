@@ -4,6 +4,7 @@ command    the command and its subcommands    errors       bad input: one line, 
 plan       `provision`                        simulate     `provision simulate`
 models     `provision models`                 experiment   what `provision simulate` runs
 table4     `provision table4`                 progress     what long work is at
+watch      `provision watch`
 """
 
 from provisioning.cli.command import app, main

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import typer
 
-from provisioning.cli.errors import BAD_INPUT
+from provisioning.cli.errors import BAD_INPUT, USAGE_ERROR
 from provisioning.cli.models import models
 from provisioning.cli.plan import plan
 from provisioning.cli.simulate import simulate
 from provisioning.cli.table4 import table4
-
-# Of the click that typer uses, bundled or not: ClickException.
-_UsageError: Any = typer.BadParameter.__mro__[2]
+from provisioning.cli.watch import watch
 
 HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
 
@@ -23,13 +20,14 @@ app.callback(invoke_without_command=True)(plan)
 app.command("models")(models)
 app.command("simulate")(simulate)
 app.command("table4")(table4)
+app.command("watch")(watch)
 
 
 def main() -> None:
     """Console script: usage errors, too, are one line that names the flag."""
     try:
         code = app(standalone_mode=False)
-    except _UsageError as error:
+    except USAGE_ERROR as error:
         typer.echo(f"error: {' '.join(error.format_message().split())}", err=True)
         sys.exit(BAD_INPUT)
     except typer.Abort:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from lora_server.errors import LoraServerError
 
 BAD_INPUT = 2
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]  # of the click that typer uses, bundled or not: ClickException
 
 
 @contextmanager

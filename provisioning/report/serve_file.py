@@ -10,6 +10,7 @@ from provisioning.report.render import headline, question, remarks, rows
 from provisioning.report.result import NOTES, Result
 from provisioning.report.tables import sides
 
+COMMAND = "command: "
 _ROWS = 256  # a message's rows come in multiples of this
 
 
@@ -31,6 +32,8 @@ def plan_yaml(result: Result) -> str:
     ]
     if result.nodes > 1:
         comments.append("Each node also needs --node-rank I, and all but the first --controller HOST:PORT.")
+    if result.command:
+        comments.append(f"{COMMAND}{result.command}")  # `provision watch` plans anew with it
     return "".join(f"# {text}\n" for text in comments) + yaml.safe_dump(settings(result), sort_keys=False)
 
 

@@ -1,0 +1,211 @@
+"""`provision watch`: a running server beside its plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from provisioning.cli.errors import USAGE_ERROR, one_line_errors
+from provisioning.cli.progress import progress
+
+if TYPE_CHECKING:
+    from provisioning.plan.scenario import Flags
+    from provisioning.watch.measured import Measured
+    from provisioning.watch.planned import Planned
+    from provisioning.watch.scrape import Scrape
+
+
+def watch(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="Scrapes that were saved (default: ask --server).")] = None,
+    server: Annotated[str, typer.Option(help="HOST:PORT of the server's --http.")] = "127.0.0.1:7401",
+    seconds: Annotated[float, typer.Option(help="Between two looks at the server.")] = 10.0,
+    record: Annotated[
+        Path | None, typer.Option(help="Append one look to this file, and answer from all of it (default: none).")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="The plan.yaml that the server was planned with.")] = None,
+    seeds: Annotated[int, typer.Option(help="Simulated seeds of GPUs now, at least 5.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Measured beside planned, and the GPUs that the measured load asks for: now, and per hour of a recorded day."""
+    with one_line_errors():
+        from provisioning.inputs import count
+
+        count(seeds, "--seeds", 5, 1000)
+        with progress(shown=not as_json) as say:
+            scrapes = _scrapes(file, server, seconds, record, say)
+            found = _found(scrapes, _plan(plan, context.find_root().command), seeds, say)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        _print(found)
+
+
+def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None, say: Any) -> list[Scrape]:
+    from provisioning.inputs import InputError, positive
+    from provisioning.watch import scrape
+
+    if file is not None and record is not None:
+        raise InputError("--record: it is for a server, not for a file of scrapes; leave one of the two out")
+    if file is not None:
+        return scrape.parsed(scrape.read(file), str(file))
+    say(f"asking {server}")
+    first = scrape.fetched(server)
+    scrape.parsed(first, f"--server: {server}")
+    if record is not None:
+        scrape.recorded(record, first)
+        return scrape.parsed(scrape.read(record), str(record))
+    pause = positive(seconds, "--seconds", 3600)
+    say(f"{server} for {pause:g} s")
+    time.sleep(pause)
+    return scrape.parsed(first + scrape.fetched(server), f"--server: {server}")
+
+
+def _plan(file: Path | None, command: Any) -> Planned | None:
+    from provisioning.watch import planned
+
+    return None if file is None else planned.read(file, lambda arguments: _flags(command, arguments))
+
+
+def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) -> dict[str, Any]:
+    from provisioning.watch import advice, measured
+
+    seen = measured.between(scrapes)
+    candidate = None if plan is None else plan.candidate
+    found: dict[str, Any] = {
+        "scrapes": len(scrapes),
+        "seconds": None if len(scrapes) == 1 else seen.seconds,
+        "restarts": seen.resets,
+        "requests": seen.requests,
+        "measured": [asdict(row) | {"factor": row.factor} for row in advice.compared(seen, candidate)],
+        "most_called": [{"adapter": name, "requests": seen.holds[name][0]} for name in seen.named[:5]],
+        "plan": None if plan is None else {"layout": str(plan.candidate.layout), "command": plan.command},
+        "now": None,
+        "corrected": None,
+        "by_hour": [],
+        "advice": _why_none(scrapes, seen, plan),
+    }
+    if found["advice"] or candidate is None:
+        return found
+    say("GPUs now")
+    now = advice.now(seen, candidate, seeds, say)
+    found["now"] = _plain(now)
+    slower = advice.corrected(seen, candidate)
+    if slower is not None:
+        found["corrected"] = {"compute_factor": slower[0], **_plain(slower[1])}
+    hours = measured.by_hour(scrapes) if scrapes[-1].at - scrapes[0].at >= _HOUR else {}
+    for hour, one in hours.items():
+        say(f"GPUs at {hour:02}:00")
+        found["by_hour"].append(
+            {"hour": hour, "request_rate": one.rate, "in_flight": one.in_flight}
+            | _plain(advice.now(one, candidate, seeds=0))
+        )
+    found["advice"] = _advice(found, candidate.gpus)
+    return found
+
+
+_HOUR = 3600.0
+
+
+def _flags(command: Any, arguments: Sequence[str]) -> Flags:
+    """Of `provision`'s own arguments."""
+    from dataclasses import fields
+
+    from provisioning.inputs import InputError
+    from provisioning.plan.scenario import Flags
+
+    try:
+        with command.make_context("provision", list(arguments)) as context:
+            given = {item.name: context.params[item.name] for item in fields(Flags)}
+    except (USAGE_ERROR, typer.Exit) as error:
+        raise InputError(" ".join(str(error).split()) or "it asks for no plan") from None
+    for name in ("slo", "model"):
+        if given[name] is None:
+            raise InputError(f"it has no --{name}")
+    return Flags(**given)
+
+
+def _why_none(scrapes: list[Scrape], seen: Measured, plan: Planned | None) -> str:
+    if plan is None:
+        return "Give the plan that the server was made with (--plan plan.yaml) to see what it needs now."
+    if len(scrapes) == 1:
+        return "One look only: a rate takes two. Look again with the same --record FILE, or ask the server itself."
+    if not seen.requests:
+        return "No request ended between the looks: nothing says what is needed."
+    return ""
+
+
+def _advice(found: dict[str, Any], has: int) -> str:
+    hours = [one["gpus"] for one in found["by_hour"]]
+    asked = [found["now"]["gpus"], *hours]
+    if None in asked:
+        return "No LoRA Server within --max-gpus meets the SLOs under what was measured; see binding."
+    most = max(asked)
+    change = "as planned" if most == has else f"{abs(most - has)} {'more' if most > has else 'fewer'} than planned"
+    when = "at the fullest hour" if hours and max(hours) >= found["now"]["gpus"] else "now"
+    return f"{most} LoRA Server GPU{'' if most == 1 else 's'} {when}: {change}."
+
+
+def _plain(one: Any) -> dict[str, Any]:
+    return asdict(one) | {"layout": None if one.layout is None else str(one.layout)}
+
+
+def _print(found: dict[str, Any]) -> None:
+    from provisioning.report import screen, words
+
+    on = screen.console()
+    over = "since the server's start" if found["seconds"] is None else f"over {words.moment(found['seconds'])}"
+    on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'look')}.")
+    if found["restarts"]:
+        warning = "Warning: the server restarted between two looks; what it had counted since the look before is lost."
+        on.print(warning, style="bold yellow")
+    columns = ("measured", "planned", "measured/planned")
+    rows = screen.table("", *columns, numbers=columns)
+    for row in found["measured"]:
+        texts = (_number(row[name], row["unit"]) for name in ("measured", "planned"))
+        rows.add_row(row["what"], *texts, "-" if row["factor"] is None else words.number(row["factor"], 3))
+    on.print(rows)
+    if found["most_called"]:
+        named = (f"{one['adapter']} {one['requests']:,.0f}" for one in found["most_called"])
+        on.print(f"Called most: {', '.join(named)}.")
+    if found["now"]:
+        _print_gpus(found, on)
+    on.print(found["advice"], style="bold")
+
+
+def _number(value: float | None, unit: str) -> str:
+    from provisioning.report import words
+
+    if value is None:
+        return "-"
+    if unit:
+        return words.time(value * (1e6 if unit == "s" else 1))
+    return words.number(value)
+
+
+def _print_gpus(found: dict[str, Any], on: Any) -> None:
+    from provisioning.report import screen, words
+
+    numbers = ("requests/s", "in flight", "GPUs", "M*")
+    rows = screen.table("GPUs for", "requests/s", "in flight", "GPUs", "layout", "M*", "binding", numbers=numbers)
+
+    def add(what: str, rate: float | None, in_flight: float | None, one: dict[str, Any]) -> None:
+        load = ("" if value is None else words.number(value) for value in (rate, in_flight))
+        gpus, layout = ("-" if one["gpus"] is None else f"{one['gpus']:,}"), one["layout"] or "-"
+        rows.add_row(what, *load, gpus, layout, f"{one['min_cache_slots']:,}", one["binding"])
+
+    by_name = {row["what"]: row["measured"] for row in found["measured"]}
+    add("all looks, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])
+    if found["corrected"]:
+        factor = words.number(found["corrected"]["compute_factor"], 3)
+        add(f"compute x{factor}, model", None, None, found["corrected"])
+    for one in found["by_hour"]:
+        add(f"{one['hour']:02}:00 UTC, model", one["request_rate"], one["in_flight"], one)
+    on.print()
+    on.print(rows)

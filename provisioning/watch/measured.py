@@ -1,0 +1,165 @@
+"""What happened between scrapes. A counter that fell was reset: what it has now came since (as Prometheus has it)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from provisioning.arrays import Floats
+from provisioning.inputs import InputError
+from provisioning.watch.scrape import HOLDS, Scrape
+from provisioning.workload.requests import Lengths
+from provisioning.workload.workload import Workload
+
+OTHER = "(other)"
+_MOST_GAP_SECONDS = 3600.0
+_SHARD_SUMS = ("steps", "compute_seconds", "wait_seconds", "entries", "failed_steps", "loads", "evictions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Sums over `seconds`, which are NaN where the scrapes do not tell. By adapter: requests, and seconds held."""
+
+    seconds: float
+    registered: int
+    holds: dict[str, tuple[float, float]]
+    admitted: float
+    at_once: float
+    waited_seconds: float
+    shards: dict[str, float] = field(default_factory=dict)
+    resets: int = 0
+
+    @property
+    def requests(self) -> float:
+        """Those that ended."""
+        return sum(calls for calls, _ in self.holds.values())
+
+    @property
+    def rate(self) -> float:
+        """Requests/s."""
+        return self.requests / self.seconds
+
+    @property
+    def held_s(self) -> float:
+        """A request's, on average."""
+        return sum(seconds for _, seconds in self.holds.values()) / self.requests
+
+    @property
+    def in_flight(self) -> float:
+        """LB, the mean over time, by Little's law."""
+        return self.rate * self.held_s
+
+    @property
+    def immediate(self) -> float:
+        """Share of the requests that were admitted at once; NaN where nobody asked."""
+        return self.at_once / self.admitted if self.admitted else math.nan
+
+    def per_step_us(self, name: str) -> float:
+        """`compute` or `wait` of a step on its shard; NaN where there was none."""
+        steps = self.shards["steps"]
+        return self.shards[f"{name}_seconds"] / steps * 1e6 if steps else math.nan
+
+    @property
+    def named(self) -> list[str]:
+        """Adapters with a line of their own that were called, the most often first."""
+        own = (name for name, (calls, _) in self.holds.items() if name != OTHER and calls)
+        return sorted(own, key=lambda name: -self.holds[name][0])
+
+    def workload(self, lengths: Lengths) -> Workload:
+        """Popularity and presence; what `(other)` had is even over those without a line, which asks for most slots.
+
+        A server sees no output lengths, but for how long adapters are held: `lengths` stand for the mean.
+        """
+        names = [name for name in self.holds if name != OTHER]
+        calls, seconds = self.holds.get(OTHER, (0.0, 0.0))
+        rest = max(self.registered - len(names), 1 if calls else 0)
+        calls_N = np.array([*(self.holds[name][0] for name in names), *[calls / max(rest, 1)] * rest])
+        held_N: Floats = np.array([*(self.holds[name][1] for name in names), *[seconds / max(rest, 1)] * rest])
+        tokens_N = held_N / np.maximum(calls_N, 1e-12) * lengths.mean_tokens / self.held_s
+        every = (*names, *(f"(other {index})" for index in range(1, rest + 1)))
+        return Workload(
+            popularity=calls_N / calls_N.sum(), tokens=tokens_N, lengths=lengths, names=every, source="measured"
+        )
+
+
+def between(scrapes: Sequence[Scrape]) -> Measured:
+    """The sum of what happened from the first to the last; of one scrape, since the server's start."""
+    if len(scrapes) == 1:
+        return _since(None, scrapes[0])
+    return _summed([_since(*pair) for pair in pairwise(scrapes)])
+
+
+def by_hour(scrapes: Sequence[Scrape]) -> dict[int, Measured]:
+    """By hour of the day (UTC), each by its fullest interval; intervals that are over an hour long are refused."""
+    found: dict[int, Measured] = {}
+    for earlier, later in pairwise(scrapes):
+        if later.at - earlier.at > _MOST_GAP_SECONDS:
+            continue
+        one, hour = _since(earlier, later), int((earlier.at + later.at) / 2 % 86400 // 3600)
+        if one.requests and (hour not in found or one.in_flight > found[hour].in_flight):
+            found[hour] = one
+    return dict(sorted(found.items()))
+
+
+def _since(earlier: Scrape | None, later: Scrape) -> Measured:
+    resets = 0 if earlier is None else sum(_fell(earlier, later, name) for name in _MARKS)
+
+    def grown(name: str, **labels: str) -> float:
+        return sum(
+            _growth(0.0 if earlier is None else earlier.of(name).get(found, 0.0), value)
+            for found, value in later.of(name).items()
+            if set(labels.items()) <= set(found)
+        )
+
+    def adapters(what: str) -> dict[str, float]:
+        return {dict(labels)["adapter"]: grown(f"{HOLDS}_{what}", **dict(labels)) for labels in later.of(_CALLS)}
+
+    if earlier is not None and not later.at > earlier.at:
+        raise InputError("two scrapes have one time; record them apart")
+    calls, seconds = adapters("count"), adapters("sum")
+    queue = later.total(_QUEUE) - (0.0 if earlier is None else earlier.total(_QUEUE))
+    at_once = grown(_ADMITTED, kind="immediate")
+    return Measured(
+        seconds=math.nan if earlier is None else later.at - earlier.at,
+        registered=int(later.total("lora_server_adapters")),
+        holds={name: (calls[name], seconds.get(name, 0.0)) for name in calls},
+        admitted=at_once + grown(_ADMITTED, kind="queued") + max(queue, 0.0),
+        at_once=at_once,
+        waited_seconds=grown("lora_server_admission_wait_seconds_sum"),
+        shards={name: grown(f"lora_server_{name}_total") for name in _SHARD_SUMS},
+        resets=int(resets > 0),
+    )
+
+
+_CALLS, _ADMITTED, _QUEUE = f"{HOLDS}_count", "lora_server_admissions_total", "lora_server_admission_queue"
+_MARKS = (_ADMITTED, "lora_server_steps_total")  # where these fell, a controller or a shard started anew
+
+
+def _fell(earlier: Scrape, later: Scrape, name: str) -> bool:
+    return any(later.of(name).get(labels, value) < value for labels, value in earlier.of(name).items())
+
+
+def _growth(before: float, now: float) -> float:
+    return now - before if now >= before else now
+
+
+def _summed(parts: Sequence[Measured]) -> Measured:
+    holds: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (calls, seconds) in part.holds.items():
+            before = holds.get(name, (0.0, 0.0))
+            holds[name] = before[0] + calls, before[1] + seconds
+    return Measured(
+        seconds=sum(part.seconds for part in parts),
+        registered=parts[-1].registered,
+        holds=holds,
+        admitted=sum(part.admitted for part in parts),
+        at_once=sum(part.at_once for part in parts),
+        waited_seconds=sum(part.waited_seconds for part in parts),
+        shards={name: sum(part.shards[name] for part in parts) for name in _SHARD_SUMS},
+        resets=sum(part.resets for part in parts),
+    )

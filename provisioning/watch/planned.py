@@ -1,0 +1,57 @@
+"""The plan that a plan.yaml holds: its layout, and the question by the command that it was made with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lora_server.errors import ConfigError
+from lora_server.placement import Layout
+from provisioning.inputs import InputError
+from provisioning.plan.candidates import Candidate, evaluate
+from provisioning.plan.instances import sized
+from provisioning.plan.scenario import Flags, scenario
+from provisioning.report.serve_file import COMMAND
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Planned:
+    """`candidate` is the plan at the load that it was made for."""
+
+    candidate: Candidate
+    command: str
+
+
+def read(file: Path, flags_of: Callable[[Sequence[str]], Flags]) -> Planned:
+    """Of a plan.yaml; `flags_of` parses a command's arguments. Raises InputError that begins with --plan."""
+    where = f"--plan: {file}"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{where} cannot be read: {error}") from None
+    command = next(
+        (line[2:].removeprefix(COMMAND) for line in text.splitlines() if line.startswith(f"# {COMMAND}")), ""
+    )
+    if not command:
+        raise InputError(f"{where} does not say which command it is of; write it anew with `provision ... --out`")
+    try:
+        question = sized(scenario(flags_of(shlex.split(command)[1:])))
+        layout = Layout.parse(str(_settings(text, where).get("layout")))
+    except (ConfigError, ValueError) as error:
+        raise InputError(f"{where}: its command or layout cannot be used here: {error}") from None
+    return Planned(candidate=evaluate(question, layout), command=command)
+
+
+def _settings(text: str, where: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{where} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{where}: got {type(found).__name__}, expected what `provision --out` writes")
+    return found

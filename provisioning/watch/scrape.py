@@ -1,0 +1,114 @@
+"""What a server says at /metrics: fetched, saved one after the other in a file, and parsed."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import pairwise
+from pathlib import Path
+
+from provisioning.inputs import InputError
+
+HOLDS = "lora_server_adapter_hold_seconds"
+SECONDS = 10.0  # for an answer
+_MOST_BYTES = 64 << 20
+_HEADING = re.compile(r"^# scrape (\d+(?:\.\d+)?)$", re.MULTILINE)
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """`at` in seconds since the epoch, NaN where the file does not say; samples by name and labels."""
+
+    at: float
+    samples: dict[str, dict[Labels, float]]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that have these labels; 0 where there are none."""
+        return sum(value for found, value in self.of(name).items() if set(labels.items()) <= set(found))
+
+    def of(self, name: str) -> dict[Labels, float]:
+        """All samples of a name."""
+        return self.samples.get(name, {})
+
+
+def fetched(server: str) -> str:
+    """The text that HOST:PORT has at /metrics, under a heading with the time; raises InputError."""
+    where = f"--server: {server}"
+    if not re.fullmatch(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", server):
+        raise InputError(f"{where}: expected HOST:PORT of the server's --http, such as 127.0.0.1:7401")
+    try:
+        with urllib.request.urlopen(f"http://{server}/metrics", timeout=SECONDS) as answer:
+            body = answer.read(_MOST_BYTES + 1)
+        if len(body) > _MOST_BYTES:
+            raise InputError(f"{where}: /metrics has more than {_MOST_BYTES >> 20} MiB; is it a lora-server?")
+        text = body.decode()
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        why = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise InputError(f"{where}/metrics cannot be read: {why}; give the server's --http address") from None
+    return f"# scrape {time.time():.3f}\n{text.rstrip()}\n"
+
+
+def recorded(file: Path, text: str) -> None:
+    """Appends a scrape; raises InputError."""
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise InputError(f"--record: {file} cannot be written: {error.strerror}") from None
+
+
+def read(file: Path) -> str:
+    """A file of scrapes; raises InputError."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from None
+
+
+def parsed(text: str, where: str) -> list[Scrape]:
+    """All scrapes of a text in the order of time; raises InputError that begins with `where`."""
+    headings = list(_HEADING.finditer(text))
+    if text[: headings[0].start() if headings else 0].strip():
+        raise InputError(f"{where}: a scrape without a heading `# scrape SECONDS` comes before others; give them apart")
+    pieces = [(math.nan, text)]
+    if headings:
+        ends = [*(heading.start() for heading in headings[1:]), len(text)]
+        pieces = [(float(one[1]), text[one.end() : end]) for one, end in zip(headings, ends, strict=True)]
+    found = [Scrape(at, _samples(piece, where)) for at, piece in pieces]
+    if any(later.at < earlier.at for earlier, later in pairwise(found)):
+        raise InputError(f"{where}: the scrapes are not in the order of time; give them as they were recorded")
+    return found
+
+
+def _samples(text: str, where: str) -> dict[str, dict[Labels, float]]:
+    found: dict[str, dict[Labels, float]] = {}
+    for name, labels, value in _parsed(text, where):
+        if name.startswith("lora_server_"):
+            if not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{where}: {name} is {value}, expected a finite number >= 0")
+            found.setdefault(name, {})[tuple(sorted(labels.items()))] = value
+    if "lora_server_admissions_total" not in found:
+        raise InputError(f"{where} is no scrape of a lora-server: lora_server_admissions_total is not in it")
+    if f"{HOLDS}_count" not in found:
+        raise InputError(f"{where}: the server does not say how adapters are held ({HOLDS}); it is too old: upgrade it")
+    return found
+
+
+def _parsed(text: str, where: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, sample.value
+    except (ValueError, KeyError, IndexError) as error:
+        raise InputError(f"{where} is not in Prometheus' text format: {' '.join(str(error).split())[:200]}") from None

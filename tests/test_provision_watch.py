@@ -1,0 +1,166 @@
+"""`provision watch`: a live server under load, and saved scrapes, good and bad."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import admission, admission_cells
+from provisioning.cli import app
+from provisioning.watch import measured, scrape
+from provisioning.workload.workload import Workload, zipf
+
+SCALE = admission_cells.Scale(load=10.0, hold_seconds=0.3, seconds=6.0)
+ASKED = [
+    "--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "mixtral-8x7b", "--adapters", "256", "--zipf", "1.2",
+    "--gpu", "hopper-96", "--instances", "2", "--batch-size", "64",
+]  # fmt: skip
+
+
+def provision(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def watched(*arguments, code=0):
+    found = provision("watch", *arguments, "--json")
+    assert found.exit_code == code, found.output
+    return json.loads(found.stdout)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """As the console script writes it, whose command is that of sys.argv."""
+    file = tmp_path_factory.mktemp("plan") / "plan.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["provision", *ASKED, "--no-simulate", "--out", str(file)])
+        assert provision(*ASKED, "--no-simulate", "--out", file).exit_code == 0
+    return file
+
+
+def page(at, calls, *, seconds=2.0, immediate=None, steps=1000, compute=0.3, adapters=256):
+    """A scrape of a server whose adapters ended so many holds, each of so many seconds."""
+    total = sum(calls.values())
+    held = "".join(
+        f'lora_server_adapter_hold_seconds_count{{adapter="{name}"}} {num}\n'
+        f'lora_server_adapter_hold_seconds_sum{{adapter="{name}"}} {num * seconds}\n'
+        for name, num in calls.items()
+    )
+    now = total if immediate is None else immediate
+    return (
+        f"# scrape {at}\n# TYPE lora_server_adapter_hold_seconds summary\n{held}"
+        f'lora_server_admissions_total{{kind="immediate"}} {now}\n'
+        f'lora_server_admissions_total{{kind="queued"}} {total - now}\n'
+        f"lora_server_admission_queue 0\nlora_server_adapters {adapters}\n"
+        f'lora_server_steps_total{{shard="0"}} {steps}\nlora_server_compute_seconds_total{{shard="0"}} {compute}\n'
+        f'lora_server_wait_seconds_total{{shard="0"}} 0.1\nlora_server_entries_total{{shard="0"}} {steps * 10}\n'
+        "python_info 1\n"
+    )
+
+
+def hours(loads, calls=None):
+    """A day of looks, an hour apart: so many requests in flight in every hour."""
+    shares = calls or dict(zip((f"t{i}" for i in range(256)), zipf(1.2, 256), strict=True))
+    pages, so_far = [], 0.0
+    for hour in range(len(loads) + 1):
+        pages.append(page(hour * 3600, {name: round(so_far * share) for name, share in shares.items()}, steps=hour))
+        so_far += (loads[hour] if hour < len(loads) else 0) * 3600 / 2.0
+    return "".join(pages)
+
+
+# -- a live server
+
+
+def test_a_live_server_under_load_is_measured(tmp_path, plan):
+    admission.make(tmp_path, 16)
+    workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
+    with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
+        first = watched("--server", server.http, "--record", record, "--plan", plan)
+        assert first["scrapes"] == 1 and first["now"] is None and "One look only" in first["advice"]
+        row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
+        admission._until(lambda: not admission.status(server.address).active, "all have let go")
+        found = watched("--server", server.http, "--record", record, "--plan", plan)
+    rows = {one["what"]: one for one in found["measured"]}
+    assert found["requests"] == row["calls"] and found["restarts"] == 0
+    assert rows["admitted at once"]["measured"] == pytest.approx(row["server_count"][0] / row["calls"], abs=0.02)
+    assert 0.25 < rows["an adapter is held"]["measured"] < 0.6, "hold_seconds, and how late a busy client lets go"
+    assert rows["requests in flight"]["measured"] == pytest.approx(
+        rows["requests/s"]["measured"] * rows["an adapter is held"]["measured"]
+    )
+    assert found["most_called"][0]["adapter"] == "tenant-0"
+    assert rows["share of the hottest"]["measured"] == pytest.approx(float(workload.popularity[0]), abs=0.12)
+    assert found["now"]["gpus"] >= 1 and "LoRA Server GPU" in found["advice"]
+
+
+# -- saved scrapes
+
+
+def test_a_recorded_day_says_when_how_many(tmp_path, plan):
+    """A load 30 times as large in one hour asks for more GPUs there; and the table is said in words."""
+    file = tmp_path / "day"
+    file.write_text(hours([8, 8, 240, 8]))
+    found = watched(file, "--plan", plan)
+    gpus = {one["hour"]: one["gpus"] for one in found["by_hour"]}
+    assert list(gpus) == [0, 1, 2, 3] and gpus[0] == gpus[1] == gpus[3] < gpus[2], gpus
+    assert found["by_hour"][2]["in_flight"] == pytest.approx(240, rel=0.01)
+    said = provision("watch", file, "--plan", plan).output
+    assert "02:00 UTC, model" in said and "at the fullest hour" in said and said.isascii()
+
+
+def test_measured_popularity_is_planned_with(tmp_path, plan):
+    """The same load, flat instead of skewed, needs more slots; who holds longer is there for longer."""
+    flat = {f"t{index}": 1 / 256 for index in range(256)}
+    slots = {}
+    for name, shares in (("zipf", None), ("flat", flat)):
+        (tmp_path / name).write_text(hours([24], shares))
+        slots[name] = watched(tmp_path / name, "--plan", plan)["now"]["min_cache_slots"]
+    assert slots["zipf"] < slots["flat"]
+    (two,) = [scrape.parsed(page(0, {"a": 0, "b": 0}) + page(60, {"a": 30, "b": 10}, adapters=2), "here")]
+    seen = measured.between(two)
+    assert (seen.rate, seen.held_s, seen.in_flight) == pytest.approx((40 / 60, 2.0, 80 / 60))
+
+
+def test_others_are_even_over_adapters_without_a_line():
+    two = scrape.parsed(page(0, {"a": 0, "(other)": 0}) + page(10, {"a": 60, "(other)": 40}, adapters=5), "here")
+    from provisioning.workload.requests import Lengths
+
+    found = measured.between(two).workload(Lengths())
+    assert found.popularity.tolist() == pytest.approx([0.6, 0.1, 0.1, 0.1, 0.1]) and found.names[0] == "a"
+
+
+def test_a_restart_between_looks_is_said_and_counts_what_came_since():
+    looks = page(0, {"a": 100}) + page(10, {"a": 150}) + page(20, {"a": 20}, steps=5, compute=0.1)
+    seen = measured.between(scrape.parsed(looks, "here"))
+    assert (seen.requests, seen.resets) == (70, 1) and seen.admitted == 70
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "no scrape of a lora-server"),
+    ("node_cpu_seconds_total 3\n", "no scrape of a lora-server"),
+    ("<html>\n<body>", "Prometheus' text format"),
+    ('lora_server_admissions_total{kind="immediate"} 3\n', "too old: upgrade it"),
+    (page(0, {"a": 1}).replace("} 1\n", "} NaN\n"), "expected a finite number"),
+    (page(9, {"a": 1}) + page(3, {"a": 2}), "not in the order of time"),
+    (page(3, {"a": 1}) + page(3, {"a": 2}), "one time"),
+    ("lora_server_steps_total 1\n" + page(3, {"a": 2}), "without a heading"),
+])  # fmt: skip
+def test_what_is_no_scrape_is_refused_in_one_line(tmp_path, text, says):
+    (tmp_path / "bad").write_text(text)
+    found = provision("watch", tmp_path / "bad")
+    assert found.exit_code == 2 and says in found.output and found.output.count("\n") == 1, found.output
+
+
+def test_no_server_and_no_plan_are_refused_in_one_line(tmp_path):
+    (tmp_path / "day").write_text(hours([8]))
+    (tmp_path / "plain.yaml").write_text("layout: ep1-pp1\n")
+    (tmp_path / "odd.yaml").write_text("# command: provision --slo x --nonsense\nlayout: ep1-pp1\n")
+    for arguments, says in (
+        (["--server", "127.0.0.1:1"], "cannot be read"),
+        (["--server", "localhost"], "expected HOST:PORT"),
+        ([tmp_path / "day", "--plan", tmp_path / "plain.yaml"], "write it anew with"),
+        ([tmp_path / "day", "--plan", tmp_path / "odd.yaml"], "cannot be used here"),
+        ([tmp_path / "day", "--record", tmp_path / "x"], "leave one of the two out"),
+    ):
+        found = provision("watch", *arguments)
+        assert found.exit_code == 2 and says in found.output and found.output.count("\n") == 1, found.output
