@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
     from lora_server.wire import lora_server_pb2 as pb
 
+    Show = Callable[[pb.StatusReply, Console], None]
+
 SECONDS = 1.0  # between two looks
 
 
-def watch(server: str, as_json: bool) -> None:
-    """Until Ctrl-C: a screen of its own in a terminal; in a pipe one below the other, or one JSON document per line.
+def watch(server: str, as_json: bool, show: Show) -> None:
+    """`show` it until Ctrl-C: a screen of its own in a terminal; in a pipe one below the other, or a JSON document per
+    line.
 
     A server that does not answer is said so, and asked again.
     """
@@ -36,17 +40,17 @@ def watch(server: str, as_json: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         if not screen:
             while True:
-                _print(server, as_json, console)
+                _print(server, as_json, console, show)
                 time.sleep(SECONDS)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(_look(server, console), refresh=True)
+                live.update(_look(server, console, show), refresh=True)
                 time.sleep(SECONDS)
 
 
-def _print(server: str, as_json: bool, console: Console) -> None:
+def _print(server: str, as_json: bool, console: Console, show: Show) -> None:
     if not as_json:
-        console.print(_look(server, console))
+        console.print(_look(server, console, show))
         return
     try:
         document = fields(_status(server))
@@ -62,12 +66,11 @@ def _status(server: str) -> pb.StatusReply:
     return reply
 
 
-def _look(server: str, console: Console) -> RenderableType:
+def _look(server: str, console: Console, show: Show) -> RenderableType:
     from rich.console import Console as RichConsole
     from rich.text import Text
 
     from lora_server import terminal
-    from lora_server.cli.status import show
 
     page = io.StringIO()
     inner = RichConsole(

@@ -35,7 +35,7 @@ def status(
         if watch:
             from lora_server.cli import live
 
-            live.watch(server, as_json)
+            live.watch(server, as_json, show)
             return
         from lora_server import terminal
         from lora_server.wire import lora_server_pb2 as pb

@@ -7,12 +7,12 @@ controller   puts together:                       server      its gRPC services 
     registry     what there is (durable)            registration  the shards' streams
     origins      where they come from (allowed)
     refusals     what is not served, and why        listener      sockets, threads, limits
-    followed     what is taken from it            http        health and metrics (http_limits, http_disk)
+    followed     what is taken from it            http        health and metrics (http_limits, metrics_disk)
     admission    who may use it now, who waits    prefetch    signals before a request's first step
     room         what fits into the pools         watch       a directory that is followed
     holds        who uses it                      agreement   what all nodes must share
     tally        who used it, for how long         status      all of it, for who asks (overview, page)
-    residency    which shard has how much
+    residency    which shard has how much          metrics     what Prometheus asks for (build, metrics_disk)
   clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept
     leases       until when                       shards      who is up, commands to them
 """

@@ -6,14 +6,12 @@ import asyncio
 import functools
 import socket
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 import uvicorn
 from anyio import CapacityLimiter, to_thread
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -23,107 +21,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from lora_server.control.admission import Admission
-from lora_server.control.controller import Controller
-from lora_server.control.http_disk import disk_metrics
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
-from lora_server.control.tally import Tally
-from lora_server.errors import AdapterFormatError
 
 BLOCKING_THREADS = 4  # per path
 CLOSE_SECONDS = 5.0
 log = structlog.get_logger()
 Answer = Callable[[Request], Response]
-
-# metric, help, field of ShardStats, factor
-_COUNTERS = (
-    ("lora_server_steps", "Steps served", "steps", 1.0),
-    ("lora_server_failed_steps", "Steps answered with an error", "failed", 1.0),
-    ("lora_server_entries", "Rows times experts computed", "entries", 1.0),
-    ("lora_server_request_bytes", "Bytes of requests served", "request_bytes", 1.0),
-    ("lora_server_response_bytes", "Bytes of responses pushed", "response_bytes", 1.0),
-    ("lora_server_wait_seconds", "Time steps waited on their shard", "wait_ns", 1e-9),
-    ("lora_server_compute_seconds", "Time shards computed", "compute_ns", 1e-9),
-    ("lora_server_loads", "Adapters brought into the device pool", "loads", 1.0),
-    ("lora_server_loaded_bytes", "Bytes brought into the device pool", "loaded_bytes", 1.0),
-    ("lora_server_preloads", "Adapters brought into idle memory before anybody asked", "preloads", 1.0),
-    ("lora_server_preload_hits", "Of these, those that were used", "preload_hits", 1.0),
-    ("lora_server_evictions", "Adapters that made room in the device pool", "evictions", 1.0),
-)
-# metric, help, fields of ShardStats for the device pool and for the host pool
-_POOLS = (
-    ("lora_server_weight_bytes", "Bytes that adapters take of a pool", "weight_bytes", "host_bytes"),
-    ("lora_server_pool_bytes", "Bytes of a pool", "total_bytes", "host_total_bytes"),
-)
-
-
-class ControllerCollector(Collector):
-    """The controller's state as Prometheus metrics, made when asked for."""
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-
-    def collect(self) -> Iterable[Metric]:
-        """One family per quantity, labelled by shard."""
-        controller = self._controller
-        live = controller.shards.live()
-        missing = set(controller.shards.missing())
-        up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])
-        restarts = CounterMetricFamily("lora_server_shard_restarts", "Restarts of a shard", labels=["shard"])
-        for shard, count in controller.shards.restarts.items():
-            up.add_metric([str(shard)], float(shard not in missing))
-            restarts.add_metric([str(shard)], max(0, count))
-        yield from (up, restarts)
-        for name, text, device, host in _POOLS:
-            pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
-            for shard, handle in live.items():
-                pool.add_metric([str(shard), "device"], getattr(handle.stats, device))
-                pool.add_metric([str(shard), "host"], getattr(handle.stats, host))
-            yield pool
-        for name, text, field, factor in _COUNTERS:
-            family = CounterMetricFamily(name, text, labels=["shard"])
-            for shard, handle in live.items():
-                family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
-            yield family
-        ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
-        for why, times in sorted(controller.clients.prefetches.ignored.items()):
-            ignored.add_metric([why], times)
-        yield ignored
-        yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
-        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
-        yield from _admission(controller.adapters.admission)
-        yield _holds(controller.adapters.tally)
-        yield from disk_metrics(controller)
-        help_text = "Adapters of --adapters that are refused, by the error's code"
-        refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
-        codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
-        codes.update(one.code for one in controller.adapters.refused())
-        for code, count in codes.items():
-            refused.add_metric([code], count)
-        yield refused
-
-
-def _admission(admission: Admission) -> Iterable[Metric]:
-    counters = admission.counters
-    admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
-    admitted.add_metric(["immediate"], counters.immediate)
-    admitted.add_metric(["queued"], counters.queued)
-    waited = "Time that queued requests waited until they were admitted"
-    yield from (
-        admitted,
-        SummaryMetricFamily("lora_server_admission_wait_seconds", waited, counters.queued, counters.wait_seconds),
-        GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
-        GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
-    )
-
-
-def _holds(tally: Tally) -> Metric:
-    text = "Time that requests held an adapter; (other): those without a line of their own"
-    held = SummaryMetricFamily("lora_server_adapter_hold_seconds", text, labels=["adapter"])
-    own, others = tally.sums()
-    for name, sums in (*own.items(), ("(other)", others)):
-        held.add_metric([name], sums.holds, sums.seconds)
-    return held
 
 
 class HttpServer:

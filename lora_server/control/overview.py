@@ -9,23 +9,26 @@ from typing import Any
 from lora_server.control.controller import Controller
 from lora_server.control.held import Listing
 from lora_server.control.status import status
+from lora_server.control.tally import Sum
 from lora_server.wire.plain import fields
 
 MOST_ADAPTERS = 100
+NEVER = Sum()
 
 
 def overview(controller: Controller) -> dict[str, Any]:
     """As JSON says it: `fields` of StatusReply, `hottest`, and `seconds` of a clock, so that differences are rates."""
-    hottest = heapq.nlargest(MOST_ADAPTERS, controller.adapters.listings(), key=_heat)
-    found = fields(status(controller))
-    return found | {"seconds": time.monotonic(), "hottest": [_adapter(one) for one in hottest]}
+    used, _ = controller.adapters.tally.sums()
+
+    def heat(one: Listing) -> tuple[int, int, int]:
+        return one.holders, used.get(one.record.name, NEVER).holds, one.resident_layers
+
+    hottest = heapq.nlargest(MOST_ADAPTERS, controller.adapters.listings(), key=heat)
+    adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
+    return fields(status(controller)) | {"seconds": time.monotonic(), "hottest": adapters}
 
 
-def _heat(one: Listing) -> tuple[int, int, str]:
-    return one.holders, one.resident_layers, one.record.name
-
-
-def _adapter(one: Listing) -> dict[str, Any]:
+def _adapter(one: Listing, used: Sum) -> dict[str, Any]:
     record = one.record
     return {
         "name": record.name,
@@ -37,5 +40,7 @@ def _adapter(one: Listing) -> dict[str, Any]:
         "resident_layers": one.resident_layers,
         "layers": one.layers,
         "holders": one.holders,
+        "holds": used.holds,
+        "hold_seconds": used.seconds,
         "error": one.error,
     }

@@ -19,8 +19,8 @@ from lora_server.control import page
 from lora_server.control.agreement import Agreement
 from lora_server.control.allowed import Allowed
 from lora_server.control.controller import Controller
-from lora_server.control.http import ControllerCollector
 from lora_server.control.leases import Leases
+from lora_server.control.metrics import ControllerCollector
 from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.registration import Doorkeeper
 from lora_server.control.server import ControlServer

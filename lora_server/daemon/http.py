@@ -1,15 +1,18 @@
-"""The HTTP port of a process, for as long as it runs."""
+"""The HTTP port of a process, for as long as it runs; and what a node above rank 0 counts itself."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lora_server.config import ServeConfig
+from lora_server.control.build import build_info
 from lora_server.control.http import Answer, HttpServer
 from lora_server.errors import ConfigError
+from lora_server.placement import Layout
 
 
 def listen_http(
@@ -30,3 +33,21 @@ def listen_http(
         ) from error
     stack.callback(server.close)
     return server
+
+
+class NodeCollector(Collector):
+    """What a node above rank 0 knows itself; the rest is at rank 0."""
+
+    def __init__(self, model: str, layout: Layout, node: int, restarts: Callable[[], dict[int, int]]) -> None:
+        """`restarts`: of this node's shards."""
+        self._model, self._layout, self._node, self._restarts = model, layout, node, restarts
+
+    def collect(self) -> Iterable[Metric]:
+        """What runs here, and what died."""
+        yield build_info(self._model, self._layout)
+        restarts = CounterMetricFamily(
+            "lora_server_node_restarts", "Restarts of a node's shard", labels=["node", "shard"]
+        )
+        for shard, count in self._restarts().items():
+            restarts.add_metric([str(self._node), str(shard)], count)
+        yield restarts

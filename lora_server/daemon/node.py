@@ -22,7 +22,7 @@ from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.child_main import DISK_CACHE
-from lora_server.daemon.http import listen_http
+from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
 from lora_server.daemon.spare import Spare
 from lora_server.daemon.startup import Startup, ask
@@ -69,7 +69,8 @@ class Node:
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
-            http = listen_http(process, self._stack, self._not_up)
+            collector = NodeCollector(self.spec.name, Layout.parse(process.layout), process.node_rank, self._restarts)
+            http = listen_http(process, self._stack, self._not_up, collector)
             update = {"http": process.http._replace(port=http.port)}
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
@@ -98,6 +99,9 @@ class Node:
         self._children.append(child)
         child.start()
         return child
+
+    def _restarts(self) -> dict[int, int]:
+        return {child.config.shard: child.restarts for child in self._children}
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason

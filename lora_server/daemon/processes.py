@@ -57,6 +57,7 @@ class Child:
     config: ProcessConfig
     on_fatal: Callable[[str], None]
     node_stops: threading.Event
+    restarts: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _answered: threading.Event = field(default_factory=threading.Event)
@@ -95,6 +96,7 @@ class Child:
                 return
             log.error(f"{self.name} died: {_reason(code)}; restarting it")
             self.config = self.config.model_copy(update={"restarted": True})
+            self.restarts += 1
             if time.monotonic() - started < PAUSE_SECONDS:
                 self._stopping.wait(PAUSE_SECONDS)
 

@@ -134,9 +134,12 @@ function table(id, columns, rows, empty) {
 function adapters(now) {
   const rows = now.hottest.map((one) => [
     one.name, one.pinned ? `${one.state}, pinned` : one.state, `${one.resident_layers} of ${one.layers}`,
-    size(one.bytes), String(one.lora_rank), count(one.holders),
+    size(one.bytes), String(one.lora_rank), count(one.holders), count(one.holds),
+    one.holds ? duration(one.hold_seconds / one.holds) : "-",
   ]);
-  const columns = { adapter: "", state: "text", "layers ready": "", bytes: "", rank: "", "held by": "" };
+  const columns = {
+    adapter: "", state: "text", "layers ready": "", bytes: "", rank: "", "held by": "", "held before": "", "each for": "",
+  };
   table("adapters", columns, rows, "none yet: lora-server adapters add NAME DIR");
   at("shown").textContent = rows.length < now.adapters ? `the ${rows.length} hottest of ${count(now.adapters)}` : "";
 }

@@ -1,0 +1,81 @@
+"""What deploy/monitoring asks Prometheus for is what a server says at /metrics: every name, every label."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import promql_parser
+import pytest
+import torch
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from client_connector.transformers import attach
+from deploy.monitoring import dashboard
+from lora_server.demo.launch import running_server
+from tests.serving import HANG_SECONDS, until
+from tests.workload import workload
+
+FOLDER = Path(dashboard.__file__).parent
+RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+ELSEWHERE = {"up": {"job", "instance"}}  # Prometheus's own
+
+
+def queries():
+    """(where, query, labels that its legend or text needs)"""
+    for panel in dashboard.dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"], set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+    for rule in RULES:
+        text = " ".join(rule["annotations"].values())
+        yield rule["alert"], rule["expr"], set(re.findall(r"\$labels\.(\w+)", text))
+
+
+QUERIES = list(queries())
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory):
+    """Sample name -> label names, of a server that has served."""
+    load = workload("mixtral")
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as server:
+        with attach(load.model, server=server.address) as lora, lora.adapters([sorted(load.paths)[0]]):
+            load.model(torch.tensor([load.batch[0].prompt]))
+        found = {}
+
+        def scraped():
+            with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=HANG_SECONDS) as answer:
+                for family in text_string_to_metric_families(answer.read().decode()):
+                    for sample in family.samples:
+                        found.setdefault(sample.name, set()).update(sample.labels)
+            return "lora_server_adapter_hold_seconds_count" in found
+
+        until(scraped, "the hold was counted")
+    return found | ELSEWHERE
+
+
+@pytest.mark.parametrize(("where", "query", "legend"), QUERIES, ids=[where for where, *_ in QUERIES])
+def test_a_query_asks_for_what_there_is(exposed, where, query, legend):
+    query = query.replace("$__rate_interval", "5m")
+    promql_parser.parse(query)
+    names = set(re.findall(r"\b(?:lora_server_\w+|up)\b", query))
+    assert names and not names - set(exposed), (where, names - set(exposed))
+    labels = set().union(*(exposed[name] for name in names))
+    grouped = {label for group in re.findall(r"\bby \(([\w, ]+)\)", query) for label in re.split(r", *", group)}
+    matched = set(re.findall(r"[{,]\s*(\w+)\s*[=!]~?", query))
+    assert not (grouped | matched | legend) - labels, where
+
+
+def test_the_dashboard_is_as_it_was_written():
+    assert json.loads(dashboard.FILE.read_text()) == dashboard.dashboard(), "python deploy/monitoring/dashboard.py"
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard.dashboard()["panels"]]
+    assert len(places) == len(set(places)) and all(x + w <= 24 for x, _, w, _ in places)
+
+
+def test_alerts_say_what_to_do():
+    assert all(rule["annotations"].keys() == {"summary", "what_to_do"} and rule["labels"]["severity"] for rule in RULES)
+    assert len({rule["alert"] for rule in RULES}) == len(RULES)
