@@ -20,6 +20,7 @@ MODULES = [
 ]  # fmt: skip
 PIECES = ["model", "layers", "0", "1", "10", "mlp", "experts", "w1", "q_proj", "gate_up_proj", "up_proj", "q.proj", "q"]
 PIECES += [".*", "[01]", r"\d+", "(w1|w3)", "^model", "1.1", "_proj", "gate_proj$"]
+PIECES += ["(w|1)+", "(?:[a-z]+_?)*", r"[^\d.]+", r"\w{2,4}", ".*?", r"(?:q|k)_proj", r"\bmlp\b", ""]
 PATTERNS = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(".".join),
     st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map(r"\.".join),

@@ -6,20 +6,20 @@ patterns  rank_pattern, alpha_pattern      selection  which modules it selects
 keys      tensor names -> site, expert     parts      pairs of tensors, checked shapes
 outline   where each matrix lies, small    weights    reads them from open files
 adapter   opens and checks one             refusal    the one form of error
-scan      a directory of them, by stat
+scan      a directory of them, by stat     limits     how much text there may be
 """
 
 from lora_server.adapters.adapter import Adapter, open_adapter, validate_adapter
 from lora_server.adapters.config import CONFIG
 from lora_server.adapters.files import (
     INDEX,
-    MAX_JSON_BYTES,
     WEIGHTS,
     find_adapters,
     is_adapter,
     no_weights,
     weight_map,
 )
+from lora_server.adapters.limits import Limits
 from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import Part
 from lora_server.adapters.scan import Scan, scan, stamp_of
@@ -28,7 +28,7 @@ from lora_server.adapters.weights import Weights, reopen
 __all__ = [
     "CONFIG",
     "INDEX",
-    "MAX_JSON_BYTES",
+    "Limits",
     "WEIGHTS",
     "Adapter",
     "Outline",

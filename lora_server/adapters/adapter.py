@@ -12,9 +12,10 @@ from lora_server.adapters.config import CONFIG, parse_config
 from lora_server.adapters.files import WeightFiles, read_json_file
 from lora_server.adapters.header import TensorEntry
 from lora_server.adapters.keys import Form
+from lora_server.adapters.limits import Limits
 from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import collect
-from lora_server.adapters.refusal import refusal
+from lora_server.adapters.refusal import refusal, shown
 from lora_server.adapters.scan import stamp_of
 from lora_server.adapters.settings import LoraSettings
 from lora_server.adapters.weights import Weights
@@ -81,8 +82,9 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> Adapter:
         if not directory.is_dir():
             raise refusal("directory", got="none at this path", expected="a directory saved by PEFT")
         seen = stamp_of(directory)  # first: what is written from now on is seen next time
-        settings = parse_config(read_json_file(directory / CONFIG))
-        files = WeightFiles(directory)
+        limits = Limits.of(spec)
+        settings = parse_config(read_json_file(directory / CONFIG, limits.config_bytes))
+        files = WeightFiles(directory, limits)
         try:
             return Adapter(directory, spec, settings, files, seen)
         except BaseException:
@@ -113,4 +115,4 @@ def _base_warning(settings: LoraSettings, spec: ModelSpec) -> list[str]:
     named = Path(settings.base_model).name
     if not named or named.lower() == spec.name.lower():
         return []
-    return [f"base_model_name_or_path is {settings.base_model!r}, the server's base model is {spec.name}"]
+    return [f"base_model_name_or_path is {shown(settings.base_model)}, the server's base model is {spec.name}"]

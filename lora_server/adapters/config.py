@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lora_server.adapters.patterns import Patterns
-from lora_server.adapters.refusal import refusal, shown
+from lora_server.adapters.refusal import few, refusal, shown
 from lora_server.adapters.selection import parse_selection
 from lora_server.adapters.settings import LoraSettings
 from lora_server.spec import Invocation
 
 MAX_LORA_RANK = 1024
+MAX_INVOCATION = 4096  # tokens, or characters
 CONFIG = "adapter_config.json"
 
 # Field -> why it cannot be served, and what to do about it. Off is null, false, empty (or "none").
@@ -130,7 +131,7 @@ def _unknown_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     for key in unknown:
         if key.startswith("use_") and config[key] not in (None, False, [], {}):
             raise _wrong(key, config[key], "a field of PEFT 0.21's LoraConfig", "it may change the result; retrain")
-    return tuple(f"{CONFIG}: {shown(key)} is not a field of PEFT 0.21's LoraConfig; not used" for key in unknown)
+    return few(f"{CONFIG}: {shown(key)} is not a field of PEFT 0.21's LoraConfig; not used" for key in unknown)
 
 
 def _rank(field: str, value: Any) -> int:
@@ -157,14 +158,15 @@ def _invocation(config: Mapping[str, Any]) -> Invocation | None:
     tokens = config.get("alora_invocation_tokens")
     if tokens is not None:
         whole = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-        if not whole or not tokens:
-            raise _wrong("alora_invocation_tokens", tokens, "a list of token ids, or null", "correct the config")
+        if not whole or not 0 < len(tokens) <= MAX_INVOCATION:
+            wanted = f"a list of 1 to {MAX_INVOCATION} token ids, or null"
+            raise _wrong("alora_invocation_tokens", tokens, wanted, "correct the config")
         return Invocation(tokens=tuple(tokens))
     for field in ("alora_invocation_string", "invocation_string"):
         if config.get(field) is not None:
             text = _text(config, field)
-            if not text:
-                raise _wrong(field, text, "a text, or null", "correct the config")
+            if not 0 < len(text) <= MAX_INVOCATION:
+                raise _wrong(field, text, f"a text of 1 to {MAX_INVOCATION} characters, or null", "correct the config")
             return Invocation(text=text)
     return None
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from lora_server.adapters.config import CONFIG
-from lora_server.adapters.header import TensorEntry, read_header
-from lora_server.adapters.refusal import refusal, shown
+from lora_server.adapters.header import TensorEntry, header_bytes, read_header
+from lora_server.adapters.limits import MAX_FILES, Limits
+from lora_server.adapters.refusal import clip, few, refusal, shown
 from lora_server.adapters.scan import is_ignored
 from lora_server.errors import AdapterFormatError, ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MAX_JSON_BYTES = 64 << 20
 _CHUNK_BYTES = 16 << 20
 
 
@@ -53,13 +53,21 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))
 
 
-def read_json_file(path: Path) -> bytes:
-    """The bytes of a small file; raises AdapterFormatError where there is none."""
+def read_json_file(path: Path, most: int) -> bytes:
+    """The bytes of a small file; raises AdapterFormatError where there is none, or one of more than `most` bytes."""
     if not path.is_file():
         raise refusal(path.name, got="no such file", expected="one in the adapter's directory", do="save it with PEFT")
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise refusal(path.name, got=f"{path.stat().st_size} bytes", expected=f"at most {MAX_JSON_BYTES}")
-    return path.read_bytes()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise too_large(path.name, size, most)
+        return file.read(most)
+
+
+def too_large(name: str, size: int, most: int) -> AdapterFormatError:
+    """The refusal of a text that no adapter of this base model needs."""
+    expected = f"at most {most}, which is what adapters of this base model need"
+    return refusal(name, got=f"{size} bytes", expected=expected, do="save the adapter with PEFT again")
 
 
 class OpenFiles:
@@ -107,11 +115,11 @@ class OpenFiles:
 class WeightFiles:
     """The safetensors files of one adapter, `opened`, and what their headers say."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: Limits) -> None:
         """Opens and checks; raises AdapterFormatError, with nothing left open, or OSError."""
+        self._limits, self._header_bytes = limits, 0
         self.entries: dict[str, TensorEntry] = {}
-        self.warnings: list[str] = []
-        names = _weight_files(directory)
+        names = _weight_files(directory, limits)
         for name in names:
             if not (directory / name).is_file():
                 raise refusal(name, got="no such file", expected="the adapter's weights", do="copy it again")
@@ -124,19 +132,25 @@ class WeightFiles:
         except BaseException:
             self.opened.close()
             raise
-        for other in sorted(directory.glob("*.safetensors")):
-            if other.name not in names:
-                self.warnings.append(f"{other.name} is not one of the adapter's weight files; not used")
+        others = [other.name for other in sorted(directory.glob("*.safetensors")) if other.name not in names]
+        self.warnings = few(f"{clip(name)} is not one of the adapter's weight files; not used" for name in others)
 
     def _read_header(self, file: int, name: str) -> None:
-        opened = self.opened
+        opened, limits = self.opened, self._limits
+        length = header_bytes(partial(opened.read, file), opened.size(file), name=name)
+        self._header_bytes += length
+        if self._header_bytes > limits.header_bytes:
+            raise too_large(f"{name}: header", self._header_bytes, limits.header_bytes)
         for entry in read_header(partial(opened.read, file), opened.size(file), name=name, file=file):
+            if len(self.entries) == limits.tensors:
+                expected = f"at most {limits.tensors}, which is what adapters of this base model have"
+                raise refusal(name, got="more tensors", expected=expected, do="is it of another base model?")
             if entry.name in self.entries:
                 raise refusal(entry.name, got="the tensor in two files", expected="one", do="save it again")
             self.entries[entry.name] = entry
 
     def _check_index(self, directory: Path) -> None:
-        listed = {key: self.opened.names.index(name) for key, name in _weight_map(directory).items()}
+        listed = {key: self.opened.names.index(name) for key, name in _weight_map(directory, self._limits).items()}
         for key in sorted(listed.keys() | self.entries.keys()):
             entry = self.entries.get(key)
             if entry is None or listed.get(key) != entry.file:
@@ -154,14 +168,14 @@ class WeightFiles:
                     yield entry, self.opened.read(file, begin, min(begin + _CHUNK_BYTES, entry.end))
 
 
-def _weight_files(directory: Path) -> list[str]:
+def _weight_files(directory: Path, limits: Limits) -> list[str]:
     single, index = (directory / WEIGHTS).exists(), (directory / INDEX).exists()
     if single and index:
         raise refusal(INDEX, got=f"both it and {WEIGHTS}", expected="one of them", do="remove the one that is stale")
     if single:
         return [WEIGHTS]
     if index:
-        return sorted(set(_weight_map(directory).values()))
+        return sorted(set(_weight_map(directory, limits).values()))
     raise no_weights(sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLES))
 
 
@@ -175,8 +189,8 @@ def no_weights(pickles: Sequence[str]) -> AdapterFormatError:
     )
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
-    return weight_map(read_json_file(directory / INDEX))
+def _weight_map(directory: Path, limits: Limits) -> dict[str, str]:
+    return weight_map(read_json_file(directory / INDEX, limits.index_bytes))
 
 
 def weight_map(content: bytes) -> dict[str, str]:
@@ -192,4 +206,6 @@ def weight_map(content: bytes) -> dict[str, str]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             wanted = "a .safetensors file name without a directory"
             raise refusal(f"{INDEX}: {shown(key)}", got=shown(name), expected=wanted)
+    if (count := len(set(names.values()))) > MAX_FILES:
+        raise refusal(INDEX, got=f"{count} files", expected=f"at most {MAX_FILES}", do="save it in fewer")
     return names

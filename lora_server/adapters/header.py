@@ -16,8 +16,8 @@ from typing import Any
 
 from lora_server.adapters.refusal import refusal, shown
 
-MAX_HEADER_BYTES = 100_000_000
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_MOST = 1 << 48  # of a size, and of an offset
 _DAMAGED = "the file is damaged or truncated: copy or save it again"
 
 
@@ -33,6 +33,16 @@ class TensorEntry:
     file: int = 0
 
 
+def header_bytes(read: Callable[[int, int], bytes | bytearray], size: int, *, name: str) -> int:
+    """How long the header is, in a file of `size` bytes; reads no more than that. Raises AdapterFormatError."""
+    if size < 8:
+        raise refusal(name, got=f"{size} bytes", expected="a safetensors file of at least 8 bytes", do=_DAMAGED)
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > size - 8:
+        raise refusal(name, got=f"a header length of {length} in {size} bytes", expected="it to fit", do=_DAMAGED)
+    return int(length)
+
+
 def read_header(
     read: Callable[[int, int], bytes | bytearray], size: int, *, name: str, file: int = 0
 ) -> list[TensorEntry]:
@@ -40,13 +50,7 @@ def read_header(
 
     Raises AdapterFormatError for every header that does not describe this file exactly.
     """
-    if size < 8:
-        raise refusal(name, got=f"{size} bytes", expected="a safetensors file of at least 8 bytes", do=_DAMAGED)
-    (length,) = struct.unpack("<Q", read(0, 8))
-    if length > MAX_HEADER_BYTES:
-        raise refusal(name, got=f"a header length of {length}", expected=f"at most {MAX_HEADER_BYTES}", do=_DAMAGED)
-    if length > size - 8:
-        raise refusal(name, got=f"a header length of {length} in {size} bytes", expected="it to fit", do=_DAMAGED)
+    length = header_bytes(read, size, name=name)
     fields = _parse(read(8, 8 + length), name)
     fields.pop("__metadata__", None)
     data_begin = 8 + length
@@ -99,7 +103,7 @@ def _entry(key: str, value: Any, data_begin: int, size: int, file: int) -> Tenso
 
 
 def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _MOST for item in value)
 
 
 def _check_cover(entries: list[TensorEntry], data_begin: int, size: int, name: str) -> None:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 from lora_server.adapters.refusal import refusal, shown
 
 # Between these words a name has nothing but dots, so there "." as a dot and "." as a regex agree.
 _WORDS = "model|layers|self_attn|mlp|block_sparse_moe|experts|[0-9]+|w[123]|(?:q|k|v|o|gate|up|down|gate_up)_proj"
 _PLAIN = re.compile(rf"(?!.*[0-9]\.[0-9])(?:{_WORDS})(?:\.(?:{_WORDS}))*")
-# A pattern comes from outside, and matching must end: no repeated groups, few repetitions.
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_UNBOUNDED, _OPTIONAL = re.compile(r"[*+{]"), re.compile(r"(?<!\()\?")
-_MAX_UNBOUNDED, _MAX_OPTIONAL, _MAX_CHARS = 4, 8, 1000
-_MAX_SECONDS = 60.0
+_MAX_CHARS, _MAX_REGEXES, _MAX_SECONDS = 1000, 256, 10.0
+_DIFFERENT = ("{,", "[:")  # what Python's re and RE2 both take, and read differently
 
 
 class Patterns:
@@ -31,11 +29,14 @@ class Patterns:
         self._field = field
         self._seconds = 0.0
         self._plain: dict[str, tuple[int, float]] = {}
-        self._regex: list[tuple[int, re.Pattern[str], float]] = []
+        self._regex: list[tuple[int, Regex, float]] = []
         for order, (pattern, value) in enumerate(values.items()):
             name = pattern.replace("\\.", ".")
             if _PLAIN.fullmatch(name):
                 self._plain.setdefault(name, (order, value))
+            elif len(self._regex) == _MAX_REGEXES:
+                do = "name the modules in full, without wildcards"
+                raise refusal(field, got="more regular expressions", expected=f"at most {_MAX_REGEXES}", do=do)
             else:
                 self._regex.append((order, compiled(field, pattern, rf"(.*\.)?({pattern})$"), value))
 
@@ -62,15 +63,38 @@ def suffixes(module: str) -> list[str]:
     return [".".join(parts[begin:]) for begin in range(len(parts))]
 
 
-def compiled(field: str, pattern: str, whole: str) -> re.Pattern[str]:
-    """`whole`, which embeds the untrusted `pattern`; AdapterFormatError where that is invalid or could run away."""
-    unbounded, optional = len(_UNBOUNDED.findall(pattern)), len(_OPTIONAL.findall(pattern))
-    limits_kept = len(pattern) <= _MAX_CHARS and unbounded <= _MAX_UNBOUNDED and optional <= _MAX_OPTIONAL
-    if not limits_kept or _REPEATED_GROUP.search(pattern):
-        expected = f"at most {_MAX_CHARS} characters, {_MAX_UNBOUNDED} repetitions and no repeated group"
+class Regex(Protocol):
+    """A compiled pattern whose matching takes time linear in the text."""
+
+    def match(self, text: str, /) -> object | None:
+        """At its beginning."""
+        ...
+
+    def fullmatch(self, text: str, /) -> object | None:
+        """All of it."""
+        ...
+
+
+def compiled(field: str, pattern: str, whole: str) -> Regex:
+    """`whole`, which embeds the untrusted `pattern`; AdapterFormatError where that is none, or not one of RE2's.
+
+    Python's own, by which PEFT matches, may take for ever; where both take a pattern they find the same.
+    """
+    import re2
+
+    if len(pattern) > _MAX_CHARS:
+        expected = f"at most {_MAX_CHARS} characters"
         raise refusal(field, got=f"pattern {shown(pattern)}", expected=expected, do="write a simpler pattern")
     try:
-        return re.compile(whole)
-    except (re.error, OverflowError, RecursionError) as error:
-        got = f"pattern {shown(pattern)} ({error})"
-        raise refusal(field, got=got, expected="a regular expression", do="correct the pattern") from None
+        re.compile(whole)
+        if any(mark in pattern for mark in _DIFFERENT):
+            raise re.error(f"with {' or '.join(_DIFFERENT)}")
+        options = re2.Options()
+        options.log_errors, options.never_capture = False, True
+        found: Regex = re2.compile(whole, options)
+        return found
+    except (re.error, re2.error, OverflowError, RecursionError) as error:
+        reason = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else error
+        got, do = f"pattern {shown(pattern)} ({reason})", "write a simpler pattern"
+        expected = "a regular expression, without references to groups and without looking ahead or behind"
+        raise refusal(field, got=got, expected=expected, do=do) from None

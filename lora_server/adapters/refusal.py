@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lora_server.errors import AdapterFormatError
 
-_MAX_CHARS = 200
+MAX_WARNINGS = 8  # of one kind
+_MAX_CHARS, _MAX_EXPECTED = 200, 600
 
 
 def refusal(where: str, *, got: object, expected: str, do: str = "") -> AdapterFormatError:
@@ -13,7 +16,7 @@ def refusal(where: str, *, got: object, expected: str, do: str = "") -> AdapterF
     `got` is shown as it is if it is text written here for the user, else pass `shown(value)`.
     """
     advice = f"; {do}" if do else ""
-    return AdapterFormatError(f"{clip(where)}: got {clip(str(got))}, expected {expected}{advice}")
+    return AdapterFormatError(f"{clip(where)}: got {clip(str(got))}, expected {clip(expected, _MAX_EXPECTED)}{advice}")
 
 
 def shown(value: object) -> str:
@@ -24,7 +27,14 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def clip(text: str) -> str:
+def clip(text: str, most: int = _MAX_CHARS) -> str:
     """`text` on one line and of bounded length."""
-    line = "".join(char if char.isprintable() else "?" for char in text[: _MAX_CHARS + 1])
-    return line if len(text) <= _MAX_CHARS else f"{line[:_MAX_CHARS]}..."
+    line = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
+    return line if len(text) <= most else f"{line[:most]}..."
+
+
+def few(warnings: Iterable[str]) -> tuple[str, ...]:
+    """The first of these, and how many more there are."""
+    told = tuple(warnings)
+    more = len(told) - MAX_WARNINGS
+    return told if more <= 0 else (*told[:MAX_WARNINGS], f"{more:,} more of this kind")

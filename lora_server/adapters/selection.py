@@ -7,12 +7,11 @@ used, with a warning: other trainers than PEFT do not keep that list with care.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lora_server.adapters.patterns import compiled, suffixes
+from lora_server.adapters.patterns import Regex, compiled, suffixes
 from lora_server.adapters.refusal import clip, refusal, shown
 
 
@@ -23,7 +22,7 @@ class Selection:
     config: str
     listed: frozenset[str]
     excluded: frozenset[str]
-    excluded_regex: re.Pattern[str] | None
+    excluded_regex: Regex | None
     layers: frozenset[int] | None
 
     def check(self, key: str, module: str, layer: int) -> None:

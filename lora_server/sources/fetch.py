@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
-from lora_server.adapters import open_adapter, validate_adapter
+from lora_server.adapters import Limits, open_adapter, validate_adapter
 from lora_server.errors import AdapterError, AdapterFormatError, AdapterSourceError
 from lora_server.sources.cache import Claim, DiskCache, Lease
 from lora_server.sources.remote import RemoteAdapter
@@ -120,7 +120,7 @@ class Fetcher:
             if cancelled() or time.monotonic() > deadline:
                 raise AdapterSourceError("not wanted any more" if cancelled() else "not fetched within its time")
 
-        remote = RemoteAdapter(url)
+        remote = RemoteAdapter(url, Limits.of(self.spec))
         sizes = patiently(remote.sizes, deadline)
         claim = self._claim(version, sum(sizes.values()), check)
         if isinstance(claim, Lease):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_server.adapters import CONFIG, INDEX, MAX_JSON_BYTES, WEIGHTS, no_weights, weight_map
+from lora_server.adapters import CONFIG, INDEX, WEIGHTS, Limits, no_weights, weight_map
 from lora_server.errors import AdapterSourceError
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hf", "gs": "gs", "gcs": "gs"}
@@ -38,9 +38,9 @@ def canonical(url: str) -> str:
 class RemoteAdapter:
     """Its methods raise what the library of its file system raises, and AdapterError."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: Limits) -> None:
         """Raises AdapterSourceError for a scheme that is unknown, or whose package is missing."""
-        self.url = url
+        self.url, self._limits = url, limits
         self._files, path = _open(url)
         self._path = path.rstrip("/")
 
@@ -57,13 +57,13 @@ class RemoteAdapter:
                 "PEFT; check the address, and what the server's credentials may read"
             )
         if INDEX in found:
-            self._check_small(INDEX, found[INDEX])
+            self._check_small(INDEX, found[INDEX], self._limits.index_bytes)
             for name in set(weight_map(self._files.cat_file(self._at(INDEX))).values()):
                 if (size := self._size(name)) is not None:
                     found[name] = size
         elif WEIGHTS not in found:
             raise no_weights([name for name in ("adapter_model.bin",) if self._size(name) is not None])
-        self._check_small(CONFIG, found[CONFIG])
+        self._check_small(CONFIG, found[CONFIG], self._limits.config_bytes)
         return found
 
     def get(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
@@ -96,10 +96,10 @@ class RemoteAdapter:
             raise AdapterSourceError(f"adapter source {self.url}: does not say how large {name} is; use another server")
         return int(size)
 
-    def _check_small(self, name: str, size: int) -> None:
-        if size > MAX_JSON_BYTES:
+    def _check_small(self, name: str, size: int, most: int) -> None:
+        if size > most:
             raise AdapterSourceError(
-                f"adapter source {self.url}: {name}: got {size} bytes, expected at most {MAX_JSON_BYTES}"
+                f"adapter source {self.url}: {name}: got {size} bytes, expected at most {most} for this base model"
             )
 
 

@@ -1,0 +1,36 @@
+"""How much text an adapter of one base model can need. More is refused before it is read: parsing holds a process up.
+
+The largest that can be are those that name each expert's matrices one by one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lora_server.spec import ModelSpec
+
+CONFIG_BYTES, CONFIG_BYTES_PER_MODULE = 256 << 10, 384  # target_modules, rank_pattern and alpha_pattern may list it
+HEADER_BYTES, HEADER_BYTES_PER_TENSOR = 256 << 10, 256
+INDEX_BYTES_PER_TENSOR = 256
+MAX_FILES = 256
+
+
+class Limits(NamedTuple):
+    """Bytes of adapter_config.json, of an index, of the headers of all weight files together; tensors in all."""
+
+    config_bytes: int
+    index_bytes: int
+    header_bytes: int
+    tensors: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Limits:
+        """For adapters of this base model."""
+        modules = sum(spec.experts_at(site) * len(spec.sections(site)) for site in spec.sites())
+        tensors = 2 * modules
+        return cls(
+            CONFIG_BYTES + CONFIG_BYTES_PER_MODULE * modules,
+            HEADER_BYTES + INDEX_BYTES_PER_TENSOR * tensors,
+            HEADER_BYTES + HEADER_BYTES_PER_TENSOR * tensors,
+            tensors,
+        )
