@@ -63,17 +63,14 @@ def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
         listener = ShmListener(port, Path(directory) / "s") if shm else TcpListener(port, "127.0.0.1")
         pipe.send(listener.address)
 
-        def pushed() -> bool:
-            return any(c.requested() > c.served for c in port.connections)
-
         for _ in range(rounds):
-            while not port.wait(pushed, 0.1):
-                pass
+            while not (rung := port.rung()):
+                port.wait(0.1)
             seen_ns = time.monotonic_ns()
-            (connection,) = port.connections
-            connection.served += 1
-            STAMP.pack_into(connection.region.response(connection.served), 0, seen_ns)
-            connection.respond(connection.served, STAMP.size)
+            (connection,) = rung
+            seq = connection.served + 1
+            STAMP.pack_into(connection.region.response(seq), 0, seen_ns)
+            port.respond(connection, seq, STAMP.size)
         pipe.recv()
         listener.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,7 @@ class EchoShard:
         self.gone: list[tuple[int, int]] = []
         self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
         self.paused = threading.Event()
+        self._waiting: deque[Connection] = deque()
         self.kind, self.listener, self.failure = kind, None, None
         self._stop = threading.Event()
         self.device = MemfdMemory() if kind.startswith("device") else None
@@ -71,24 +73,19 @@ class EchoShard:
         return self.link(client, epoch)
 
     def serve_once(self) -> bool:
-        if self.paused.is_set():
+        self._waiting += self.port.rung()
+        if self.paused.is_set() or not self._waiting:
             return False
-        for connection in self.port.connections:
-            if connection.requested() > connection.served:
-                seq = connection.served + 1
-                nbytes = self.answer(connection, seq)
-                connection.served = seq
-                connection.respond(seq, nbytes)
-                return True
-        return False
-
-    def _anything_new(self) -> bool:
-        return not self.paused.is_set() and any(c.requested() > c.served for c in self.port.connections)
+        connection = self._waiting.popleft()
+        seq = connection.served + 1
+        if connection.requested() >= seq and not connection.gone:
+            self.port.respond(connection, seq, self.answer(connection, seq))
+        return True
 
     def _run(self) -> None:
         while not self._stop.is_set():
             if not self.serve_once():
-                self.port.wait(self._anything_new, 0.05)
+                self.port.wait(0.05)
 
     def resume(self) -> None:
         self.paused.clear()

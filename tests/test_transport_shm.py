@@ -8,8 +8,6 @@ import mmap
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lora_server.demo import children
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park, shm
 from lora_server.transport.base import Grant, Port
@@ -28,40 +25,14 @@ from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from tests.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
 from tests.emulated_link import EmulatedLink, MemfdMemory
+from tests.processes import end, line_of, start
 from tests.serving import until
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def shard(tmp_path):
     with echo_shard("shm", tmp_path) as found:
         yield found
-
-
-def start(script, *arguments, pass_fds=()):
-    """A python process of ours; it prints one line per thing that the test waits for."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    return subprocess.Popen(
-        children.own(command), stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds
-    )
-
-
-def line_of(process):
-    """The next line, with a deadline."""
-    timer = threading.Timer(60, process.kill)
-    timer.start()
-    try:
-        return process.stdout.readline().strip()
-    finally:
-        timer.cancel()
-
-
-def end(process):
-    process.kill()
-    process.wait(SECONDS)
-    process.stdout.close()
 
 
 CLIENT = """
@@ -149,12 +120,12 @@ def test_regions_have_no_name_and_cannot_be_resized(shard):
     assert messages.decode_welcome(data) == Welcome(LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes)
     assert set(Path("/dev/shm").iterdir()) == before
     assert len(fds) == 2 and os.fstat(fds[0]).st_size == LAYOUT.nbytes
-    for fd in fds:
-        assert str(Path(f"/proc/self/fd/{fd}").readlink()).startswith("/memfd:")
-        for nbytes in (0, 100, 10 * LAYOUT.nbytes):
-            with pytest.raises(PermissionError):
-                os.ftruncate(fd, nbytes)
-        os.close(fd)
+    region, bell = fds
+    assert str(Path(f"/proc/self/fd/{region}").readlink()).startswith("/memfd:")
+    for nbytes in (0, 100, 10 * LAYOUT.nbytes):
+        with pytest.raises(PermissionError):
+            os.ftruncate(region, nbytes)
+    os.close(region), os.close(bell)
     assert Path(shard.listener.address).stat().st_mode & 0o777 == 0o600
 
 
@@ -282,7 +253,7 @@ def test_a_twin_is_made_for_who_asks_and_freed_some_time_after_the_client_went(t
     port.revoke(2)
     assert twin.freed.wait(SECONDS) and time.monotonic() - cut_off >= 0.2
     plain.close(), asking.close()
-    until(lambda: gc.collect() >= 0 and memory.pinned == 0, "the slots to be unpinned")
+    until(lambda: not port.rung() and gc.collect() >= 0 and memory.pinned == 0, "the slots to be unpinned")
     listener.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import sys
 import threading
@@ -54,6 +55,8 @@ class ShardProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         self.config = config
         self._parent = os.getppid()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two descriptors for each client
         spec, layout = ModelSpec.from_json(config.spec_json), Layout.parse(config.layout)
         self._agreement = Agreement.of(config, spec).digest()
         self.stopping = threading.Event()

@@ -35,10 +35,6 @@ class Coordinator(ABC):
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The step to serve now, or None."""
 
-    def anything_new(self) -> bool:
-        """Whether `next` may say something else than before, apart from new signals."""
-        return False
-
     def refused(self, client: int, epoch: int, seq: int, budget_us: int) -> None:  # noqa: B027
         """A step was answered with an error without ever being picked; Independent tells nobody."""
 
@@ -99,7 +95,7 @@ class Leader(Coordinator):
 
 
 class Follower(Coordinator):
-    """Serves in the leader's order; a thread listens to it and rings the shard's doorbell.
+    """Serves in the leader's order; a thread listens to it and wakes the shard's loop.
 
     `depth`: steps that a client may have outstanding; orders of more of them are of steps that never came.
     """

@@ -2,7 +2,7 @@
 
 Clients write into their slots while earlier steps compute (receive overlaps compute); the kernel
 writes into the client's response slot, so sending is a signal (shared memory) or another thread's
-work (TCP, where they are large). One thread runs the loop; listeners and the weight loader ring its doorbell.
+work (TCP, where they are large). One thread runs the loop; listeners and the weight loader wake it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shard:
         while not stopped():
             if not self.serve_once():
                 self._complain.flush()
-                self.port.wait(self._anything_new, IDLE_SECONDS)
+                self.port.wait(IDLE_SECONDS)
 
     def serve_once(self) -> bool:
         """Serve at most one step; whether there was one."""
@@ -77,35 +77,22 @@ class Shard:
         self._let_go(step)
         return True
 
-    def _anything_new(self) -> bool:
-        if self.coordinator.anything_new():
-            return True
-        for connection in self.port.connections:
-            if connection.client not in self._pending and connection.requested() > connection.served:
-                return True
-        return any(self._may_go_on(step) for step in self._pending.values() if step.blocked)
-
-    def _may_go_on(self, step: PendingStep) -> bool:
-        return not self._foreign(step) and self._missing(step) is None
-
     def _receive(self) -> None:
         """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
-        connections = self.port.connections
-        alive = {connection.client: connection for connection in connections}
+        rung = self.port.rung()
         for client, step in list(self._pending.items()):
-            if alive.get(client) is not step.connection:
+            if step.connection.gone:
                 del self._pending[client]
                 self._let_go(step)
-        for connection in connections:
+            elif step.blocked:
+                self._recheck(step)
+        for connection in rung:
             if connection.requested() > connection.served + connection.region.layout.depth:
                 log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
                 self.port.disconnect(connection)
                 connection.close()
-            elif connection.client not in self._pending and connection.requested() > connection.served:
+            elif connection.client not in self._pending:
                 self._take(connection)
-        for step in list(self._pending.values()):
-            if step.blocked:
-                self._recheck(step)
 
     def _take(self, connection: Connection) -> None:
         seq, now = connection.served + 1, time.monotonic_ns()
@@ -185,11 +172,7 @@ class Shard:
         done = time.monotonic_ns()
         nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
         self._count(step, nbytes, started, done)
-        self._respond(step.connection, step.seq, nbytes)
-
-    def _respond(self, connection: Connection, seq: int, nbytes: int) -> None:
-        connection.served = seq
-        connection.respond(seq, nbytes)
+        self.port.respond(step.connection, step.seq, nbytes)
 
     def _refuse(self, connection: Connection, seq: int, error: LoraServerError, budget_us: int) -> None:
         self.coordinator.refused(connection.client, connection.epoch, seq, budget_us)
@@ -200,7 +183,9 @@ class Shard:
         self._complain((client, error.code), "step failed", shard=self.index, client=client, seq=seq, error=str(error))
         self.counters.failed += 1
         memory = connection.region.response(seq)
-        self._respond(connection, seq, requests.write_failure(memory, connection.client, connection.epoch, seq, error))
+        self.port.respond(
+            connection, seq, requests.write_failure(memory, connection.client, connection.epoch, seq, error)
+        )
 
     def _count(self, step: PendingStep, nbytes: int, started: int, done: int) -> None:
         counters = self.counters

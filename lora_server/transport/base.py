@@ -1,10 +1,10 @@
 """The transport interface, and what a shard keeps of its clients whatever the backend.
 
 Client side, one `Link` per shard:        Shard side, one `Port` with a `Connection` per client:
-    fill link.region.request(seq)             scan port.connections for new request signals
+    fill link.region.request(seq)             take what port.rung() says
     link.put_rows(header, x, rows)            read connection.rows.request(header)
     link.push(seq, nbytes)                    fill connection.rows.response(header), then the header before it
-    link.wait(seq, deadline)                  connection.respond(seq, nbytes)
+    link.wait(seq, deadline)                  port.respond(connection, seq, nbytes)
     read link.rows.response(header)
 
 A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 per (client, shard).
@@ -15,7 +15,6 @@ from __future__ import annotations
 import hmac
 import math
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport.park import LocalParker, Parker
+from lora_server.transport.bells import Bell, Bells
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import Region, RegionLayout
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 _NOTHING: frozenset[int] = frozenset()
 HANDSHAKE_SECONDS = 5.0  # from a connection to the region, whatever the backend
-SPIN_SECONDS = 200e-6  # at a time, so that the loop can look at other things
 
 
 class End:
@@ -129,6 +127,9 @@ class Connection(End, ABC):
     client: int
     epoch: int
     served: int = 0  # the newest seq that was answered
+    gone = False  # nobody waits for answers any more
+    rings: ClassVar[bool] = True  # when it has pushed, unless the loop looks at its signal
+    bell: Bell | None = None  # in the client's own hands
 
     @abstractmethod
     def respond(self, seq: int, nbytes: int) -> None:
@@ -142,7 +143,7 @@ class Connection(End, ABC):
         return slot.signalled_seq(self.region.request_signal[0], self.epoch)
 
     def pause(self) -> float:
-        """Seconds that the loop may sleep without a look at this client: any number, if it rings the doorbell."""
+        """Seconds that the loop may sleep without a look at this client: any number, if it rings."""
         return math.inf
 
 
@@ -197,11 +198,7 @@ class Port:
         self._lenders: dict[int, int] = {}  # by client that borrows
         self._lock = threading.Lock()
         self._on_gone = on_gone
-        self._parker: Parker | LocalParker = LocalParker()
-
-    def share_doorbell(self, memory: memoryview) -> None:
-        """Take the doorbell page from memory that clients can map, before any client connects."""
-        self._parker = Parker(memory[0:4])
+        self._bells = Bells[Connection]()
 
     def grant(self, grant: Grant) -> None:
         """Let a client connect under this epoch; an older epoch of it is cut off."""
@@ -218,6 +215,7 @@ class Port:
             gone = [connection for connection in self.connections if connection.client == client]
             self.connections = tuple(c for c in self.connections if c.client != client)
         for connection in gone:
+            self._part(connection)
             connection.close()
 
     def hold(self, client: int, more: Iterable[int], fewer: Iterable[int] = (), anew: bool = False) -> None:
@@ -260,32 +258,42 @@ class Port:
             replaced = [c for c in self.connections if c.client == connection.client]
             kept = tuple(c for c in self.connections if c.client != connection.client)
             self.connections = (*kept, connection)
+            self._bells.add(connection)
         for older in replaced:
+            self._part(older)
             older.close()
-        self.ring()  # it may have pushed already
 
     def disconnect(self, connection: Connection) -> None:
         """A client closed, died, or broke the rules."""
         with self._lock:
             known = connection in self.connections
             self.connections = tuple(c for c in self.connections if c is not connection)
-        if known and self._on_gone is not None:
-            self._on_gone(connection.client, connection.epoch)
+        if known:
+            self._part(connection)
+            if self._on_gone is not None:
+                self._on_gone(connection.client, connection.epoch)
 
-    def ring(self) -> None:
-        """Wake the shard's loop."""
-        self._parker.wake()
+    def _part(self, connection: Connection) -> None:
+        connection.gone = True
+        self._bells.drop(connection)
 
-    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """The loop: wait until ready(), at most one bounded sleep, and no longer than any client's pause."""
-        seconds = min(seconds, *(connection.pause() for connection in self.connections), math.inf)
-        if seconds > 0:
-            return self._parker.wait(ready, time.monotonic() + seconds)
-        return _spin(ready, time.monotonic() + SPIN_SECONDS)
+    def ring(self, connection: Connection | None = None) -> None:
+        """Wake the shard's loop: something changed, or this client pushed."""
+        self._bells.call(connection)
 
+    # -- the loop's
 
-def _spin(ready: Callable[[], bool], deadline: float) -> bool:
-    while not ready():
-        if time.monotonic() >= deadline:
-            return False
-    return True
+    def rung(self) -> list[Connection]:
+        """Clients with a step to be taken. None of them is named again before that is answered, but for those that
+        ring for nothing."""
+        return self._bells.rung()
+
+    def respond(self, connection: Connection, seq: int, nbytes: int) -> None:
+        """Answer a step; its client's next one may come."""
+        connection.served = seq
+        connection.respond(seq, nbytes)
+        self._bells.answered(connection)
+
+    def wait(self, seconds: float) -> None:
+        """Until somebody rang or pushed since `rung`, at most one bounded sleep."""
+        self._bells.wait(seconds)

@@ -4,7 +4,7 @@ A put kernel (put.cu), on a stream of its own with the highest priority, stores 
 request signal, with release at system scope; nothing waits for the engine's GEMM, and the host waits for no
 stream. Signals, headers and tables lie in the region, which this process pins. Rows and deltas lie in its
 twin, memory of the shard's GPU that the client has mapped too (transport.device_memory), or, where there is
-none, in the region as well. A GPU rings no doorbell: the shard looks at such clients' signals itself.
+none, in the region as well. A GPU rings no bell: the shard looks at such clients' signals itself.
 
 The host launches on one side, and waits for answers on the other: see Link.
 """

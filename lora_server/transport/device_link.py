@@ -107,4 +107,4 @@ class DeviceLink(ShmLink):
         waiting, self._waiting = self._waiting, None
         step, choice = waiting or (self._step(seq, self._no_rows, 0, rows_M=self._finished[:0]), None)
         self._launch(step, choice)
-        self._doorbell.wake()
+        self._ring()

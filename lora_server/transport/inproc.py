@@ -20,6 +20,7 @@ from lora_server.wire.region import Region
 
 class _InprocConnection(Connection):
     transport = "inproc"
+    rings = False
 
     def __init__(self, client: int, epoch: int, region: Region) -> None:
         self.client, self.epoch, self.region = client, epoch, region

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
-import threading
 import time
 from collections.abc import Callable
 
@@ -27,6 +26,7 @@ from lora_server.errors import ConfigError
 
 SPIN_SECONDS, MAX_SPIN_SECONDS = 20e-6, 200e-6
 SLEEP_SECONDS = 0.1
+UNORDERED_SECONDS = 1e-3  # of a sleep without membarrier
 
 _SYS_FUTEX, _SYS_MEMBARRIER = 202, 324
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -56,22 +56,9 @@ def register() -> bool:
     return bool(_syscall(_SYS_MEMBARRIER, _MEMBARRIER_REGISTER, 0, 0) == 0)
 
 
-class LocalParker:
-    """The same for threads of one process, on any CPU: an event instead of a futex."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
-        """As Parker does, but without spinning, since whoever makes it ready needs the interpreter."""
-        self._event.clear()
-        if not ready():
-            self._event.wait(max(0.0, min(SLEEP_SECONDS, deadline - time.monotonic())))
-        return ready()
-
-    def wake(self) -> None:
-        """Wake who waits; what it waits for must be true already."""
-        self._event.set()
+def barrier() -> None:
+    """Every registered thread of the host passes a full one."""
+    _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
 
 
 class Parker:
@@ -82,7 +69,7 @@ class Parker:
         self._word = word.cast("I")
         self._anchor = ctypes.c_uint32.from_buffer(word)
         self._address = ctypes.c_void_p(ctypes.addressof(self._anchor))
-        self._sleep_seconds = SLEEP_SECONDS if register() else 1e-3
+        self._sleep_seconds = SLEEP_SECONDS if register() else UNORDERED_SECONDS
         self._spin_seconds = SPIN_SECONDS
 
     def wait(self, ready: Callable[[], bool], deadline: float) -> bool:
@@ -105,7 +92,7 @@ class Parker:
 
     def _park(self, ready: Callable[[], bool], deadline: float) -> None:
         self._word[0] = 1
-        _syscall(_SYS_MEMBARRIER, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
+        barrier()
         if not ready():
             self._sleep(min(self._sleep_seconds, deadline - time.monotonic()))
         self._word[0] = 0

@@ -1,6 +1,6 @@
 """Shared memory on one host: an anonymous memfd per (client, shard), passed over a Unix socket.
 
-The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two or three descriptors (region, doorbell, the
+The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two or three descriptors (region, bell, the
 twin of a client with a device) the other, then Mapped from such a client, and then nothing: it stays open, so
 that each side sees the other's death at once. Regions have no name, are sealed against resizing, and vanish
 with their last holder.
@@ -27,10 +27,11 @@ from typing_extensions import override
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
 from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Link, Port, Twin, pin
+from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
-from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.region import Region, RegionLayout
 
 if TYPE_CHECKING:
     from lora_server.transport.rows import Rows
@@ -63,7 +64,8 @@ class ShmLink(Link):
     def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
         park.require_total_store_order()
         self.shard, self.epoch = shard, hello.epoch
-        self._mappings: tuple[Mapping, ...] = ()
+        self._mapping: Mapping | None = None
+        self._bell: Bell | None = None
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(seconds)
@@ -87,9 +89,9 @@ class ShmLink(Link):
             if len(fds) != 2 + (answer.twin == "fd"):
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors with {answer}")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
-            region, doorbell = self._mappings = Mapping(layout.nbytes, fds[0]), Mapping(PAGE_BYTES, fds[1])
+            region = self._mapping = Mapping(layout.nbytes, fds[0])
             self.region = Region(region.view, Region.read_geometry(region.view))
-            self._doorbell, self._parker = park.Parker(doorbell.view[0:4]), park.Parker(self.region.parked)
+            self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if hello.device:
                 twin = self._prepare(answer, fds[2] if answer.twin == "fd" else -1)
                 self._socket.send(messages.encode(Mapped(twin)))
@@ -104,7 +106,11 @@ class ShmLink(Link):
     def push(self, seq: int, nbytes: int) -> None:
         """The payload is in place already: only the signal is left."""
         self.region.request_signal[0] = slot.signal(self.epoch, seq)
-        self._doorbell.wake()
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.ring()
 
     @override
     def wait(self, seq: int, deadline: float) -> None:
@@ -132,8 +138,10 @@ class ShmLink(Link):
     @override
     def close(self) -> None:
         self._socket.close()
-        for mapping in self._mappings:
-            mapping.drop()
+        if self._bell is not None:
+            self._bell.close()
+        if self._mapping is not None:
+            self._mapping.drop()
 
 
 class _ShmConnection(Connection):
@@ -141,9 +149,9 @@ class _ShmConnection(Connection):
 
     transport = "shm"
 
-    def __init__(self, grant: Grant, region: Region, sock: socket.socket) -> None:
+    def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell) -> None:
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
-        self._socket = sock
+        self._socket, self.bell = sock, bell
         self._parker = park.Parker(region.parked)
 
     def respond(self, seq: int, nbytes: int) -> None:
@@ -162,9 +170,10 @@ class _DeviceConnection(_ShmConnection):
     """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
 
     transport = "cuda_ipc"
+    rings = False
 
-    def __init__(self, grant: Grant, region: Region, sock: socket.socket, twin: Twin | None) -> None:
-        super().__init__(grant, region, sock)
+    def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, twin: Twin | None) -> None:
+        super().__init__(grant, region, sock, bell)
         self._twin, self._busy_until = twin, time.monotonic() + BUSY_SECONDS
 
     @property
@@ -192,6 +201,7 @@ class _Peer:
     due: float  # the end of the handshake; of what is kept for a client that went
     hello: Hello | None = None
     region: Region | None = None
+    bell: Bell | None = None
     connection: _ShmConnection | None = None
     twin: Twin | None = None
 
@@ -205,8 +215,6 @@ class ShmListener:
         self._port, self._path, self._device = port, path, device
         self._shaking: list[_Peer] = []
         self._retired: list[_Peer] = []
-        self._doorbell_fd, doorbell = create_memory("lora-doorbell", PAGE_BYTES)
-        port.share_doorbell(doorbell.view)
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(str(path))
         path.chmod(0o600)
@@ -295,9 +303,10 @@ class ShmListener:
             raise ProtocolError(f"client {hello.client}: it asks for a twin and has no device")
         layout = self._port.layout
         fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
-        fds = [fd, self._doorbell_fd]
         try:
             peer.hello, peer.region = hello, Region(memory.view, layout)
+            peer.bell = Bell(peer.region.unwatched, make_bell())
+            fds = [fd, peer.bell.fd]
             peer.region.write_geometry()
             answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
             if hello.twin:
@@ -329,16 +338,16 @@ class ShmListener:
 
     def _connect(self, peer: _Peer, hello: Hello, twin: bool) -> None:
         """From now on the loop takes its steps."""
-        grant, region = self._port.admit(hello), peer.region
-        assert region is not None
+        grant, region, bell = self._port.admit(hello), peer.region, peer.bell
+        assert region is not None and bell is not None
         if twin and peer.twin is None:
             raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
         if not twin and peer.twin is not None and peer.twin.free():
             peer.twin = None
         if hello.device:
-            peer.connection = _DeviceConnection(grant, region, peer.sock, peer.twin if twin else None)
+            peer.connection = _DeviceConnection(grant, region, peer.sock, bell, peer.twin if twin else None)
         else:
-            peer.connection = _ShmConnection(grant, region, peer.sock)
+            peer.connection = _ShmConnection(grant, region, peer.sock, bell)
         if not twin:
             pin(peer.connection, self._device)
         self._shaking.remove(peer)
@@ -355,6 +364,8 @@ class ShmListener:
             self._port.disconnect(peer.connection)
         if peer in self._shaking:
             self._shaking.remove(peer)
+        if peer.bell is not None:
+            peer.bell.close()
         self._selector.unregister(peer.sock)
         peer.sock.close()
         if peer.twin is not None:
@@ -371,7 +382,6 @@ class ShmListener:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
-        os.close(self._doorbell_fd)
         self._path.unlink(missing_ok=True)
 
 

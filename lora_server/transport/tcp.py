@@ -1,7 +1,7 @@
 """TCP, for clients on another host: one-sided writes as far as a socket can.
 
 The shard's side runs a thread that does what a network card would: it receives straight into the client's slots, sets
-the signal word and rings the doorbell, so the shard's loop cannot tell it from shared memory. Small responses are sent
+the signal word and wakes the loop, so the shard's loop cannot tell it from shared memory. Small responses are sent
 by the loop itself, large ones by that thread; a client likewise sends large frames from a thread of its own, beside the
 engine's GEMM.
 

@@ -229,7 +229,7 @@ class TcpListener:
             self._admit(peer, message)
         elif kind == STEP and peer.connection is not None:
             peer.connection.region.request_signal[0] = slot.signal(peer.connection.epoch, seq)
-            self._port.ring()
+            self._port.ring(peer.connection)
         else:
             raise ConnectionResetError("it said goodbye")
 

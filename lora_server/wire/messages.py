@@ -25,7 +25,7 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     client: int
     epoch: int
     key: bytes
-    device: bool = False  # a GPU stores its signals, which rings no doorbell; it says Mapped before the first step
+    device: bool = False  # a GPU stores its signals, which rings no bell; it says Mapped before the first step
     twin: bool = False  # it wants its rows in the shard's GPU memory
 
 

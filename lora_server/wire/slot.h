@@ -74,7 +74,7 @@ struct lora_segment {
     uint32_t num_entries;
 };
 
-/* A region: four lines of 128 bytes (request signal, response signal, parking word, geometry), then from
+/* A region: lines of 128 bytes (request signal, response signal, parking word, geometry, bell word), then from
  * LORA_PAGE_BYTES on `depth` request slots and `depth` response slots. The slot of a step is seq % depth. */
 #define LORA_PAGE_BYTES 4096
 #define LORA_REGION_MAGIC 0x47524F4Cu
