@@ -97,6 +97,7 @@ class Client:
             "model": self.terms.spec.name,
             "layout": str(self.terms.layout),
             "transport": by_value({link.shard: link.transport for link in self.session.links}, "shard"),
+            "wire": self.terms.wire,
             "adapters": self.terms.num_adapters,
         }
 

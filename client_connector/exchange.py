@@ -108,7 +108,7 @@ class Exchange:
                 raise self._failure(lane, sent.seq, header)
             if header.num_rows:
                 with lane:
-                    add(message, lane.link.rows.response(sent).to(self.packer.x.device, non_blocking=True))
+                    add(message, lane.link.rows.deltas(sent, self.packer.x))
             self._report(message.shard, sent, header, waited_ns)
             if self._queues[lane.shard]:
                 self.push(lane)

@@ -63,6 +63,7 @@ class Packer(ABC, Generic[M]):
         self.terms, self.site, self.given = terms, site, given
         self.x = given.x.detach()
         self.window = given.window or Window(0, ((0, terms.spec.out_width(site)),))
+        self.dtype = slot.E4M3 if terms.wire == "e4m3" else DTYPE_CODES[self.x.dtype]
 
     @abstractmethod
     def write_request(self, link: Link, seq: int, message: M, budget_us: int) -> RequestHeader:
@@ -92,7 +93,7 @@ class Packer(ABC, Generic[M]):
             slot=seq % link.region.layout.depth,
             layer=self.site.layer,
             projection=PROJECTIONS.index(self.site.projection),
-            dtype=DTYPE_CODES[self.x.dtype],
+            dtype=self.dtype,
             num_rows=rows,
             num_entries=entries,
             num_segments=segments,
@@ -129,8 +130,9 @@ class HostPacker(Packer[Message]):
         shared = not self.given.by_entry and message.map_N is not None
         flags = slot.HAS_IN_MAP * shared | slot.HAS_OUT_MAP * combine
         sent = message.entries_N if self.given.by_entry else message.rows_M
-        entries, width = len(message.entries_N), x.shape[1]
-        at = slot.request_offsets(len(message.segments_S4), entries, flags, len(sent) * width * x.element_size())
+        entries, row_bytes = len(message.entries_N), x.shape[1] * slot.ELEMENT_BYTES[self.dtype]
+        scales = slot.num_scales(len(sent), self.dtype)
+        at = slot.request_offsets(len(message.segments_S4), entries, flags, len(sent) * row_bytes, scales)
         if at.end > len(memory):
             raise ProtocolError(f"{self.site}: got a message of {at.end} bytes, expected at most {len(memory)}")
         counts = (len(sent), entries, len(message.segments_S4), len(message.rows_M) if combine else entries)

@@ -26,7 +26,7 @@ from lora_server.errors import (
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import HANDSHAKE_SECONDS, Link
-from lora_server.transport.connect import check_transport, connect, tell_far
+from lora_server.transport.connect import agreed_wire, check_transport, check_wire, connect, tell_far
 from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -65,13 +65,15 @@ class RemoteServer(Server):
         links: bool = True,
         device: str = "cpu",
         served_names: Sequence[str] = (),
+        wire: str = "any",
     ) -> None:
         """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
 
+        `wire`: one of connect.WIRES, that the server must have.
         `served_names`: under which the engine answers from its base model; the server refuses adapters of such a name.
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
-        self.served_names = served_names
+        self.served_names, self.wire = served_names, check_wire(wire)
 
     @override
     def join(self, seconds: float = JOIN_SECONDS) -> RemoteSession:
@@ -116,21 +118,23 @@ class RemoteSession(Session):
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
 
     def _connect(self, lease: pb.Lease, deadline: float) -> None:
+        self._proof = pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)  # first: `leave` shows it
         spec = ModelSpec.from_json(lease.spec_json)
         layout = Layout.parse(lease.layout)
         coordination, rows = lease.coordination, lease.max_step_rows
         hidden = tuple(lease.hidden_adapters)
+        wire = agreed_wire(lease.wire, self._server.wire)
         self.terms = Terms(
-            lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters
+            lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters, wire
         )
-        self._proof = pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
             tell_far(endpoints)
+        transport, device = self._server.transport, self._server.device
         for endpoint in endpoints:
             seconds = min(HANDSHAKE_SECONDS, _left(deadline))
-            self.links.append(connect(endpoint, hello, self._server.transport, self._server.device, seconds))
+            self.links.append(connect(endpoint, hello, transport, device, seconds, wire))
         self._prefetches = PrefetchSender(lease.prefetch_address)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:

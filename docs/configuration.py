@@ -16,7 +16,7 @@ from client_connector.serving.settings import BASE_MODEL, ENVIRONMENT, ERROR, Se
 from lora_server import cli as server
 from lora_server.config import ServeConfig
 from lora_server.flags import default_of
-from lora_server.transport.connect import TRANSPORTS
+from lora_server.transport.connect import TRANSPORTS, WIRES
 from provisioning import cli as provision
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -25,6 +25,7 @@ MEANINGS = {  # of what has no description in the code
     "address": ("HOST:PORT", "The server's `--listen`; without it the plugin is not active"),
     "server": ("HOST:PORT", "The server's `--listen`"),
     "transport": (", ".join(TRANSPORTS), TRANSPORT),
+    "wire": (", ".join(WIRES), "The `--wire` that the server must have"),
     "on_failure": (f"{ERROR}, {BASE_MODEL}", "What becomes of a request whose step failed"),
     "timeout_seconds": ("seconds", "The longest step, and the longest join"),
     "model": ("model", "A transformers model in eval mode, float32, bfloat16 or float16"),
@@ -42,7 +43,7 @@ def page() -> str:
         "## lora-server serve",
         "A flag wins over its environment variable, that over the `--config` file (YAML, keys with `-` or `_`), that\n"
         "over the default. An unknown key or flag is refused. All nodes of one server need the same base model,\n"
-        "`layout`, `dtype`, `coordination` and `max_step_rows`; a shard that differs is refused and says so.",
+        "`layout`, `dtype`, `coordination`, `max_step_rows` and `wire`; a shard that differs is refused and says so.",
         table(("Flag", "Environment", "YAML key", "Type", "Default", "Meaning"), serve_rows()),
         "## vLLM",
         "Environment of vLLM, or `--additional-config '{\"lora_server\": {...}}'` with these keys, which win;\n"

@@ -127,6 +127,11 @@ class ServeConfig(BaseSettings):
     )
     advertise: str = Field("", description="Address at which other hosts reach this node; without it, its own.")
     max_step_rows: int = Field(256, ge=1, le=65536, description="Rows times experts of one message.")
+    wire: Literal["exact", "e4m3"] = Field(
+        "exact",
+        description="How activations and deltas travel: exact, as the engine has them, or e4m3, in 8 bits and a scale "
+        "per row.",
+    )
     slots: int = Field(4, ge=1, le=64, description="Messages in flight per client and shard.")
     coordination: Literal["independent", "leader"] = Field(
         "independent", description="In which order the shards of a stage serve: independent, or leader."

@@ -103,7 +103,9 @@ class Client:
         if header.status != slot.OK:
             code, _, message = bytes(payload).decode().partition("\n")
             raise rebuild(code, message)
-        assert len(payload) == header.num_rows * header.width * slot.ELEMENT_BYTES[header.dtype]
+        assert (
+            len(payload) == slot.response_offsets(header.num_rows, header.width, header.dtype).end - slot.HEADER_BYTES
+        )
         return header, bytes(payload)
 
     def send(self, memory: bytearray, seconds: float = SECONDS) -> tuple[ResponseHeader, bytes]:
@@ -119,11 +121,11 @@ class Rig:
         return load(self.shard.store, handle, path)
 
 
-def make_rig(layout: str = "ep1-pp1", index: int = 0) -> Rig:
+def make_rig(layout: str = "ep1-pp1", index: int = 0, wire: slot.Wire = "exact") -> Rig:
     spec, gate = spec_of("mixtral"), Gate()
     store = cpu_store(Placement(spec, Layout.parse(layout)), index, torch.float32, on_layer=gate)
-    port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH))
-    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step)), gate)
+    port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH, wire))
+    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step), wire), gate)
 
 
 @contextlib.contextmanager

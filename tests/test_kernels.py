@@ -10,24 +10,11 @@ from hypothesis import strategies as st
 
 from kernels_cuda import cpu, reference
 from kernels_cuda.ops import Pair, Segment, Step, stack
+from tests.bounds import magnitudes, replaced
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # largest error of a result, relative to the largest result that rounding could reach (sum of magnitudes)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6, torch.float16: 2**-11 + 2e-6}
-
-
-def magnitudes(step):
-    """The same step with every number replaced by its magnitude: what errors are measured against."""
-    segments = [
-        s._replace(block=stack([Pair(p.a_RK.abs(), p.b_OR.abs(), abs(p.scale), p.out_begin) for p in s.block.pairs]))
-        for s in step.segments
-    ]
-    weights = None if step.weights_N is None else step.weights_N.abs()
-    return reference.lora_step(replaced(step, rows_TK=step.rows_TK.abs(), segments=segments, weights_N=weights))
-
-
-def replaced(step, **fields):
-    return Step(**{**{name: getattr(step, name) for name in step.__dataclass_fields__}, **fields})
 
 
 def run(step, dtype):

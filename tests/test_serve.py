@@ -20,7 +20,7 @@ from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
-from lora_server.errors import PermissionDeniedError, UnknownAdapterError
+from lora_server.errors import ConfigError, PermissionDeniedError, UnknownAdapterError
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
@@ -304,3 +304,20 @@ def test_nobody_computes_with_what_it_does_not_hold(tmp_path):
             scheduler.leave()
             with pytest.raises(PermissionDeniedError):
                 compute()
+
+
+def test_engines_learn_the_servers_wire_and_refuse_another(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2", "--wire", "e4m3")) as server:
+        for transport in ("shm", "tcp"):
+            with attach(load.model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
+                assert lora.client.described()["wire"] == "e4m3"
+                answers = generate(load.model, load.batch, 1)
+            error = [abs(o.logprobs[0] - t.logprobs[0]) for o, t in zip(answers, load.expected, strict=True)]
+            assert max(error) > 1e-4, "8 bits were not exact"
+            same = sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in zip(answers, load.expected, strict=True))
+            assert same >= len(load.names) - 1
+        with pytest.raises(ConfigError, match="server's is e4m3, the engine takes exact"):
+            attach(load.model, server=server.address, wire="exact")
+        with pytest.raises(ConfigError, match="transport cuda_ipc: the server's wire is e4m3"):
+            attach(load.model, server=server.address, transport="cuda_ipc")

@@ -151,20 +151,24 @@ def test_a_header_has_one_to_three_windows(count):
 
 
 @given(
-    segments=st.integers(0, 999), entries=st.integers(0, 999), flags=st.integers(0, 3), row_bytes=st.integers(0, 9**6)
+    segments=st.integers(0, 999),
+    entries=st.integers(0, 999),
+    flags=st.integers(0, 3),
+    row_bytes=st.integers(0, 9**6),
+    scales=st.integers(0, 99),
 )
-def test_parts_of_a_request_are_aligned_and_disjoint(segments, entries, flags, row_bytes):
-    at = slot.request_offsets(segments, entries, flags, row_bytes)
+def test_parts_of_a_request_are_aligned_and_disjoint(segments, entries, flags, row_bytes, scales):
+    at = slot.request_offsets(segments, entries, flags, row_bytes, scales)
     in_map, out_map = 4 * entries * bool(flags & slot.HAS_IN_MAP), 4 * entries * bool(flags & slot.HAS_OUT_MAP)
     parts = [(0, slot.HEADER_BYTES), (at.segments, 16 * segments), (at.in_map, in_map), (at.out_map, out_map)]
-    parts += [(at.weights, out_map), (at.rows, row_bytes)]
+    parts += [(at.weights, out_map), (at.scales, 4 * scales), (at.rows, row_bytes)]
     end = 0
     for offset, size in parts:
         assert offset >= end and offset % 16 == 0
         end = offset + size
     assert at.end == end and at.rows % slot.ALIGN == 0
     gaps = at.end - sum(size for _, size in parts)
-    assert gaps < 2 * 16 + slot.ALIGN, "absent parts take no space"
+    assert gaps < 3 * 16 + slot.ALIGN, "absent parts take no space"
 
 
 @given(epoch=U32, seq=SEQ, other=U32)
@@ -180,13 +184,14 @@ def test_signal_words(epoch, seq, other):
 @given(preset=st.sampled_from(sorted(spec.PRESETS)), rows=st.integers(1, 512), depth=st.integers(1, 8))
 def test_slots_hold_the_largest_message_at_every_site(preset, rows, depth):
     model = spec.PRESETS[preset]
-    layout = RegionLayout.for_model(model, rows, depth)
+    layout, smaller = RegionLayout.for_model(model, rows, depth), RegionLayout.for_model(model, rows, depth, "e4m3")
     for site in model.sites():
-        for item in slot.ELEMENT_BYTES:
-            flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP
-            request = slot.request_offsets(rows, rows, flags, rows * model.in_width(site) * item)
-            assert request.end <= layout.request_bytes
-            assert slot.HEADER_BYTES + rows * model.out_width(site) * item <= layout.response_bytes
+        for dtype, item in enumerate(slot.ELEMENT_BYTES):
+            flags, scales = slot.HAS_IN_MAP | slot.HAS_OUT_MAP, slot.num_scales(rows, dtype)
+            of_wire = smaller if dtype == slot.E4M3 else layout
+            request = slot.request_offsets(rows, rows, flags, rows * model.in_width(site) * item, scales)
+            assert request.end <= of_wire.request_bytes
+            assert slot.response_offsets(rows, model.out_width(site), dtype).end <= of_wire.response_bytes
 
 
 @given(depth=st.integers(1, 5), request=st.integers(1, 3), response=st.integers(1, 3))

@@ -45,7 +45,9 @@ class Holder:
         """Joins; raises ServerUnavailableError, ConfigError if a base model's name hides an adapter."""
         self._settings, self._tokenize = settings, tokenize
         names = settings.served_names
-        self._server = RemoteServer(settings.address, settings.transport, links=False, served_names=names)
+        self._server = RemoteServer(
+            settings.address, settings.transport, links=False, served_names=names, wire=settings.wire
+        )
         self._lock = threading.Lock()  # state
         self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
         self._session: RemoteSession = self._server.join(settings.timeout_seconds)

@@ -13,6 +13,7 @@ ADDRESS = "LORA_SERVER_ADDRESS"
 ENVIRONMENT = {
     "address": ADDRESS,
     "transport": "LORA_SERVER_TRANSPORT",
+    "wire": "LORA_SERVER_WIRE",
     "on_failure": "LORA_SERVER_ON_FAILURE",
     "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
 }
@@ -23,11 +24,13 @@ ERROR, BASE_MODEL = "error", "base_model"
 class Settings:
     """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join.
 
+    `wire`: that the server must have.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
     """
 
     address: str
     transport: str = "auto"
+    wire: str = "any"
     on_failure: str = ERROR
     timeout_seconds: float = 10.0
     served_names: tuple[str, ...] = ()

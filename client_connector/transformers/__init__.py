@@ -18,9 +18,17 @@ __all__ = ["attach"]
 
 
 def attach(
-    model: Any, server: Any, *, transport: str = "auto", timeout_seconds: float = 30.0, tokenizer: Any = None
+    model: Any,
+    server: Any,
+    *,
+    transport: str = "auto",
+    wire: str = "any",
+    timeout_seconds: float = 30.0,
+    tokenizer: Any = None,
 ) -> Attachment:
     """Connect a transformers model to a LoRA server; see `hook.Attachment`."""
     from client_connector.transformers.hook import Attachment
 
-    return Attachment(model, server, transport=transport, timeout_seconds=timeout_seconds, tokenizer=tokenizer)
+    return Attachment(
+        model, server, transport=transport, wire=wire, timeout_seconds=timeout_seconds, tokenizer=tokenizer
+    )

@@ -68,7 +68,8 @@ class Attachment:
             with lora.adapters(["law", None, "code"]):      # one name per sequence; None = base model
                 model.generate(input_ids, ...)
 
-    server: HOST:PORT, or anything with `join()` (transport.session.Server).
+    server: HOST:PORT, or anything with `join()` (transport.session.Server). `wire`: any, or the one
+    that it must have.
     Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat
     their sequence's adapter. An activated LoRA acts from its invocation in the prompt on; one with a
     legacy invocation string needs `tokenizer`. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
@@ -80,6 +81,7 @@ class Attachment:
         server: Any,
         *,
         transport: str = "auto",
+        wire: str = "any",
         timeout_seconds: float = 30.0,
         tokenizer: Any = None,
     ) -> None:
@@ -95,7 +97,7 @@ class Attachment:
         self._invocations = Invocations(tokenizer_of(tokenizer))
         self._model = model
         device = str(next(model.parameters()).device)
-        joinable = RemoteServer(server, transport, device=device) if isinstance(server, str) else server
+        joinable = RemoteServer(server, transport, device=device, wire=wire) if isinstance(server, str) else server
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:

@@ -9,6 +9,7 @@ from lora_server.config import ServeConfig
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, Placement
 from lora_server.spec import ModelSpec
+from lora_server.wire.slot import Wire
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Agreement:
     coordination: str
     max_step_rows: int
     data_port_base: int | None = None
+    wire: Wire = "exact"
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:
@@ -32,11 +34,12 @@ class Agreement:
             )
         layout = Layout.parse(config.layout)
         require_work(Placement(spec, layout))
-        return cls(spec, layout, config.dtype, config.coordination, config.max_step_rows, config.data_port_base)
+        steps = (config.dtype, config.coordination, config.max_step_rows)
+        return cls(spec, layout, *steps, config.data_port_base, config.wire)
 
     def digest(self) -> str:
         """What shards show when they register."""
-        flags = (self.layout, self.dtype, self.coordination, self.max_step_rows, self.data_port_base)
+        flags = (self.layout, self.dtype, self.coordination, self.max_step_rows, self.data_port_base, self.wire)
         parts = (self.spec.fingerprint(), *flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -44,7 +47,7 @@ class Agreement:
         """For the error when two nodes disagree."""
         return (
             f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
-            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, "
+            f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, wire {self.wire}, "
             f"data-port-base {self.data_port_base or 'not given'}"
         )
 

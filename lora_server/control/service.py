@@ -100,6 +100,7 @@ class ClientsService:
             server=self._controller.arrivals.run,
             hidden_adapters=hidden,
             adapters=len(self._controller.adapters),
+            wire=agreement.wire,
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:

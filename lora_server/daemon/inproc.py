@@ -24,6 +24,7 @@ from lora_server.transport.inproc import InprocLink
 from lora_server.transport.session import Held, Proof, Server, Session, Terms
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.slot import Wire
 
 LOAD_SECONDS = 600.0
 
@@ -42,16 +43,17 @@ class InprocServer(Server):
         dtype: torch.dtype = torch.float32,
         max_step_rows: int = 256,
         slots: int = 4,
+        wire: Wire = "exact",
         make_backend: Callable[[Placement, int, torch.dtype], Backend] = backends.host,
     ) -> None:
         self.placement = Placement(spec, Layout.parse(layout))
-        self.max_step_rows = max_step_rows
+        self.max_step_rows, self.wire = max_step_rows, wire
         self.held: dict[str, Held] = {}
         self._clients = itertools.count(1)
-        region = RegionLayout.for_model(spec, max_step_rows, slots)
+        region = RegionLayout.for_model(spec, max_step_rows, slots, wire)
         built = [make_backend(self.placement, index, dtype) for index in range(self.placement.layout.num_shards)]
         self.shards = [
-            Shard(index, spec, max_step_rows, Port(region), backend.store, Independent(), backend.compute)
+            Shard(index, spec, max_step_rows, Port(region), backend.store, Independent(), backend.compute, wire)
             for index, backend in enumerate(built)
         ]
         for handle, (name, path) in enumerate(sorted(adapters.items()), start=1):
@@ -96,7 +98,8 @@ class _InprocSession(Session):
         self._server = server
         placement, rows = server.placement, server.max_step_rows
         spec, layout = placement.spec, placement.layout
-        self.terms = Terms(client, 1, spec, layout, "independent", rows, num_adapters=len(server.held))
+        adapters = len(server.held)
+        self.terms = Terms(client, 1, spec, layout, "independent", rows, num_adapters=adapters, wire=server.wire)
         for shard in server.shards:
             shard.port.grant(Grant(client, 1, b""))
             shard.port.hold(client, [held.handle for held in server.held.values()])

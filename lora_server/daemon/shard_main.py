@@ -61,7 +61,8 @@ class ShardProcess:
         self._agreement = Agreement.of(config, spec).digest()
         self.stopping = threading.Event()
         self.exit_code = 0
-        self.port = Port(RegionLayout.for_model(spec, config.max_step_rows, config.slots), on_gone=self._client_gone)
+        region = RegionLayout.for_model(spec, config.max_step_rows, config.slots, config.wire)
+        self.port = Port(region, on_gone=self._client_gone)
         self.shm = self._shm_listener()
         data = config.data_ports.data(config.shard)
         self.tcp = TcpListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
@@ -71,7 +72,14 @@ class ShardProcess:
         self.store = backend.store
         self.coordinator = self._coordinator(layout)
         self.shard = Shard(
-            config.shard, spec, config.max_step_rows, self.port, self.store, self.coordinator, backend.compute
+            config.shard,
+            spec,
+            config.max_step_rows,
+            self.port,
+            self.store,
+            self.coordinator,
+            backend.compute,
+            config.wire,
         )
 
     def _backend(self, placement: Placement) -> Backend:

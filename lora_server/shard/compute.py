@@ -21,8 +21,10 @@ from kernels_cuda.tables import SEGMENT_INTS, BlockTable, PackedSegments
 from lora_server.errors import ProtocolError, StepError
 from lora_server.shard.request import Request
 from lora_server.spec import ModelSpec
+from lora_server.transport import e4m3
 from lora_server.transport.base import Connection
 from lora_server.transport.rows import TORCH_DTYPES
+from lora_server.wire import slot
 
 Launch = Callable[[DeviceStep, torch.Tensor, Workspace], None]
 
@@ -50,9 +52,10 @@ class HostCompute(Compute):
 
     @override
     def run(self, request: Request, segments: Sequence[Segment], connection: Connection) -> None:
-        header = request.header
+        header, rows_TK = request.header, connection.rows.request(request.header)
+        exact = header.dtype != slot.E4M3
         step = Step(
-            rows_TK=connection.rows.request(header),
+            rows_TK=rows_TK if exact else e4m3.expand(rows_TK),
             segments=segments,
             num_entries=header.num_entries,
             num_out_rows=header.num_out_rows,
@@ -62,7 +65,12 @@ class HostCompute(Compute):
             out_map_N=_tensor(request.out_map_N),
             weights_N=_tensor(request.weights_N),
         )
-        self._kernel(step, connection.rows.response(header))
+        if exact:
+            self._kernel(step, connection.rows.response(header))
+            return
+        out_UO = torch.empty(header.num_out_rows, header.out_width)
+        self._kernel(step, out_UO)
+        connection.rows.answer(header, out_UO)
 
 
 def _tensor(table: npt.NDArray[Any] | None) -> torch.Tensor | None:
@@ -106,7 +114,7 @@ class DeviceCompute(Compute):
     def run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
         """Raises DeviceLostError after an error from which a GPU does not recover."""
         dtype = TORCH_DTYPES[request.header.dtype]
-        if dtype != self._dtype:
+        if dtype != self._dtype and request.header.dtype != slot.E4M3:
             raise ProtocolError(
                 f"{request.header.where}: got {dtype} rows, expected {self._dtype}; run the engine in "
                 "it, or start the server with the engine's --dtype (bfloat16 or float16 on a GPU)"
@@ -127,10 +135,13 @@ class DeviceCompute(Compute):
             self._workspace = self._new_workspace(segments.max_rank)
         rows_TK = connection.rows.request(request.header).to(self._device, non_blocking=True)
         out_UO = connection.rows.response(request.header)
-        here = out_UO if out_UO.device == self._device else torch.empty_like(out_UO, device=self._device)
+        if request.header.dtype == slot.E4M3:
+            rows_TK = e4m3.expand(rows_TK).to(self._dtype)
+        in_place = out_UO.device == self._device and out_UO.dtype == self._dtype
+        here = out_UO if in_place else torch.empty_like(out_UO, device=self._device, dtype=self._dtype)
         self._launch(self._step(request, segments, rows_TK), here, self._workspace)
-        if here is not out_UO:
-            out_UO.copy_(here, non_blocking=True)
+        if not in_place:
+            connection.rows.answer(request.header, here)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -55,6 +55,7 @@ class Shard:
     store: WeightStore
     coordinator: Coordinator
     compute: Compute
+    wire: slot.Wire = "exact"
     counters: Counters = field(default_factory=Counters)
     _pending: dict[int, PendingStep] = field(default_factory=dict)
     _complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
@@ -153,7 +154,7 @@ class Shard:
         memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
         try:
             request_memory = step.connection.region.request(step.seq)
-            request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows)
+            request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows, self.wire)
             if not request.handles <= step.handles:
                 raise ProtocolError(f"{request.header.where}: its segments changed after it was pushed")
             segments = self.store.gather(request.site, request.segments_S4, request.header.where)

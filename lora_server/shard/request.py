@@ -67,13 +67,17 @@ def _distinct(handles_S: npt.NDArray[np.int32]) -> frozenset[int]:
     return frozenset(handles_S.tolist())
 
 
-def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max_step_rows: int) -> Request:
-    """The rest of a step; raises ProtocolError naming what is out of range."""
+def read_request(
+    memory: memoryview, header: RequestHeader, spec: ModelSpec, max_step_rows: int, wire: slot.Wire = "exact"
+) -> Request:
+    """The rest of a step; raises ProtocolError naming what is out of range. Scales of rows become weights."""
     site = _site(header, spec)
+    _check_dtype(header, wire)
     _check_counts(header, site, spec, max_step_rows)
     width = header.in_end - header.in_begin
     row_bytes = header.num_rows * width * slot.ELEMENT_BYTES[header.dtype]
-    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, row_bytes)
+    scales = slot.num_scales(header.num_rows, header.dtype)
+    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, row_bytes, scales)
     if at.end > len(memory) or header.payload_bytes != at.end - slot.HEADER_BYTES:
         raise ProtocolError(
             f"{header.where}: got {header.payload_bytes} payload bytes, expected {at.end - slot.HEADER_BYTES} "
@@ -88,15 +92,26 @@ def read_request(memory: memoryview, header: RequestHeader, spec: ModelSpec, max
     if header.flags & slot.HAS_OUT_MAP:
         out_map = _map(memory, at.out_map, entries, header.num_out_rows, header, "out_map")
         weights = np.frombuffer(memory, np.float32, entries, at.weights).copy()
+    if scales:
+        scale_N = _scales(memory, at.scales, header)[slice(None) if in_map is None else in_map]
+        weights = scale_N if weights is None else weights * scale_N
     return Request(header, site, segments_S4, in_map, out_map, weights)
 
 
 def _site(header: RequestHeader, spec: ModelSpec) -> Site:
     if header.layer >= spec.layers or header.projection >= len(PROJECTIONS):
         raise ProtocolError(f"{header.where}: expected a layer below {spec.layers} and one of {PROJECTIONS}")
+    return Site(header.layer, PROJECTIONS[header.projection])
+
+
+def _check_dtype(header: RequestHeader, wire: slot.Wire) -> None:
     if header.dtype >= len(slot.DTYPES):
         raise ProtocolError(f"{header.where}: got dtype {header.dtype}, expected one of {slot.DTYPES} by index")
-    return Site(header.layer, PROJECTIONS[header.projection])
+    if (header.dtype == slot.E4M3) != (wire == "e4m3"):
+        raise ProtocolError(
+            f"{header.where}: got {slot.DTYPES[header.dtype]} rows, but this server's --wire is {wire}: both ends must "
+            "be of a version that knows it; join again"
+        )
 
 
 def _check_counts(header: RequestHeader, site: Site, spec: ModelSpec, max_step_rows: int) -> None:
@@ -170,9 +185,19 @@ def _map(
     return mapped
 
 
+def _scales(memory: memoryview, offset: int, header: RequestHeader) -> npt.NDArray[np.float32]:
+    scale_T = np.frombuffer(memory, np.float32, header.num_rows, offset).copy()
+    bad = np.flatnonzero(~((scale_T >= 0.0) & (scale_T < np.inf)))  # neither is true of a NaN
+    if len(bad):
+        raise ProtocolError(
+            f"{header.where}: got scale {scale_T[bad[0]]} of row {bad[0]}, expected it finite and from 0 on"
+        )
+    return scale_T
+
+
 def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[int, int, int]) -> int:
     """The header of a response whose rows are in place; returns the bytes to push."""
-    payload = header.num_out_rows * header.out_width * slot.ELEMENT_BYTES[header.dtype]
+    end = slot.response_offsets(header.num_out_rows, header.out_width, header.dtype).end
     ResponseHeader(
         slot.OK,
         header.client,
@@ -182,10 +207,10 @@ def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[in
         header.dtype,
         header.num_out_rows,
         header.out_width,
-        payload,
+        end - slot.HEADER_BYTES,
         *times_ns,
     ).pack_into(memory)
-    return slot.HEADER_BYTES + payload
+    return end
 
 
 def write_failure(memory: memoryview, client: int, epoch: int, seq: int, error: LoraServerError) -> int:

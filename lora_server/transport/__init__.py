@@ -7,6 +7,7 @@ shm       shared memory on one host         park      spin a little, then sleep 
 tcp       across hosts (tcp_listener: the   address   binding sockets
           shard's side; frames)
 inproc    one thread of one process         rows      where the rows of a step lie
+e4m3      rows in 8 bits
 cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal
 device_link    what such a client does, whatever the device
 device_memory  GPU memory that two processes share, host memory that a GPU can use

@@ -5,7 +5,7 @@ Client side, one `Link` per shard:        Shard side, one `Port` with a `Connect
     link.put_rows(header, x, rows)            read connection.rows.request(header)
     link.push(seq, nbytes)                    fill connection.rows.response(header), then the header before it
     link.wait(seq, deadline)                  port.respond(connection, seq, nbytes)
-    read link.rows.response(header)
+    read link.rows.deltas(header, x)
 
 A push is one-sided: payload, then signal; nobody is asked. seq counts from 1 per (client, shard).
 """

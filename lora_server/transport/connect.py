@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import structlog
 
@@ -15,8 +15,10 @@ from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
+from lora_server.wire.slot import Wire
 
 log = structlog.get_logger()
+WIRES = ("any", *get_args(Wire))
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "tcp")
 FAR = "on another host"
 
@@ -29,6 +31,24 @@ def check_transport(name: str) -> str:
     if name not in TRANSPORTS:
         raise ConfigError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
     return name
+
+
+def check_wire(name: str) -> str:
+    """One of WIRES; raises ConfigError for any other."""
+    if name not in WIRES:
+        raise ConfigError(f"wire: got {name!r}, expected one of {', '.join(WIRES)}")
+    return name
+
+
+def agreed_wire(served: str, wanted: str) -> Wire:
+    """The server's, if the engine takes it; raises ConfigError if not. A server that says nothing is exact."""
+    served = served or "exact"
+    if served in get_args(Wire) and wanted in ("any", served):
+        return cast(Wire, served)
+    raise ConfigError(
+        f"wire: the server's is {served}, the engine takes {wanted} of {', '.join(get_args(Wire))}; start the server "
+        "with another --wire, or give the engine wire='any'"
+    )
 
 
 def why_far(endpoint: pb.Endpoint) -> str:
@@ -64,15 +84,22 @@ def tell_far(endpoints: Iterable[pb.Endpoint]) -> None:
 
 
 def connect(
-    endpoint: pb.Endpoint, hello: Hello, transport: str, device: str = "cpu", seconds: float = HANDSHAKE_SECONDS
+    endpoint: pb.Endpoint,
+    hello: Hello,
+    transport: str,
+    device: str = "cpu",
+    seconds: float = HANDSHAKE_SECONDS,
+    wire: Wire = "exact",
 ) -> Link:
     """A link to one shard, for activations on `device`; it may take as many seconds.
 
     `auto` takes shared memory where the shard is on this host, and rows in GPU memory where both compute on
     GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
     """
-    gpu = device.startswith("cuda")
+    gpu = device.startswith("cuda") and wire == "exact"  # its kernels convert nothing: the host copies e4m3
     if transport == "cuda_ipc":
+        if wire != "exact":
+            raise ConfigError(f"transport cuda_ipc: the server's wire is {wire}, expected exact; use auto, shm or tcp")
         if not (endpoint.device == "cuda" and gpu):
             raise ConfigError(
                 f"transport cuda_ipc: shard {endpoint.shard} computes on {endpoint.device or 'cpu'}, the engine on "

@@ -12,13 +12,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
+from typing_extensions import override
 
 from lora_server.errors import ProtocolError
+from lora_server.transport import e4m3
 from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 from lora_server.wire.slot import RequestHeader
 
-TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCH_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
 class Rows(ABC):
@@ -26,7 +28,7 @@ class Rows(ABC):
 
     @abstractmethod
     def request(self, header: RequestHeader) -> torch.Tensor:
-        """[T, K] of a request, the header's dtype."""
+        """[T, K] of a request, the header's dtype; of e4m3 without the scales, which are one of its tables."""
 
     @abstractmethod
     def response(self, header: RequestHeader) -> torch.Tensor:
@@ -40,9 +42,17 @@ class Rows(ABC):
         else:
             out_MK.copy_(x_TK.index_select(0, rows_M.to(x_TK.device)))
 
+    def answer(self, header: RequestHeader, delta_UO: torch.Tensor) -> None:
+        """Deltas, wherever they are, become the response to a request."""
+        self.response(header).copy_(delta_UO, non_blocking=True)
+
+    def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
+        """[U, O] of the response to a request, with device and dtype of `like`; a view where that is so already."""
+        return self.response(header).to(like, non_blocking=True)
+
 
 class SlotRows(Rows):
-    """Host memory: the region's own."""
+    """Host memory: the region's own. Here rows may be e4m3."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -55,9 +65,43 @@ class SlotRows(Rows):
         return _host(self._region.request(header.seq), offset, rows, width, header.dtype)
 
     def response(self, header: RequestHeader) -> torch.Tensor:
-        """All of the response slot but its header."""
-        memory = self._region.response(header.seq)
-        return _host(memory, slot.HEADER_BYTES, header.num_out_rows, header.out_width, header.dtype)
+        """The end of the response slot."""
+        memory, rows, width = self._region.response(header.seq), header.num_out_rows, header.out_width
+        return _host(memory, slot.response_offsets(rows, width, header.dtype).rows, rows, width, header.dtype)
+
+    @override
+    def fill(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        if header.dtype != slot.E4M3:
+            super().fill(header, x_TK, rows_M)
+            return
+        x_MK = x_TK.index_select(0, rows_M.to(x_TK.device))
+        e4m3.quantise(x_MK, self.request(header), self.request_scales(header))
+
+    @override
+    def answer(self, header: RequestHeader, delta_UO: torch.Tensor) -> None:
+        if header.dtype != slot.E4M3:
+            super().answer(header, delta_UO)
+            return
+        e4m3.quantise(delta_UO, self.response(header), self._response_scales(header))
+
+    @override
+    def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
+        if header.dtype != slot.E4M3:
+            return super().deltas(header, like)
+        codes_UO, scales_U = self.response(header).to(like.device), self._response_scales(header).to(like.device)
+        return e4m3.expand(codes_UO, scales_U).to(like.dtype)
+
+    def request_scales(self, header: RequestHeader) -> torch.Tensor:
+        """[T] of a request of e4m3, float32; not checked."""
+        counts, rows = (header.num_segments, header.num_entries, header.flags), header.num_rows
+        return _scales(self._region.request(header.seq), slot.request_offsets(*counts, 0, rows).scales, rows)
+
+    def _response_scales(self, header: RequestHeader) -> torch.Tensor:
+        return _scales(self._region.response(header.seq), slot.HEADER_BYTES, header.num_out_rows)
+
+
+def _scales(memory: memoryview, offset: int, rows: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.float32, count=rows, offset=offset) if rows else torch.empty(0)
 
 
 def _host(memory: memoryview, offset: int, rows: int, width: int, dtype: int) -> torch.Tensor:

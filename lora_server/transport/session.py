@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
+from lora_server.wire.slot import Wire
 
 
 class Proof(NamedTuple):
@@ -37,6 +38,7 @@ class Terms:
     server: str = ""  # the run of the server that granted the lease: handles mean nothing to another
     hidden_adapters: tuple[str, ...] = ()  # have a name under which the client answers from its base model
     num_adapters: int = 0  # of the server when this was agreed
+    wire: Wire = "exact"
 
     @property
     def placement(self) -> Placement:

@@ -145,7 +145,7 @@ class JoinRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters", "adapters")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters", "adapters", "wire")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,7 @@ class Lease(_message.Message):
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
@@ -174,7 +175,8 @@ class Lease(_message.Message):
     server: str
     hidden_adapters: _containers.RepeatedScalarFieldContainer[str]
     adapters: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ...) -> None: ...
+    wire: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("shard", "host", "shm", "tcp", "device")

@@ -39,15 +39,17 @@ class RegionLayout:
     table_bytes: int = 0
 
     @classmethod
-    def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int) -> RegionLayout:
-        """Slots that hold any step of at most `max_step_rows` entries in any dtype, at any site."""
+    def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int, wire: slot.Wire = "exact") -> RegionLayout:
+        """Slots that hold any step of at most `max_step_rows` entries, in any dtype of the wire, at any site."""
         sites = list(spec.sites())
         widest_in = max(spec.in_width(site) for site in sites)
         widest_out = max(spec.out_width(site) for site in sites)
         flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP
-        request = slot.request_offsets(max_step_rows, max_step_rows, flags, max_step_rows * widest_in * 4).end
-        tables = slot.request_offsets(max_step_rows, max_step_rows, flags, 0).end
-        response = slot.HEADER_BYTES + max_step_rows * widest_out * 4
+        widest = slot.E4M3 if wire == "e4m3" else slot.DTYPES.index("float32")
+        row_bytes, scales = widest_in * slot.ELEMENT_BYTES[widest], slot.num_scales(max_step_rows, widest)
+        at = slot.request_offsets(max_step_rows, max_step_rows, flags, max_step_rows * row_bytes, scales)
+        request, tables = at.end, at.rows
+        response = slot.response_offsets(max_step_rows, widest_out, widest).end
         return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES), tables)
 
     @property

@@ -2,7 +2,7 @@
 
 One put carries a whole request, contiguous, 16-byte aligned parts in this order:
 
-    header | segments | in_map? | out_map?, weights? | rows
+    header | segments | in_map? | out_map?, weights? | row_scale? | rows
 
 `slot.h` mirrors this file for kernels that will poll and fill the same slots; a test compares the
 two. Little-endian throughout.
@@ -12,12 +12,15 @@ width. Entries are grouped in segments: consecutive entries of one (adapter hand
 
     entry i reads   rows[in_map[i]]                 (row i without an in_map)
     and adds        weights[i] * delta   to   out[out_map[i]]   (sets out[i] without an out_map)
+
+Rows of dtype e4m3 have a float32 scale each, before them, in a request and in its response; a scale is finite and
+not negative, and what it is of is the row's codes times it.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lora_server.errors import ProtocolError
 from lora_server.spec import PROJECTIONS
@@ -31,8 +34,10 @@ ALIGN = 64
 
 DECODE, PREFILL = 0, 1
 HAS_IN_MAP, HAS_OUT_MAP = 1, 2
-DTYPES = ("float32", "bfloat16", "float16")
-ELEMENT_BYTES = (4, 2, 2)
+DTYPES = ("float32", "bfloat16", "float16", "e4m3")
+ELEMENT_BYTES = (4, 2, 2, 1)
+E4M3 = DTYPES.index("e4m3")
+Wire = Literal["exact", "e4m3"]
 OK, FAILED = 0, 1
 MAX_WINDOWS = 3
 
@@ -188,18 +193,41 @@ class RequestOffsets(NamedTuple):
     in_map: int
     out_map: int
     weights: int
+    scales: int
     rows: int
     end: int
 
 
-def request_offsets(num_segments: int, num_entries: int, flags: int, row_bytes: int) -> RequestOffsets:
+def request_offsets(
+    num_segments: int, num_entries: int, flags: int, row_bytes: int, num_scales: int = 0
+) -> RequestOffsets:
     """Where each part of a request lies; absent parts take no space."""
     segments = HEADER_BYTES
     in_map = segments + num_segments * SEGMENT_BYTES
     out_map = aligned(in_map + 4 * num_entries * bool(flags & HAS_IN_MAP), 16)
     weights = aligned(out_map + 4 * num_entries * bool(flags & HAS_OUT_MAP), 16)
-    rows = aligned(weights + 4 * num_entries * bool(flags & HAS_OUT_MAP))
-    return RequestOffsets(segments, in_map, out_map, weights, rows, rows + row_bytes)
+    scales = aligned(weights + 4 * num_entries * bool(flags & HAS_OUT_MAP), 16)
+    rows = aligned(scales + 4 * num_scales)
+    return RequestOffsets(segments, in_map, out_map, weights, scales, rows, rows + row_bytes)
+
+
+def num_scales(num_rows: int, dtype: int) -> int:
+    """How many rows of this dtype have a scale before them."""
+    return num_rows if dtype == E4M3 else 0
+
+
+class ResponseOffsets(NamedTuple):
+    """Byte offsets of the parts of a response from the start of its slot; `end` is its size."""
+
+    scales: int
+    rows: int
+    end: int
+
+
+def response_offsets(num_rows: int, width: int, dtype: int) -> ResponseOffsets:
+    """Where each part of a response lies."""
+    rows = aligned(HEADER_BYTES + 4 * num_scales(num_rows, dtype))
+    return ResponseOffsets(HEADER_BYTES, rows, rows + num_rows * width * ELEMENT_BYTES[dtype])
 
 
 def signal(epoch: int, seq: int) -> int:

@@ -44,7 +44,9 @@ class RemoteLoRAManager:
 
     def __init__(self, found: Settings, vllm_config: Any, device: torch.device) -> None:
         """Joins the server; raises ServerUnavailableError, GeometryMismatchError."""
-        client = Client(RemoteServer(found.address, found.transport, device=str(device)), found.timeout_seconds)
+        client = Client(
+            RemoteServer(found.address, found.transport, device=str(device), wire=found.wire), found.timeout_seconds
+        )
         check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
         self._directory = Directory(found.address)
         self.forward = PlannedPass(client, self._directory.ready)

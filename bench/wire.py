@@ -1,0 +1,234 @@
+"""What the 8-bit wire costs and saves: `--wire e4m3` beside `exact`, on the demo's models.
+
+    python -m bench.wire [--json] [--rounds N]
+
+Greedy tokens of the exact wire are the reference. Said again with e4m3: how many tokens are the same when
+everything before them is, and how far their log probabilities move, as far as the adapters move them. The error of
+deltas is taken at the shards, of the very rows that the exact run sends them: norm of the difference over norm of
+the delta. Bytes are those of requests and responses, tables and all, beside a 16-bit engine's exact wire.
+Conversion: microseconds of one core, beside a copy of the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from typing_extensions import override
+
+from client_connector.transformers import attach
+from kernels_cuda import cpu
+from kernels_cuda.ops import Step
+from lora_server import logs, spec
+from lora_server.daemon import backends
+from lora_server.daemon.inproc import InprocServer
+from lora_server.demo import tiny
+from lora_server.placement import Placement
+from lora_server.shard.compute import HostCompute
+from lora_server.shard.request import Request
+from lora_server.transport import e4m3
+from lora_server.transport.base import Connection
+
+NUM_SEQUENCES, PROMPT, NEW_TOKENS = 32, 16, 32
+ADAPTERS = ((8, "all"), (16, "all"), (32, "all"), (64, "all"))
+WIDER = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}  # the demo's
+CONVERTED = ((8, 4096), (128, 4096), (256, 14336))
+
+
+class Compared(HostCompute):
+    """An exact wire's compute that also takes each step as e4m3 would carry it."""
+
+    def __init__(self) -> None:
+        self.squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by projection: error, delta
+        super().__init__(self._both)
+        self._projection = ""
+
+    @override
+    def run(self, request: Request, segments: Any, connection: Connection) -> None:
+        self._projection = request.site.projection
+        super().run(request, segments, connection)
+
+    def _both(self, step: Step, out_UO: torch.Tensor) -> None:
+        cpu.lora_step(step, out_UO)
+        fields = {name: getattr(step, name) for name in step.__dataclass_fields__}
+        again_UO = torch.empty(out_UO.shape)
+        cpu.lora_step(Step(**fields | {"rows_TK": travelled(step.rows_TK)}), again_UO)
+        squares = self.squares[self._projection]
+        squares[0] += float((travelled(again_UO) - out_UO).square().sum())
+        squares[1] += float(out_UO.float().square().sum())
+
+    def errors(self) -> dict[str, float]:
+        """Of each projection."""
+        return {name: (error / delta) ** 0.5 for name, (error, delta) in sorted(self.squares.items())}
+
+
+def travelled(x_TK: torch.Tensor) -> torch.Tensor:
+    """Rows as they are at the other end."""
+    codes_TK, scales_T = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x_TK))
+    e4m3.quantise(x_TK, codes_TK, scales_T)
+    return e4m3.expand(codes_TK, scales_T)
+
+
+class Case:
+    """A model, its adapters on disk, and prompts."""
+
+    def __init__(self, kind: str, work: Path) -> None:
+        self.model = tiny.make_model(kind, **(WIDER if kind == "mixtral" else {}))
+        tiny.save_model(self.model, work / "base")
+        self.spec = spec.load(work / "base")
+        self.paths = {f"tenant-{i}": work / f"tenant-{i}" for i in range(len(ADAPTERS))}
+        for seed, ((rank, targets), path) in enumerate(zip(ADAPTERS, self.paths.values(), strict=True)):
+            tiny.make_adapter(self.model, path, lora_rank=rank, seed=seed, targets=targets)
+        self.names = [list(self.paths)[i % len(ADAPTERS)] for i in range(NUM_SEQUENCES)]
+        self.ids = torch.randint(3, 250, (NUM_SEQUENCES, PROMPT), generator=torch.Generator().manual_seed(0))
+
+    def run(self) -> dict[str, Any]:
+        """Both wires over the same tokens."""
+        compared = Compared()
+
+        def backend(placement: Placement, index: int, dtype: torch.dtype) -> backends.Backend:
+            return backends.host(placement, index, dtype)._replace(compute=compared)
+
+        with self.attached("exact", backend):
+            said = self.model.generate(  # type: ignore[operator]
+                self.ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+            )
+        exact, exact_bytes = self.logprobs("exact", said)
+        eight, eight_bytes = self.logprobs("e4m3", said)
+        sixteen, sixteen_bytes = self.logprobs("exact", said, torch.bfloat16)
+        with torch.no_grad():
+            base = _logprobs(self.model, said)
+        return {
+            "errors": compared.errors(),
+            "bytes": {"e4m3": eight_bytes, "bfloat16": sixteen_bytes, "float32": exact_bytes},
+            "e4m3": _apart(eight, exact, said),
+            "bfloat16": _apart(sixteen, exact, said),
+            "base": _apart(base, exact, said),
+        }
+
+    def attached(self, wire: Any, make_backend: Any = backends.host) -> Any:
+        """The model behind a server of its own."""
+        from contextlib import ExitStack
+
+        stack = ExitStack()
+        self.server = InprocServer(self.spec, self.paths, wire=wire, make_backend=make_backend)
+        stack.callback(self.server.close)
+        lora = stack.enter_context(attach(self.model, self.server))
+        stack.enter_context(lora.adapters(self.names))
+        return stack
+
+    def logprobs(self, wire: str, said: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, int]:
+        """[B, S, V] of what comes after each token, and the bytes that travelled."""
+        self.model.to(dtype)
+        with self.attached(wire):
+            found = _logprobs(self.model, said)
+            nbytes = sum(one.counters.request_bytes + one.counters.response_bytes for one in self.server.shards)
+        self.model.to(torch.float32)
+        return found, nbytes
+
+
+def _logprobs(model: Any, said: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(model(said[:, :-1]).logits[:, PROMPT - 1 :].float().log_softmax(-1))
+
+
+def _apart(ours: torch.Tensor, exact: torch.Tensor, said: torch.Tensor) -> dict[str, float]:
+    """Two answers over the same tokens."""
+    tokens = said[:, PROMPT:, None]
+    moved = (ours.gather(2, tokens) - exact.gather(2, tokens)).abs()
+    agree = (ours.argmax(2) == exact.argmax(2)).float().mean()
+    return {"agree": float(agree), "mean": float(moved.mean()), "largest": float(moved.max())}
+
+
+def conversion(rounds: int) -> list[dict[str, float]]:
+    """Least microseconds, of so many rounds."""
+    found = []
+    for rows, width in CONVERTED:
+        x_TK = torch.randn(rows, width).bfloat16()
+        codes_TK, scales_T = torch.empty(rows, width, dtype=torch.float8_e4m3fn), torch.empty(rows)
+        found.append(
+            {
+                "rows": rows,
+                "width": width,
+                "copy_us": _least_us(rounds, lambda x=x_TK: x.clone()),
+                "quantise_us": _least_us(rounds, lambda x=x_TK, c=codes_TK, s=scales_T: e4m3.quantise(x, c, s)),
+                "expand_us": _least_us(rounds, lambda c=codes_TK, s=scales_T: e4m3.expand(c, s)),
+            }
+        )
+    return found
+
+
+def _least_us(rounds: int, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times) * 1e6
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=30, help="of the conversion's timing")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logs.configure(logging.WARNING)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    cases = {}
+    for kind in track(tiny.KINDS, "generating", console=Console(stderr=True)):
+        with tempfile.TemporaryDirectory() as scratch:
+            cases[kind] = Case(kind, Path(scratch)).run()
+    times = conversion(arguments.rounds)
+    if arguments.json:
+        print(json.dumps({"cases": cases, "conversion": times}, indent=2))
+        return
+    _print(cases, times)
+
+
+def _print(cases: dict[str, Any], times: list[dict[str, float]]) -> None:
+    console = Console()
+    table = Table(
+        title=f"{NUM_SEQUENCES} sequences of {NEW_TOKENS} tokens, {len(ADAPTERS)} adapters, beside exact float32"
+    )
+    for column in ("model", "engine and wire", "tokens that agree", "|log p| moved, mean", "largest", "bytes"):
+        table.add_column(column, justify="left" if column in ("model", "engine and wire") else "right")
+    said = {"e4m3": "float32, e4m3", "bfloat16": "bfloat16, exact", "base": "float32, no adapter"}
+    for kind, case in cases.items():
+        for key, name in said.items():
+            one, nbytes = case[key], case["bytes"].get(key)
+            table.add_row(
+                kind, name, f"{one['agree']:.1%}", f"{one['mean']:.4f}", f"{one['largest']:.3f}",
+                f"{nbytes:,}" if nbytes else "",
+            )  # fmt: skip
+    console.print(table)
+    errors = Table(title="Relative error of deltas")
+    names = sorted({name for case in cases.values() for name in case["errors"]})
+    for column in ("model", *names):
+        errors.add_column(column, justify="right")
+    for kind, case in cases.items():
+        errors.add_row(kind, *(f"{case['errors'].get(name, float('nan')):.2%}" for name in names))
+    console.print(errors)
+    speed = Table(title="Conversion of bfloat16 rows, us, one core")
+    for column in ("rows", "width", "copy", "quantise", "expand"):
+        speed.add_column(column, justify="right")
+    for one in times:
+        speed.add_row(*(f"{value:,.0f}" for value in one.values()))
+    console.print(speed)
+
+
+if __name__ == "__main__":
+    main()
