@@ -144,6 +144,17 @@ def test_more_batch_takes_longer_and_more_shards_compute_faster():
     assert model.lora(64, Layout(4, 1)).compute.value < model.lora(64, Layout(1, 4)).compute.value
 
 
+def test_an_8_bit_wire_halves_what_the_link_takes():
+    exact, eight, free = (
+        step_model(**changes).lora(128, Layout(2, 1))
+        for changes in ({}, {"wire": "e4m3"}, {"cluster": Cluster(gpu=GPUS["h200"], link_gbps=1e12)})
+    )
+    for name in ("receive", "send"):
+        alone = getattr(free, name).value
+        assert getattr(eight, name).value - alone == pytest.approx((getattr(exact, name).value - alone) / 2, rel=1e-6)
+    assert eight.compute == exact.compute
+
+
 def test_eq_5_and_eq_6():
     model = step_model()
     latency, limit = model.lora(64, Layout(2, 1)), budget(model, 64, 100_000)

@@ -258,6 +258,7 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
         "device_pool": pool,
         "host_pool": (512 - plan["cache_slots"]) * adapter,
         "max_step_rows": 256,  # 64 requests and three deviations, times top-2
+        "wire": "exact",
     }
     served = config_of({}, out)
     assert (served.device, served.dtype, served.device_pool) == ("cuda", "bfloat16", Size(pool))
@@ -269,9 +270,10 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     headline = f"{plan['gpus']} LoRA Server GPUs as {layout}"
     assert f"<h1>{headline}" in page and f"<title>{headline}" in page and plan["coupled"]["verdict"] in page
     assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page and "512 adapters of rank 64" in page
-    wide = provision(*BASE, *LOAD, "--gpus-per-node", "1", "--out", str(out), "--no-simulate")
+    wide = provision(*BASE, *LOAD, "--gpus-per-node", "1", "--wire", "e4m3", "--out", str(out), "--no-simulate")
     assert wide.exit_code == 0
     assert yaml.safe_load(out.read_text())["nodes"] == 2
+    assert config_of({}, out).wire == "e4m3" and "CUDA IPC carries exact rows alone" in out.read_text()
 
 
 def test_a_trace_is_planned_and_replayed(tmp_path):

@@ -83,6 +83,7 @@ def plan(
         str, typer.Option(help="Memory for adapters where coupled: tuned, paper (0.5) or a share.")
     ] = "tuned",
     shared_a: Annotated[bool, typer.Option("--shared-a", help="gate and up share one A (fused layout).")] = False,
+    wire: Annotated[str, typer.Option(help="exact, 2 bytes an element, or e4m3, 1: the server's --wire.")] = "exact",
     profile: Annotated[Path | None, typer.Option(help="Measured times, JSON of bench/ (default: none).")] = None,
     price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency (default: none).")] = None,
     window: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
 
 _SINGLE = 2048
+Wire = Literal["exact", "e4m3"]
+WIRE_BYTES: dict[Wire, int] = {"exact": 2, "e4m3": 1}  # of an element; a scale per row is too little to count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 from provisioning.arrays import Floats
 from provisioning.model import geometry, memory
-from provisioning.model.geometry import BF16, BaseDtype
+from provisioning.model.geometry import BF16, WIRE_BYTES, BaseDtype, Wire
 from provisioning.model.hardware import Cluster, Efficiency
 from provisioning.model.profile import Profile, Quantity
 
@@ -41,6 +41,7 @@ class StepModel:
     instance_gpus: int
     context_tokens: float = 1024.0
     shared_a: bool = False
+    wire: Wire = "exact"
     once_per_shard: bool = True
     attention_share: float = 0.0
     base_dtype: BaseDtype = BF16
@@ -53,7 +54,8 @@ class StepModel:
         bytes_ = self._bytes(batch, layout.ep)
         cluster, reach, x = self.cluster, self.efficiency, layout.ep
         across = x > cluster.gpus_per_node
-        wire = min(self.instance_gpus, self._active(x)) * cluster.link_bytes_per_us * reach.link
+        rate = cluster.link_bytes_per_us * reach.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
+        wire = min(self.instance_gpus, self._active(x)) * rate
         memory_us = bytes_.weights / (self._active(x) * cluster.hbm_bytes_per_us * reach.hbm)
         math_us = bytes_.flops / (self._active(x) * cluster.flops_per_us * reach.tensor_cores)
         return Latency(

@@ -59,6 +59,7 @@ class Flags:
     dispatch: str = "any"
     eq6: str = "stage"
     shared_a: bool = False
+    wire: str = "exact"
     profile: Path | None = None
     seed: int = 0
     window: float | None = None
@@ -171,6 +172,7 @@ def scenario(flags: Flags) -> Scenario:
             instance_gpus=instance_gpus(flags.instance_gpus, geometry, cluster, dtype),
             context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),
             shared_a=flags.shared_a,
+            wire="e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact",
             base_dtype=dtype,
             prefill_tokens=non_negative(flags.prefill_tokens, "--prefill-tokens", MOST_TOKENS),
             profile=Profile() if flags.profile is None else load_profile(flags.profile),

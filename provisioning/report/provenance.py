@@ -63,6 +63,9 @@ def _machine(scenario: Scenario) -> dict[str, Entry]:
         "hbm_gb_per_s": Entry(value=gpu.hbm_gb_per_s, unit="GB/s", kind="assumed", source=gpu.source),
         "bf16_tflops": Entry(value=gpu.bf16_tflops, unit="TFLOP/s", kind="assumed", source=gpu.source),
         "link_gbps": Entry(value=cluster.link_gbps, unit="Gb/s", kind="assumed", source="per GPU; --link-gbps"),
+        "wire_bytes": Entry(
+            value=geometry.WIRE_BYTES[scenario.model.wire], unit="bytes", kind="assumed", source="of an element; --wire"
+        ),
         "host_link_gb_per_s": Entry(
             value=cluster.host_link_gb_per_s,
             unit="GB/s",

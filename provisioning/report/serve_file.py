@@ -49,6 +49,7 @@ def settings(result: Result) -> dict[str, object]:
         "device_pool": candidate.slots * scenario.adapter_bytes(candidate.layout),
         "host_pool": _elsewhere(result) * scenario.adapter_bytes(candidate.layout),
         "max_step_rows": _message_rows(result),
+        "wire": scenario.model.wire,
     }
 
 
@@ -60,6 +61,8 @@ def unmet(result: Result) -> Iterator[str]:
         f"Not met today: the plan's wire is {words.number(cluster.link_gbps)} Gb/s per GPU, driven from the GPUs as in "
         "the paper. The server has CUDA IPC within a host, and TCP between hosts."
     )
+    if scenario.model.wire != "exact":
+        yield "Not met today: CUDA IPC carries exact rows alone; those of this wire are copied by the hosts."
     if not scenario.model.profile.points:
         yield "Not seen: step times are modelled, from the paper's Table 4; measure yours, and give --profile."
     if scenario.instances > 1:
