@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -9,6 +10,8 @@ from structlog.testing import capture_logs
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("tests", deadline=None)  # a machine may be busy
+hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests")  # asserts of what tests share say what they got, as those of tests do
 
 
