@@ -29,7 +29,9 @@ def watch(
     record: Annotated[
         Path | None, typer.Option(help="Append one look to this file, and answer from all of it (default: none).")
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="The plan.yaml that the server was planned with.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan.yaml that the server was planned with (default: none).")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Simulated seeds of GPUs now, at least 5.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
