@@ -11,6 +11,7 @@ from lora_server import __version__
 from lora_server.cli.adapters import app as adapters_app
 from lora_server.cli.call import EXIT_ERROR, JsonOption, run
 from lora_server.cli.doctor import doctor
+from lora_server.cli.drain import drain
 from lora_server.cli.status import status
 from lora_server.config import ServeConfig, load
 from lora_server.errors import LoraServerError
@@ -62,6 +63,7 @@ def serve(
 app.add_typer(adapters_app, name="adapters")
 app.command()(status)
 app.command()(doctor)
+app.command()(drain)
 
 
 @app.command()

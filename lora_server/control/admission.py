@@ -71,6 +71,7 @@ class Admission:
     told: Callable[[int, Collection[int], Collection[int], bool], object] = lambda client, more, fewer, anew: None
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
+    paused: str = ""  # why nobody is admitted, whatever room there is
 
     def __post_init__(self) -> None:
         self._tickets: dict[int, dict[int, Ticket]] = {}  # by client and number
@@ -172,6 +173,8 @@ class Admission:
     def admit(self) -> None:
         """All whose turn it is: to be called when there may be room."""
         self._update()
+        if self.paused:
+            return
         now, first, giving_way = self.clock(), None, frozenset[int]()
         for key, ticket in list(self._queue.items()):
             try:
@@ -232,6 +235,8 @@ class Admission:
 
     def _queued(self, key: Key, ticket: Ticket) -> Queued:
         position = list(self._queue).index(key) + 1
+        if self.paused:
+            return Queued(position, self.paused)
         handles = self.resolve(ticket.names)
         shard = self.room.unmeasured(handles)
         if shard is not None:

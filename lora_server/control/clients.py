@@ -30,9 +30,12 @@ class Clients:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
         self.prefetches = Prefetches(leases, adapters, shards)
         self._waiters = threading.Semaphore(MAX_WAITERS)
+        self.refused = ""  # why nobody may join
 
     def join(self, instance: str, served_names: Sequence[str] = ()) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        if self.refused:
+            raise ServerUnavailableError(self.refused)
         live = self._shards.require_up()
         if not self._settled.is_set():
             raise ServerUnavailableError(RESTARTED)
@@ -71,6 +74,11 @@ class Clients:
         """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
         if self.leases.end(client, epoch):
             self._forget(client)
+
+    def end_all(self) -> None:
+        """Of clients that hold nothing: who wants something next joins anew."""
+        for lease, _ in self.leases.silences():
+            self.end(lease.client, lease.epoch)
 
     def expire(self) -> None:
         """Called about once a second."""

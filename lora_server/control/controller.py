@@ -8,6 +8,7 @@ from lora_server.control.agreement import Agreement
 from lora_server.control.allowed import NOWHERE, Allowed
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import Clients
+from lora_server.control.drain import Drain
 from lora_server.control.followed import FollowedAdapters
 from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
@@ -36,10 +37,13 @@ class Controller:
         self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed)
         self.fetcher = fetcher
         self.clients = Clients(leases, self.shards, self.adapters, settled)
+        self.drain = Drain(self.shards, self.clients, self.adapters)
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""
+        if self.drain.reason:
+            return self.drain.reason
         missing = self.shards.missing()
         if missing:
             return f"shards not up: {missing}"

@@ -102,6 +102,19 @@ class HeldAdapters(ToldAdapters):
         with self._admitted:
             return self._admitted.wait_for(decided, seconds)
 
+    def drain(self, reason: str, seconds: float) -> int:
+        """Nobody is admitted for this reason, '' for none; the number of adapters that are held still, after so long
+        at most."""
+        with self._admitted:
+            self.admission.paused = reason
+            self._admit()
+            if reason:
+                self._admitted.wait_for(lambda: not self._num_held(), seconds)
+            return self._num_held()
+
+    def _num_held(self) -> int:
+        return len(self._holds.handles()) or int(self._holds.anybody_unknown())
+
     def settle_tickets(self, client: int, tickets: Iterable[int]) -> None:
         """The client has their answers."""
         with self._lock:

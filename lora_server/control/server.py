@@ -56,7 +56,7 @@ class ControlServer:
             [
                 _methods("Adapters", adapters, changes, List=reads, Get=reads),
                 _methods("Clients", clients, leases, Join=joins, Borrow=joins, Await=waits),
-                _methods("Server", ServerService(controller), reads),
+                _methods("Server", ServerService(controller), reads, Drain=changes),
             ]
         )
         public = tuple(own) if reflection else ()

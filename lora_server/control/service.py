@@ -169,6 +169,17 @@ class ServerService:
     def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
         return status(self._controller)
 
+    def Drain(self, request: pb.DrainRequest) -> pb.DrainReply:
+        drain = self._controller.drain
+        if request.HasField("shard"):
+            drain.restart(request.shard, request.seconds)
+            return pb.DrainReply()
+        return pb.DrainReply(held=drain.begin(request.seconds))
+
+    def Resume(self, request: pb.ResumeRequest) -> pb.ResumeReply:
+        self._controller.drain.resume()
+        return pb.ResumeReply()
+
 
 class HealthService:
     """grpc.health.v1, as far as probes use it: whoever asks is answered, nobody is told later."""

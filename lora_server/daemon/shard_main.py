@@ -262,6 +262,8 @@ class ShardProcess:
         elif kind == "follow" and isinstance(self.coordinator, Follower):
             self.coordinator.follow(command.follow.address, command.follow.badge)
         done(None)
+        if kind == "stop":
+            self.stop()
 
     def _load(self, load: pb.Load, done: Done) -> None:
         def loaded(error: LoraServerError | None) -> None:

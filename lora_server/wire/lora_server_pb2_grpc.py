@@ -751,12 +751,36 @@ class ServerStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.StatusRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/lora_server.v1.Server/Drain',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.DrainRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/lora_server.v1.Server/Resume',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.FromString,
+                _registered_method=True)
 
 
 class ServerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Admit nobody, and wait until nobody holds anything; requests wait in the queue. For good (Resume takes it back), or
+        until one shard was started anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -769,6 +793,16 @@ def add_ServerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.StatusRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.StatusReply.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.DrainRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.DrainReply.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -798,6 +832,60 @@ class Server(object):
             '/lora_server.v1.Server/Status',
             lora__server_dot_wire_dot_lora__server__pb2.StatusRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Server/Drain',
+            lora__server_dot_wire_dot_lora__server__pb2.DrainRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Server/Resume',
+            lora__server_dot_wire_dot_lora__server__pb2.ResumeRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ResumeReply.FromString,
             options,
             channel_credentials,
             insecure,
