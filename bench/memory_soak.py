@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import open_channel
 
 CONTENTS = 20
@@ -232,7 +234,7 @@ def _after(address: str, pid: int) -> dict[str, Any]:
         time.sleep(0.2)
     time.sleep(1.5)  # the next report
     with open_channel(address) as channel:
-        listed = rpc.AdaptersStub(channel).List(pb.ListAdaptersRequest(), timeout=30).adapters
+        listed = all_pages(partial(rpc.AdaptersStub(channel).List, timeout=30)).adapters
     (shard,) = status(address).shards
     return {
         "leases_left": reply.clients,

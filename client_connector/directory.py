@@ -8,6 +8,7 @@ from client_connector.remote import CALL_SECONDS
 from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import call, open_channel
 
 ADD_SECONDS, READY_SECONDS = 120.0, 0.5
@@ -32,7 +33,7 @@ class Directory:
 
     def list(self) -> list[pb.Adapter]:
         """All of them, by name. Raises ServerUnavailableError."""
-        return list(self._call(self._adapters.List, pb.ListAdaptersRequest()).adapters)
+        return list(all_pages(lambda request: self._call(self._adapters.List, request)).adapters)
 
     def add(self, name: str, uri: str) -> pb.Adapter:
         """Validate and load on every shard; raises AdapterError. Same name and content: what is there."""

@@ -220,9 +220,9 @@ def _where(one: dict[str, Any]) -> str:
 
 def _rows(server: str) -> list[dict[str, Any]]:
     """What is served, and then what was refused, in the same form."""
-    from lora_server.wire import lora_server_pb2 as pb
+    from lora_server.wire.listing import all_pages
 
-    reply = ask(server, "Adapters", "List", pb.ListAdaptersRequest())
+    reply = all_pages(lambda request: ask(server, "Adapters", "List", request))
     return [*map(_adapter, reply.adapters), *map(_refused, reply.refused)]
 
 

@@ -14,11 +14,12 @@ SECONDS = 0.7
 
 def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
     """Of the server that the line so far names; what it refused, too, can be shown and removed."""
-    from lora_server.wire import lora_server_pb2 as pb
+    from lora_server.wire.listing import all_pages
 
     server = context.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
     try:
-        reply = ask(server, "Adapters", "List", pb.ListAdaptersRequest(), SECONDS)
+        reply = all_pages(lambda request: ask(server, "Adapters", "List", request, SECONDS))
     except LoraServerError:
         return []
-    return [one.name for one in (*reply.adapters, *reply.refused) if one.name.startswith(incomplete)]
+    names = [*(one.name for one in reply.adapters), *(one.name for one in reply.refused)]
+    return [name for name in names if name.startswith(incomplete)]

@@ -11,7 +11,7 @@ controller   puts together:                       server      its gRPC services 
     admission    who may use it now, who waits    prefetch    signals before a request's first step
     room         what fits into the pools         watch       a directory that is followed
     holds        who uses it                      agreement   what all nodes must share
-    tally        who used it, for how long         status      all of it, for who asks (overview, page)
+    tally        who used it, for how long         status      all of it, for who asks (overview, page, listing)
     residency    which shard has how much          metrics     what Prometheus asks for (build, metrics_disk)
   drain        nobody is admitted any more
   clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ from lora_server.control.admission import Queued
 from lora_server.control.refusals import Refusal
 from lora_server.control.registry import Record
 from lora_server.control.told import ToldAdapters
+
+Place = tuple[str, int]  # name, handle
 
 
 class Listing(NamedTuple):
@@ -32,6 +35,25 @@ class HeldAdapters(ToldAdapters):
         """Every adapter, by name."""
         with self._lock:
             return [self._listing(one) for one in sorted(self._registry.records(), key=lambda record: record.name)]
+
+    def after(self, place: Place, most: int) -> list[tuple[Place, Listing | Refusal]]:
+        """The next ones, by name and handle; refusals of names for which nothing is served are there with handle 0."""
+        with self._lock:
+            records = {(one.name, one.handle): one for one in self._registry.records()}
+            served = {name for name, _ in records}
+            found = records | {(one.name, 0): one for one in self._refusals.listed() if one.name not in served}
+            places = heapq.nsmallest(most, (one for one in found if one > place))
+            return [(one, self._entry(found[one])) for one in places]
+
+    def _entry(self, one: Record | Refusal) -> Listing | Refusal:
+        return self._listing(one) if isinstance(one, Record) else one
+
+    @property
+    def num_warned(self) -> int:
+        """Adapters with a warning."""
+        with self._lock:
+            refused = {one.name for one in self._refusals.listed()}
+            return sum(bool(one.warnings) or one.name in refused for one in self._registry.records())
 
     def get(self, name: str) -> Listing:
         """One listed adapter; UnknownAdapterError says why there is none."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lora_server.adapters.refusal import shown
 from lora_server.control.refusals import REMOVED, Refusals
 from lora_server.errors import AdapterExistsError, AdapterFormatError, UnknownAdapterError
 from lora_server.spec import Invocation, Site
 
-_NAME = re.compile(r"[\w][\w./@:+-]{0,199}")
+# names stand in URLs, logs and metrics: nothing that only looks like another, and no steps of a path
+_NAME = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_][A-Za-z0-9._@:+-]*(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._@:+-]+)*", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,8 @@ def check_name(name: str) -> str:
     """Raises AdapterFormatError for a name that cannot be one."""
     if not _NAME.fullmatch(name):
         raise AdapterFormatError(
-            f"adapter name: got {name!r}, expected 1 to 200 letters, digits or any of . _ - / @ : +, "
-            "starting with a letter, digit or _"
+            f"adapter name: got {shown(name)}, expected 1 to 200 letters and digits (ASCII) or any of . _ - / @ : +, "
+            "starting with a letter, digit or _, and no part between slashes that is empty, . or .."
         )
     return name
 

@@ -7,9 +7,9 @@ from grpc_health.v1 import health_pb2
 
 from lora_server.control.adapters import Adapters
 from lora_server.control.controller import Controller
-from lora_server.control.held import Listing
+from lora_server.control.listing import adapter, invocation, page
 from lora_server.control.registry import Record
-from lora_server.control.status import refusals, status
+from lora_server.control.status import status
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
@@ -27,16 +27,13 @@ class AdaptersService:
     def Add(self, request: pb.AddAdapterRequest) -> pb.Adapter:
         seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
         record = self._adapters.add(request.name, request.uri, seconds)
-        return _adapter(self._adapters.get(record.name))
+        return adapter(self._adapters.get(record.name))
 
     def List(self, request: pb.ListAdaptersRequest) -> pb.ListAdaptersReply:
-        adapters = [_adapter(listing) for listing in self._adapters.listings()]
-        served = {one.name for one in adapters}  # whose refusals are among their warnings
-        refused = [one for one in refusals(self._adapters) if one.name not in served]
-        return pb.ListAdaptersReply(adapters=adapters, refused=refused)
+        return page(self._adapters, request.page_token, request.page_size)
 
     def Get(self, request: pb.GetAdapterRequest) -> pb.Adapter:
-        reply = _adapter(self._adapters.get(request.name))
+        reply = adapter(self._adapters.get(request.name))
         for shard, ready, host, layers, remote in self._adapters.by_shard(request.name):
             reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
         return reply
@@ -46,31 +43,11 @@ class AdaptersService:
 
     def Pin(self, request: pb.PinAdapterRequest) -> pb.Adapter:
         self._adapters.pin(request.name, min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS))
-        return _adapter(self._adapters.get(request.name))
+        return adapter(self._adapters.get(request.name))
 
     def Unpin(self, request: pb.UnpinAdapterRequest) -> pb.Adapter:
         self._adapters.unpin(request.name)
-        return _adapter(self._adapters.get(request.name))
-
-
-def _adapter(listing: Listing) -> pb.Adapter:
-    record = listing.record
-    return pb.Adapter(
-        name=record.name,
-        version=record.version,
-        handle=record.handle,
-        uri=record.path,
-        lora_rank=record.lora_rank,
-        bytes=record.nbytes,
-        state=listing.state,
-        resident_layers=listing.resident_layers,
-        layers=listing.layers,
-        warnings=listing.warnings,
-        error=listing.error,
-        holders=listing.holders,
-        invocation=_invocation(record),
-        pinned=record.pinned and listing.state != "draining",
-    )
+        return adapter(self._adapters.get(request.name))
 
 
 class ClientsService:
@@ -150,14 +127,8 @@ def _held(record: Record) -> pb.HeldAdapter:
         handle=record.handle,
         sites=sites,
         version=record.version,
-        invocation=_invocation(record),
+        invocation=invocation(record),
     )
-
-
-def _invocation(record: Record) -> pb.Invocation | None:
-    if record.invocation is None:
-        return None
-    return pb.Invocation(tokens=record.invocation.tokens, text=record.invocation.text)
 
 
 class ServerService:

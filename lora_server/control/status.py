@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 
-from lora_server.control.adapters import Adapters
 from lora_server.control.controller import Controller
+from lora_server.control.listing import refusal
 from lora_server.wire import lora_server_pb2 as pb
+
+MOST_REFUSED = 100  # the list of adapters has all of them
 
 
 def status(controller: Controller) -> pb.StatusReply:
     """All of it, as it is now."""
-    reason = controller.not_ready()
+    reason, refused = controller.not_ready(), controller.adapters.refused()
     return pb.StatusReply(
         model=controller.agreement.spec.name,
         layout=str(controller.agreement.layout),
         ready=not reason,
         reason=reason,
-        refused=refusals(controller.adapters),
-        warned=sum(bool(one.warnings) for one in controller.adapters.listings()),
+        refused=[refusal(one) for one in refused[:MOST_REFUSED]],
+        num_refused=len(refused),
+        warned=controller.adapters.num_warned,
         clients=len(controller.clients.leases),
         adapters=len(controller.adapters),
         active=len(controller.adapters.admission.room.active),
@@ -28,11 +31,6 @@ def status(controller: Controller) -> pb.StatusReply:
         shards=_shards(controller),
         joined=_joined(controller),
     )
-
-
-def refusals(adapters: Adapters) -> list[pb.Refusal]:
-    """The start-up adapters that are not served."""
-    return [pb.Refusal(name=one.name, uri=one.uri, code=one.code, reason=one.reason) for one in adapters.refused()]
 
 
 def _shards(controller: Controller) -> list[pb.ShardStatus]:

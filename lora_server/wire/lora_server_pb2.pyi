@@ -73,8 +73,12 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_token", "page_size")
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    page_token: str
+    page_size: int
+    def __init__(self, page_token: _Optional[str] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
     __slots__ = ("name",)
@@ -83,12 +87,14 @@ class GetAdapterRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersReply(_message.Message):
-    __slots__ = ("adapters", "refused")
+    __slots__ = ("adapters", "refused", "next_page_token")
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     refused: _containers.RepeatedCompositeFieldContainer[Refusal]
-    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("name", "uri", "code", "reason")
@@ -373,7 +379,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., stage: _Optional[int] = ..., ep_rank: _Optional[int] = ..., state: _Optional[str] = ..., node: _Optional[int] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued")
+    __slots__ = ("model", "layout", "ready", "clients", "adapters", "shards", "pid", "run", "reason", "refused", "warned", "joined", "active", "queued", "num_refused")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +394,7 @@ class StatusReply(_message.Message):
     JOINED_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
     model: str
     layout: str
     ready: bool
@@ -402,7 +409,8 @@ class StatusReply(_message.Message):
     joined: _containers.RepeatedCompositeFieldContainer[ClientStatus]
     active: int
     queued: int
-    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ...) -> None: ...
+    num_refused: int
+    def __init__(self, model: _Optional[str] = ..., layout: _Optional[str] = ..., ready: bool = ..., clients: _Optional[int] = ..., adapters: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., reason: _Optional[str] = ..., refused: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., warned: _Optional[int] = ..., joined: _Optional[_Iterable[_Union[ClientStatus, _Mapping]]] = ..., active: _Optional[int] = ..., queued: _Optional[int] = ..., num_refused: _Optional[int] = ...) -> None: ...
 
 class ClientStatus(_message.Message):
     __slots__ = ("client", "instance", "adapters", "transports", "silent_seconds")
