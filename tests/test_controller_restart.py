@@ -14,7 +14,8 @@ from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.placement import Layout
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
-from tests.controllers import kept, make_controller, registration
+from tests.controllers import ToldShard, kept, make_controller, registration
+from tests.serving import until
 from tests.workload import spec_of
 
 
@@ -206,3 +207,17 @@ def test_a_refused_adapter_makes_a_server_unready_only_where_all_are_required(tm
     assert ("adapter 'dora' was refused: " in controller.not_ready()) == require_all
     controller.adapters.register("dora", str(tiny_adapters["down"]))
     assert controller.not_ready() == "" and controller.adapters.refused() == []
+
+
+def test_a_restarted_shard_is_told_what_adapters_took_of_it():
+    controller = make_controller(settled=False)
+    first = ToldShard(controller)
+    controller.adapters.adopt([kept("law", 1), kept("code", 2)], [], 2)
+    controller.adapters.on_moved(0, [pb.Residency(handle=1, bytes=4096, measured=True), pb.Residency(handle=2)])
+    first.close()
+    controller.shards.depart(first.handle)
+    second = ToldShard(controller, pid=2)
+    until(lambda: len(second.memory.loads) == 2, "it is told of both")
+    loads = second.memory.loads
+    assert (loads[1].HasField("size"), loads[1].size, loads[2].HasField("size")) == (True, 4096, False)
+    second.close()

@@ -11,11 +11,11 @@ import torch
 
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.entry import State
+from lora_server.memory.entry import Source, State
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.serving import until
-from tests.stores import SECONDS, Gate, cpu_store, gather, load
+from tests.stores import SECONDS, Done, Gate, cpu_store, gather, load, source_of
 from tests.workload import spec_of
 
 
@@ -225,3 +225,36 @@ def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
     assert isinstance(done.result(), AdapterLoadError) and isinstance(waiting.result(), AdapterLoadError)
     assert states(store, 1) == states(store, 2) == ["unknown"] * 4
     assert not any(thread.name == "weight-loader" and thread.is_alive() for thread in [store._thread])
+
+
+def test_what_takes_a_known_size_is_not_looked_at_before_it_comes_in(make_store, tiny_adapters, tmp_path):
+    """As a shard that was restarted is told: of 5,000 adapters it opens those that it has room for."""
+    first, _ = make_store()
+    assert load(first, 1, tiny_adapters["all"]).result() is None
+    size, source = first.use().weight_bytes, source_of(tiny_adapters["all"])
+    nowhere = Source(tmp_path / "gone", source.version, source.stamp)
+    store = cpu_store(Placement(spec_of("mixtral"), Layout(1, 1)), 0, torch.float32, capacity=size)
+    try:
+        for handle, one in ((1, source), (2, nowhere), (3, source)):
+            done = Done()
+            store.load(handle, one, done, False, size)
+            assert done.calls == [None], "at once"
+        until(lambda: states(store, 1) == ["ready"] * 4, "it is brought in where there is room")
+        assert states(store, 2) == states(store, 3) == ["on disk"] * 4
+        assert {(one.handle, one.nbytes, one.measured) for one in store.moved()} == {(h, size, True) for h in (1, 2, 3)}
+        store.check_integrity()
+        asked = Done()
+        store.load(2, nowhere, asked, True)
+        assert "no file" in str(asked.result()).lower() or "none at this path" in str(asked.result())
+    finally:
+        store.close()
+
+
+def test_a_size_that_is_wrong_is_found_out(make_store, tiny_adapters):
+    store, _ = make_store()
+    done, source = Done(), source_of(tiny_adapters["all"])
+    store.load(1, source, done, True, 1)
+    assert "said to take less" in str(done.result())
+    until(lambda: load(store, 1, tiny_adapters["all"]).result() is None, "the next time it is known")
+    assert states(store, 1) == ["ready"] * 4
+    store.check_integrity()

@@ -32,6 +32,10 @@ class Room:
         if handle in self.active:
             self._used[shard] += nbytes - before
 
+    def size_on(self, handle: int, shard: int) -> int | None:
+        """What it takes there, where that is known."""
+        return self._sizes.get(handle, {}).get(shard)
+
     def set_in_use(self, in_use: Set[int]) -> tuple[set[int], set[int]]:
         """These and the pinned ones have a place from now on; which are more than before, which are not any more."""
         self.in_use, active = in_use, in_use | self.pinned

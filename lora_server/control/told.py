@@ -81,6 +81,8 @@ class ToldAdapters:
 
         load = self._load(record)
         load.eager = eager
+        if (size := self._room.size_on(record.handle, handle.shard)) is not None:
+            load.size = size
         return handle.send(pb.ShardCommand(load=load), loaded)
 
     def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
@@ -24,6 +21,7 @@ from lora_server.daemon import processes
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
+from lora_server.daemon.run_directory import run_directory
 from lora_server.daemon.spare import Spare
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
@@ -31,7 +29,6 @@ from lora_server.placement import Layout
 
 UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
 MIN_TOKEN = 16
-MAX_SOCKET_PARENT = 60  # a Unix socket's path holds 107
 log = structlog.get_logger()
 
 
@@ -61,7 +58,7 @@ class Node:
             raise
 
     def _start(self) -> None:
-        run_dir = self._stack.enter_context(_run_directory(self.config.data_dir))
+        run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
         for spare in (self._controllers, self._shards):
             self._stack.callback(spare.close)
@@ -159,36 +156,6 @@ def _secret(config: ServeConfig) -> str:
             "make one with: openssl rand -hex 32"
         )
     return token
-
-
-@contextlib.contextmanager
-def _run_directory(data_dir: Path | None) -> Iterator[Path]:
-    """A private directory (mode 0700) for the shards' sockets: in data_dir where its path is short enough."""
-    if data_dir is not None:
-        _make_directory(data_dir)
-    parents = [data_dir.resolve()] if data_dir is not None else []
-    short = [parent for parent in (*parents, Path(tempfile.gettempdir())) if len(str(parent)) <= MAX_SOCKET_PARENT]
-    if not short:
-        raise ConfigError(
-            f"sockets: {tempfile.gettempdir()} is longer than {MAX_SOCKET_PARENT} characters, too long for a Unix "
-            "socket; set TMPDIR, or --data-dir, to a shorter path"
-        )
-    directory = Path(tempfile.mkdtemp(prefix="lora-server-", dir=short[0]))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _make_directory(data_dir: Path) -> None:
-    try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=data_dir).cleanup()
-    except OSError as error:
-        raise ConfigError(
-            f"--data-dir {data_dir}: cannot be made or written to ({error.strerror}); expected a directory where "
-            "this user may create files: choose another, or leave it away"
-        ) from error
 
 
 def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:

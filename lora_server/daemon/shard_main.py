@@ -5,10 +5,8 @@ The main thread runs the loop; threads serve the controller's stream, listeners 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
-import shutil
 import sys
 import threading
 import time
@@ -21,8 +19,9 @@ from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend
-from lora_server.daemon.child_main import DISK_CACHE, open_fetcher, run_child
+from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
+from lora_server.daemon.run_directory import hold, leave
 from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.errors import ConfigError, LeaseError, LoraServerError
 from lora_server.memory.entry import Source
@@ -54,9 +53,9 @@ class ShardProcess:
         torch.set_grad_enabled(False)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.config = config
-        self._parent = os.getppid()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two descriptors for each client
+        self._parent, self._held = os.getppid(), hold(config.run_dir)
         spec, layout = ModelSpec.from_json(config.spec_json), Layout.parse(config.layout)
         self._agreement = Agreement.of(config, spec).digest()
         self.stopping = threading.Event()
@@ -149,10 +148,8 @@ class ShardProcess:
         self.coordinator.close()
         self.store.close()
         self.stream.leave(LEAVE_SECONDS)
-        if os.getppid() != self._parent:  # a killed parent leaves its directory to its last shard
-            shutil.rmtree(self.config.run_dir / DISK_CACHE, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.config.run_dir.rmdir()
+        if os.getppid() != self._parent:
+            leave(self.config.run_dir, self._held)
         log.info("shard stopped", shard=self.config.shard)
         return self.exit_code
 
@@ -270,7 +267,8 @@ class ShardProcess:
             self._report_moved()
             done(error)
 
-        self.store.load(load.handle, _source(load), loaded, load.eager)
+        size = load.size if load.HasField("size") else None
+        self.store.load(load.handle, _source(load), loaded, load.eager, size)
         self._keep(load)
 
     def _keep(self, load: pb.Load) -> None:

@@ -187,6 +187,8 @@ class Filling:
         """Look at its files, or bring a layer; whether it did that."""
         if entry.manifest is None:
             self._loader.measure(entry)
+            if entry.device is not None and entry.device.nbytes < entry.nbytes:
+                raise AdapterLoadError(f"{entry.source}: takes {entry.size} bytes, was said to take less; try again")
             self._room.check_fit([entry])
             with self._changed:
                 self._moved.add(entry.handle)

@@ -21,12 +21,13 @@ class WeightStore(Filling):
 
     # -- adapters
 
-    def load(self, handle: int, source: Source, done: Done, eager: bool = True) -> None:
+    def load(self, handle: int, source: Source, done: Done, eager: bool = True, size: int | None = None) -> None:
         """Know an adapter from now on; `done` is called once, from any thread.
 
         Eager: it is brought in, others make room, and `done` comes when all of it is READY; where active ones leave no
         room, it comes when that is known, and the adapter follows when they do. Otherwise `done` comes when its files
-        were looked at, and it is brought in if there is room, or when somebody asks.
+        were looked at, and it is brought in if there is room, or when somebody asks. `size`: what it took of the
+        device pool of an earlier process of this shard, so that its files need no look.
         """
         with self._changed:
             entry = self._entries.get(handle)
@@ -35,6 +36,11 @@ class WeightStore(Filling):
                 self._orders += 1
                 entry = self._entries[handle] = Entry(handle, source, self._layers, self._orders)
                 entry.far = self._is_far(entry)
+                if size is not None:
+                    entry.size = entry.nbytes = size
+                    if not entry.far:
+                        self._turns.offer(entry)
+                        self._changed.notify()
                 self._note_active(entry)
             elif entry.source.version != source.version:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))

@@ -629,7 +629,7 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -638,6 +638,7 @@ class Load(_message.Message):
     LISTED_FIELD_NUMBER: _ClassVar[int]
     EAGER_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
@@ -646,7 +647,8 @@ class Load(_message.Message):
     listed: bool
     eager: bool
     pinned: bool
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ...) -> None: ...
+    size: int
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ..., size: _Optional[int] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("client", "needs")
