@@ -8,6 +8,7 @@ with a single adapter registered.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -135,7 +136,12 @@ def main() -> None:
     """Both, beside each other."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapters", type=int, default=5000)
-    few, many = measure(1), measure(parser.parse_args().adapters)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    few, many = measure(1), measure(options.adapters)
+    if options.json:
+        print(json.dumps({"1": few, str(options.adapters): many}, indent=2))
+        return
     for name, value in many.items():
         print(f"{name:>18} {few[name]:8.2f} {value:8.2f}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -143,7 +145,11 @@ def test_flags_and_variables(tmp_path, monkeypatch):
             Allowed.of(config(allow_source=[source]))
 
 
-def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path):
+def fail(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path, monkeypatch):
     paths = workload("mixtral").paths
     root = tmp_path / "root"
     root.mkdir()
@@ -155,6 +161,12 @@ def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path):
     with pytest.raises(AdapterSourceError, match="--adapter-root"):
         adapters.add("out", str(root / "linked"), 5.0)
     assert len(adapters) == 0
+    (root / "law").mkdir()
+    (root / "law" / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr("lora_server.control.origins.validate_adapter", fail)
+    with pytest.raises(AdapterSourceError, match="cannot be read: Input/output error"):
+        adapters.add("law", str(root / "law"), 5.0)
+    monkeypatch.undo()
     adapters.register_directory({"linked": root / "linked"})  # who may write there is believed
     assert adapters.get("linked").record.path == str(paths["qv"].resolve())
     shard.close()

@@ -12,12 +12,13 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from lora_server.control import listener
 from lora_server.control.listener import Threads
 from lora_server.control.registration import Doorkeeper
 from lora_server.control.server import ControlServer
-from lora_server.errors import AdmissionError, ConfigError, LeaseError, ProtocolError, ServerBusyError
+from lora_server.errors import AdmissionError, ConfigError, LeaseError, LoraServerError, ProtocolError, ServerBusyError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel, translate
@@ -241,3 +242,16 @@ def test_an_outsider_is_no_shard(server):
 def test_nodes_are_believed_where_there_is_no_token(door, node, secret, good):
     with contextlib.nullcontext() if good else pytest.raises(ConfigError):
         door.check(pb.Registration(shard=1, node=node, secret=secret))
+
+
+def test_what_fails_inside_is_an_error_of_ours(server, monkeypatch):
+    _, controller, address = server
+
+    def fails(*_):
+        raise RuntimeError("nobody thought of it")
+
+    monkeypatch.setattr(controller.adapters, "get", fails)
+    with open_channel(address) as channel, capture_logs() as lines, pytest.raises(LoraServerError) as failed:
+        call(rpc.AdaptersStub(channel).Get, pb.GetAdapterRequest(name="x"), server=address, seconds=HANG_SECONDS)
+    assert "the server failed: RuntimeError('nobody thought of it')" in str(failed.value)
+    assert [line["event"] for line in lines] == ["a call failed, and should not have"]

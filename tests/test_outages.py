@@ -206,23 +206,29 @@ def _taken_over(address, shards):
 
 def test_a_left_session_keeps_nothing_whatever_refers_to_it(tmp_path):
     """Tracebacks of errors keep dead sessions: not their descriptors, not their regions."""
-    load, kept = workload("mixtral"), []
+    load = workload("mixtral")
     with running_server(tmp_path / "log", flags(load)) as server:
-        with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
+        for transport in ("shm", "tcp"):
+            _check_what_is_left(load, server.address, transport)
+
+
+def _check_what_is_left(load, address, transport):
+    kept = []
+    with attach(load.model, server=address, transport=transport) as lora, lora.adapters(["fused"]):
+        load.model(torch.tensor([[5, 6]]))
+        before = held()
+        for _ in range(5):
+            lora.client.give_up(LoraServerError("as if a step had failed"))
+            try:
+                lora.client.lanes[0].link.region.request(1)[:8].cast("Q")[0] = 1
+                raise LoraServerError("kept")
+            except LoraServerError as error:
+                kept.append((error, lora.client, lora.client.lanes, lora.client.session))
             load.model(torch.tensor([[5, 6]]))
-            before = held()
-            for _ in range(5):
-                lora.client.give_up(LoraServerError("as if a step had failed"))
-                try:
-                    lora.client.lanes[0].link.region.request(1)[:8].cast("Q")[0] = 1
-                    raise LoraServerError("kept")
-                except LoraServerError as error:
-                    kept.append((error, lora.client, lora.client.lanes, lora.client.session))
-                load.model(torch.tensor([[5, 6]]))
-        now_held = held()
-        assert len({id(session) for *_, session in kept}) == 5
-        left = kept[0][-1]
-        left.release([1]), left.prefetch({1: 0.0})
-        with pytest.raises(ServerUnavailableError, match="was left"):
-            left.acquire(["fused"])
-        assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3
+    now_held = held()
+    assert len({id(session) for *_, session in kept}) == 5
+    left = kept[0][-1]
+    left.release([1]), left.prefetch({1: 0.0})
+    with pytest.raises(ServerUnavailableError, match="was left"):
+        left.acquire(["fused"])
+    assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3

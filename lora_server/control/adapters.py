@@ -8,12 +8,20 @@ from pathlib import Path
 
 import structlog
 
+from lora_server.adapters.refusal import clip
 from lora_server.control.held import HeldAdapters
 from lora_server.control.origins import Origin, local_path, opened, uri_of
 from lora_server.control.refusals import REMOVED, Refusal
 from lora_server.control.registry import Record, check_name
 from lora_server.control.shards import PendingCommand, wait_all
-from lora_server.errors import AdapterError, AdapterExistsError, LoraServerError, UnknownAdapterError, rebuild
+from lora_server.errors import (
+    AdapterError,
+    AdapterExistsError,
+    AdapterSourceError,
+    LoraServerError,
+    UnknownAdapterError,
+    rebuild,
+)
 from lora_server.sources.fetch import FETCH_SECONDS
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -112,12 +120,21 @@ class Adapters(HeldAdapters):
                 if new:
                     self.remove(name)
                 raise
-        except (LoraServerError, OSError) as error:
-            log.warning("adapter not added", name=name, uri=uri, error=str(error))
+        except OSError as error:
+            self._say_not_added(name, uri, error)
+            reason = error.strerror or error
+            raise AdapterSourceError(
+                f"adapter source {clip(uri)}: cannot be read: {reason}; look at it there"
+            ) from error
+        except LoraServerError as error:
+            self._say_not_added(name, uri, error)
             raise
         spent = round(time.monotonic() - began, 3)
         log.info("adapter added" if new else "adapter added again", **described(record), seconds=spent)
         return record
+
+    def _say_not_added(self, name: str, uri: str, error: Exception) -> None:
+        log.warning("adapter not added", name=clip(name), uri=clip(uri), error=str(error))
 
     def remove(self, name: str) -> int:
         """Unlist at once; weights go with the last holder. Returns how many hold it now."""

@@ -123,6 +123,9 @@ class Listener:
                     await self._stream(method, context)
             except LoraServerError as error:
                 await _abort(context, error)
+            except Exception as error:
+                log.exception("a call failed, and should not have")
+                await _abort(context, LoraServerError(f"the server failed: {error!r:.200}; see its log"))
 
         return grpc.stream_stream_rpc_method_handler(handle)
 

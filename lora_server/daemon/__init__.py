@@ -6,7 +6,7 @@ controller_main   the controller's process (rank 0)         http       its port
 shard_main        a shard's process                         backends   what it computes with
                                                             host_memory  what it may take
   stream            to its controller, whenever there is one
-  kept              what it keeps for the next one
+  kept              what it keeps for the next one          run_directory  sockets, gone with their last user
 child_main        what both processes have in common
 inproc            the same shards inside the caller's own process
 """

@@ -1,0 +1,164 @@
+"""Whether anybody loses a lease when much is asked of the controller at once: `python -m bench.control_floods`.
+
+Beside so many clients that only hold their leases: 1,000 adapters added at once, then 100 joins while one shard is
+stopped for nine seconds. Prints what became of each call, how long a heartbeat took at most, and the leases lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+
+from client_connector.remote import RemoteServer
+from lora_server.demo import tiny
+from lora_server.demo.launch import RunningServer, running_server
+from lora_server.errors import LoraServerError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel, translate
+
+CONNECTIONS = 8  # of the flood
+STOPPED_SECONDS = 9.0
+PATIENCE = 300.0
+BEAT_SECONDS = 0.1
+
+
+class Bystander:
+    """Sends heartbeats of its own, beside its session's, and keeps the longest."""
+
+    def __init__(self, address: str) -> None:
+        self.slowest = 0.0
+        self._lease = RemoteServer(address, links=False).join(60.0)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(address,), daemon=True)
+        self._thread.start()
+
+    def _beat(self, address: str) -> None:
+        proof = pb.Proof(**self._lease.proof._asdict())
+        with open_channel(address) as channel:
+            heartbeat = rpc.ClientsStub(channel).Heartbeat
+            while not self._ended.wait(BEAT_SECONDS):
+                began = time.monotonic()
+                with contextlib.suppress(LoraServerError):
+                    call(heartbeat, pb.HeartbeatRequest(proof=proof), server=address, seconds=60.0)
+                self.slowest = max(self.slowest, time.monotonic() - began)
+
+    def lost(self) -> bool:
+        """Whether its lease is."""
+        try:
+            self._lease.check()
+            self._lease.acquire([])
+        except LoraServerError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """It leaves."""
+        self._ended.set()
+        self._thread.join(60)
+        self._lease.leave()
+
+
+@contextlib.contextmanager
+def stubs(address: str, kind: Any) -> Iterator[list[Any]]:
+    """On connections of their own."""
+    own = (("grpc.use_local_subchannel_pool", 1),)
+    with contextlib.ExitStack() as stack:
+        yield [kind(stack.enter_context(grpc.insecure_channel(address, own))) for _ in range(CONNECTIONS)]
+
+
+def outcomes(calls: Sequence[Any], address: str) -> Counter[str]:
+    """What became of each: `ok`, or the code of its error."""
+    found: Counter[str] = Counter()
+    for one in calls:
+        error = one.exception(PATIENCE)
+        found["ok" if error is None else translate(error, address).code] += 1
+    return found
+
+
+def add_many(address: str, source: str, count: int) -> Counter[str]:
+    """All at once, under different names."""
+    with stubs(address, rpc.AdaptersStub) as each:
+        requests = [pb.AddAdapterRequest(name=f"a{n}", uri=source, wait_seconds=PATIENCE) for n in range(count)]
+        calls = [each[n % CONNECTIONS].Add.future(one, timeout=PATIENCE) for n, one in enumerate(requests)]
+        return outcomes(calls, address)
+
+
+def join_many(address: str, shard: int, count: int) -> Counter[str]:
+    """While that process is stopped."""
+    process = psutil.Process(shard)
+    with stubs(address, rpc.ClientsStub) as each:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            request = pb.JoinRequest(instance="flood")
+            calls = [each[n % CONNECTIONS].Join.future(request, timeout=PATIENCE) for n in range(count)]
+            time.sleep(STOPPED_SECONDS)
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        return outcomes(calls, address)
+
+
+def shards(server: RunningServer) -> list[int]:
+    """Their processes."""
+    with open_channel(server.address) as channel:
+        return [one.pid for one in rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=60).shards]
+
+
+def main() -> None:
+    """One line per flood."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--adds", type=int, default=1000)
+    parser.add_argument("--joins", type=int, default=100)
+    parser.add_argument("--bystanders", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options, rows = parser.parse_args(), []
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        model = tiny.make_model("mixtral")
+        tiny.save_model(model, root / "base")
+        tiny.make_adapter(model, root / "law", lora_rank=4, seed=1, targets="all")
+        flags = ["--base-model", str(root / "base"), "--layout", "ep1-pp2", "--adapter-root", str(root)]
+        with running_server(root / "log", flags) as server:
+            floods = {
+                f"{options.adds} adds": lambda: add_many(server.address, str(root / "law"), options.adds),
+                f"{options.joins} joins, a shard stopped for {STOPPED_SECONDS:g} s": lambda: join_many(
+                    server.address, shards(server)[0], options.joins
+                ),
+            }
+            for name, flood in floods.items():
+                bystanders = [Bystander(server.address) for _ in range(options.bystanders)]
+                began = time.monotonic()
+                found = flood()
+                spent, lost = time.monotonic() - began, sum(one.lost() for one in bystanders)
+                slowest = max(one.slowest for one in bystanders)
+                for one in bystanders:
+                    one.close()
+                rows.append(
+                    {"flood": name, **found, "seconds": spent, "slowest_heartbeat": slowest, "leases_lost": lost}
+                )
+                print(
+                    f"{name}: {dict(found)} in {spent:.1f} s; slowest heartbeat {slowest:.2f} s; "
+                    f"leases lost {lost} of {len(bystanders)}",
+                    file=sys.stderr if options.json else sys.stdout,
+                    flush=True,
+                )
+    if options.json:
+        print(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
