@@ -160,8 +160,8 @@ def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
         scene.do(scene.shard.drop(1 + turn % 2))
 
 
-def prompts_wait_for_eight_steps_and_no_more(library: ctypes.CDLL) -> None:
-    """Decoding steps queue behind one that blocks the shard's pick; among them one prompt."""
+def prompts_and_short_steps_share(library: ctypes.CDLL) -> None:
+    """One client's many do not keep another's from being served."""
     scene = Scene(library, clients=2)
     first, second = scene.clients
     shard = scene.shard
@@ -225,6 +225,6 @@ CASES = (
     a_host_stops_everything,
     weights_that_come_late_block_nobody_else,
     weights_are_seen_with_the_word_that_says_so,
-    prompts_wait_for_eight_steps_and_no_more,
+    prompts_and_short_steps_share,
     every_check_has_its_refusal,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from lora_server.shard.schedule import DecodeFirst, PendingStep
+from lora_server.shard.schedule import FairShare, PendingStep
 from lora_server.transport.gpu.layout import NoteKind, Refusal
 from tests.gpu_weights import reference
 
@@ -15,11 +15,11 @@ def replay(
     notes: list[tuple[int, int, int, int]],
     log: dict[tuple[int, int, int], bytes],
     client_of: dict[int, int],
-    passed: int,
+    share: int,
 ) -> int:
     """How many steps were ordered; raises AssertionError at the first decision that is another."""
-    rule, pending, epochs, ordered, tickets = DecodeFirst(), dict[int, PendingStep](), dict[int, int](), 0, 0
-    rule._passed = passed
+    rule, pending, epochs, ordered, tickets = FairShare(), dict[int, PendingStep](), dict[int, int](), 0, 0
+    rule._now, connections = share, dict[int, SimpleNamespace]()
     for kind, link, seq, what in notes:
         client = client_of.get(link, 0)
         if kind == NoteKind.STARTED:
@@ -27,14 +27,15 @@ def replay(
         elif kind == NoteKind.CHANGED:
             pending.pop(link, None)
             epochs[link] = what
+            connections[link] = SimpleNamespace(client=client, epoch=what, finish=0)
         elif kind == NoteKind.TAKEN:
             memory = log[client, epochs[link], seq]
             header, _ = reference().check(memory, client, epochs[link] & 0xFFFFFFFF, seq)
             assert (what == Refusal.NOTHING_WRONG) == (header is not None), (Refusal(what), header)
             if header is not None:
-                connection, tickets = SimpleNamespace(client=client, epoch=epochs[link]), tickets + 1
+                tickets += 1
                 assert link not in pending, "a client's oldest step is taken once"
-                pending[link] = PendingStep(connection, seq, header, tickets, 0)
+                pending[link] = PendingStep(connections[link], seq, header, tickets, 0)
         elif kind == NoteKind.READY:
             assert pending[link].blocked
             pending[link].pin = 0

@@ -77,7 +77,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     if shard.steady:
         shard.serve["idle_ns"] = 50_000_000
     shard.serve["tickets"] = chooser.choice([0, chooser.randrange(0x7FFFFFF4, 0x7FFFFFFF)])
-    shard.serve["passed"] = passed = chooser.randrange(9)
+    shard.serve["share"] = share = chooser.choice([0, 2**40])
     shard.launch()
     log = dict[tuple[int, int, int], bytes]()
     clients: list[Client] = [GpuClient(world, shard, i, log) for i in range(chooser.randint(1, 3))]
@@ -90,7 +90,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     for _ in range(3):
         world.run(QUANTUM)
         shard.pump()
-    ordered = replay(shard.notes, log, {client.index: client.id for client in clients}, passed)
+    ordered = replay(shard.notes, log, {client.index: client.id for client in clients}, share)
     return {
         "steps": ordered,
         "answers": sum(client.answered for client in clients),

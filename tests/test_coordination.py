@@ -7,12 +7,10 @@ import time
 
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lora_server.ports import TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
-from lora_server.shard.schedule import PATIENCE, DecodeFirst, PendingStep
+from lora_server.shard.schedule import PendingStep
 from lora_server.transport.base import Connection
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
@@ -33,47 +31,6 @@ class Peer(Connection):
 def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
     header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class, budget_us=60_000_000)
     return PendingStep(Peer(client, epoch), seq, header, received, 0, pin=None if blocked else 1)
-
-
-ARRIVALS = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.booleans()), max_size=60)
-
-
-@given(arrivals=ARRIVALS)
-def test_decode_goes_first_oldest_first_and_nothing_starves(arrivals):
-    """Before each pick some steps arrive: (prefill?, how many, blocked?)."""
-    rule, waiting, clock, passed = DecodeFirst(), [], 0, 0
-    for prefill, count, blocked in arrivals:
-        for _ in range(count):
-            clock += 1
-            waiting.append(step(clock, slot.PREFILL if prefill else slot.DECODE, clock, blocked=blocked))
-        picked = rule.pick(waiting)
-        ready = [one for one in waiting if not one.blocked]
-        assert (picked is None) == (not ready)
-        if picked is None:
-            continue
-        assert not picked.blocked
-        same = [one for one in ready if one.header.step_class == picked.header.step_class]
-        assert picked is min(same, key=lambda one: one.received_ns)
-        prefills = any(one.header.step_class == slot.PREFILL for one in ready)
-        if picked.header.step_class == slot.PREFILL:
-            decodes = any(one.header.step_class == slot.DECODE for one in ready)
-            assert not decodes or passed == PATIENCE, "decode goes first"
-            passed = 0
-        elif prefills:
-            passed += 1
-            assert passed <= PATIENCE, "a prompt is starved"
-        waiting.remove(picked)
-
-
-def test_a_flood_of_decoding_lets_one_prefill_through_per_patience():
-    rule, prefills = DecodeFirst(), [step(900 + i, slot.PREFILL, i) for i in range(3)]
-    taken = []
-    for clock in range(3 * (PATIENCE + 1)):
-        picked = rule.pick([step(1, slot.DECODE, 1000 + clock), *prefills])
-        taken.append(picked.header.step_class)
-        if picked in prefills:
-            prefills.remove(picked)
-    assert taken == ([slot.DECODE] * PATIENCE + [slot.PREFILL]) * 3
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import zmq
 from typing_extensions import override
 
 from lora_server.ports import ANY_PORT, TcpPort
-from lora_server.shard.schedule import DecodeFirst, PendingStep
+from lora_server.shard.schedule import FairShare, PendingStep
 from lora_server.transport.address import bind, heartbeat
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
@@ -46,7 +46,7 @@ class Independent(Coordinator):
     """Each shard for itself."""
 
     def __init__(self) -> None:
-        self._rule = DecodeFirst()
+        self._rule = FairShare()
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
@@ -58,7 +58,7 @@ class Leader(Coordinator):
     what anybody else sends counts for nothing."""
 
     def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
-        self._rule = DecodeFirst()
+        self._rule = FairShare()
         self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
         self._orders.set_hwm(0)
         self._orders.setsockopt(zmq.LINGER, 0)

@@ -127,6 +127,7 @@ class Connection(End, ABC):
     client: int
     epoch: int
     served: int = 0  # the newest seq that was answered
+    finish = 0  # of its share of the loop, see shard.schedule
     gone = False  # nobody waits for answers any more
     rings: ClassVar[bool] = True  # when it has pushed, unless the loop looks at its signal
     bell: Bell | None = None  # in the client's own hands

@@ -93,7 +93,7 @@ CLIENT = _words(
 LINK = _words(
     128,
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
-    *("response_signal", "response_bytes", "tables", "pe", "served"),
+    *("response_signal", "response_bytes", "tables", "pe", "served", "had"),
 )
 CONNECT_WORDS = 11  # of LINK
 ENTRY = np.dtype(
@@ -142,7 +142,7 @@ SERVE = _struct(
     **{name: (8 * len(_SERVE_WORDS) + 4 * i, "<i4") for i, name in enumerate(_SERVE_NUMBERS)},
     turn=(128, "<u8"),
     left=(136, "<u8"),
-    **{name: (256 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "passed", "draining"))},
+    **{name: (256 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "share", "draining"))},
     taken=(296, "<u8"),
     noted=(304, "<u8"),
 )

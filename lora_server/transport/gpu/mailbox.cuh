@@ -33,10 +33,10 @@ DEVICE bool look_at_mailbox(uint64 launch) {
 // Lane 2 + i has word i of the Link.
 DEVICE void connect(int l, uint64 word) {
     if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
-    if (lane == 0) store(&s.links[l].served, 0ull);
+    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull);
     const uint64 its_epoch = shuffle_long(word, 2);
     sync_warp();
-    if (lane == l) epoch = its_epoch, served = 0, busy = 0, state = NO_STEP;
+    if (lane == l) epoch = its_epoch, served = 0, had = 0, busy = 0, state = NO_STEP;
     tell_all(CHANGED, l, 0, its_epoch);
 }
 

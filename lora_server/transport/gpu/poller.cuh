@@ -3,7 +3,7 @@
 #pragma once
 #include "answer.cuh"
 
-constexpr int PATIENCE_STEPS = 8;       // decode steps that may pass a prompt
+constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedule.py
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = 3'600'000'000;
 enum StepState { NO_STEP, STEP_BLOCKED, STEP_READY };
@@ -20,16 +20,17 @@ struct Poller {
     const int lane;
     // the lane's client, and its oldest step
     uint64 epoch, served, received = 0, expires = 0, busy = 0, wild = 0;  // busy: the turn of its last order
-    int ticket = 0, step_class = 0, state = NO_STEP, asked = 0;
+    uint64 had, start = 0, finish = 0;                                    // of its share: before this step, and of it
+    int ticket = 0, state = NO_STEP, asked = 0;
     // the same in all lanes
-    uint64 turn, done, taken, noted, active;
-    int tickets, passed;
+    uint64 turn, done, taken, noted, active, share;  // share: the least start of those that are ready
+    int tickets;
     bool draining;
 
     DEVICE Poller(Serve& serve, PollerMemory& memory, int its_lane) : s(serve), m(memory), lane(its_lane) {
-        epoch = load_l2(&s.links[lane].epoch), served = load_l2(&s.links[lane].served);
+        epoch = load_l2(&s.links[lane].epoch), served = load_l2(&s.links[lane].served), had = load_l2(&s.links[lane].had);
         turn = load_l2(&s.turn), done = load_l2(&s.done), taken = load_l2(&s.taken), noted = load_l2(&s.noted);
-        tickets = static_cast<int>(load_l2(&s.tickets)), passed = static_cast<int>(load_l2(&s.passed));
+        tickets = static_cast<int>(load_l2(&s.tickets)), share = load_l2(&s.share);
         draining = load_l2(&s.draining);
         active = together(now_ns());
     }
@@ -112,12 +113,20 @@ struct Poller {
         if (lane == l) {
             const uint64 budget = m.request.budget_us < MAX_BUDGET_US ? m.request.budget_us : MAX_BUDGET_US;
             received = now_ns(), expires = received + budget * 1000;
-            ticket = tickets, step_class = m.request.step_class, asked = 0;
-            state = sane ? STEP_BLOCKED : STEP_READY;  // the checks say what is wrong with it
+            ticket = tickets, asked = 0, state = STEP_BLOCKED;
         }
         tickets++;
         if (lane == 0) store(&s.tickets, static_cast<uint64>(static_cast<unsigned>(tickets)));
-        if (!sane) tell_all(READY_STEP, l, seq, 0);
+        if (!sane) make_ready(l, seq);  // the checks say what is wrong with it
+    }
+    DEVICE void make_ready(int l, uint64 seq) {
+        const uint64 wide = m.request.num_rows > m.request.num_entries ? m.request.num_rows : m.request.num_entries;
+        const uint64 rows = wide > m.request.num_out_rows ? wide : m.request.num_out_rows;
+        if (lane == l) {
+            state = STEP_READY, start = had > share ? had : share;
+            finish = start + STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS);
+        }
+        tell_all(READY_STEP, l, seq, 0);
     }
 
     // Whether its weights are here, or its time is over.
@@ -135,8 +144,7 @@ struct Poller {
         const unsigned lacking = votes(mine);
         const int handle = lacking ? shuffle(static_cast<int>(missing), first_bit(lacking)) : 0;
         if (!lacking) {
-            if (lane == l) state = STEP_READY;
-            tell_all(READY_STEP, l, h.seq, 0);
+            make_ready(l, h.seq);
             return;
         }
         const bool late = shuffle(together(now_ns()) >= expires, l);
@@ -148,24 +156,20 @@ struct Poller {
         }
     }
 
-    // Decode before prompts, the oldest first; after PATIENCE_STEPS of them that passed a prompt, one of those.
+    // The least finish, the oldest of equals.
     DEVICE int pick() {
-        const unsigned decode = votes(state == STEP_READY && step_class == LORA_DECODE);
-        const unsigned prefill = votes(state == STEP_READY && step_class == LORA_PREFILL);
-        if (!prefill) return decode ? oldest(decode) : -1;
-        if (!decode || passed >= PATIENCE_STEPS) {
-            passed = 0;
-            return oldest(prefill);
+        unsigned ready = votes(state == STEP_READY);
+        if (!ready) return -1;
+        int best = first_bit(ready), its = shuffle(ticket, best);
+        uint64 ends = shuffle_long(finish, best), least = shuffle_long(start, best);
+        for (ready &= ready - 1; ready; ready &= ready - 1) {
+            const int other = first_bit(ready), age = shuffle(ticket, other);
+            const uint64 end = shuffle_long(finish, other), begin = shuffle_long(start, other);
+            const bool older = static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0;
+            if (begin < least) least = begin;
+            if (end < ends || (end == ends && older)) best = other, its = age, ends = end;
         }
-        passed++;
-        return oldest(decode);
-    }
-    DEVICE int oldest(unsigned lanes) const {
-        int best = first_bit(lanes), its = shuffle(ticket, best);
-        for (lanes &= lanes - 1; lanes; lanes &= lanes - 1) {
-            const int other = shuffle(ticket, first_bit(lanes));
-            if (static_cast<int>(static_cast<unsigned>(other) - static_cast<unsigned>(its)) < 0) best = first_bit(lanes), its = other;
-        }
+        share = least;
         return best;
     }
 
@@ -173,7 +177,8 @@ struct Poller {
         const uint64 seq = next_seq(l);
         unsigned char* tables = tables_of(l);
         read_header(l);
-        if (lane == 0) store(&s.passed, static_cast<uint64>(passed));
+        if (lane == 0) store(&s.share, share);
+        if (lane == l) had = finish, store(&s.links[l].had, had);
         int why = check_counts(s, m.request, load(&s.links[l].request_bytes));
         if (!why) why = check_tables(s, m.request, tables, lane);
         if (!why) why = translate(s, m.request, tables, lane);

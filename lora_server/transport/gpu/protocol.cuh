@@ -17,7 +17,8 @@ struct alignas(128) Link {
     uint64 tables;  // here: header, segments and maps of its oldest step, copied before they are looked at
     uint64 pe;      // the client's: see peer.cuh
     uint64 served;  // the newest step that was ordered or refused
-    uint64 unused[4];
+    uint64 had;     // where its share stands: shard/schedule.py
+    uint64 unused[3];
 };
 constexpr int CONNECT_WORDS = 11;
 
@@ -75,5 +76,5 @@ struct alignas(128) Serve {
     uint64 left;               // the last launch whose poller has left
     alignas(128) uint64 done;  // the newest turn that was answered
     uint64 sent;               // blocks that have sent their part, ever
-    uint64 tickets, passed, draining, taken, noted;
+    uint64 tickets, share, draining, taken, noted;
 };
