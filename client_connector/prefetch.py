@@ -1,45 +1,45 @@
-"""Prefetches on their way to the controller: out of band, one-way, over ZeroMQ."""
+"""Prefetches on their way to the controller: calls that nobody waits for, one at a time, the newest in line."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
+from typing import Any
 
-import zmq
+from lora_server.wire import lora_server_pb2 as pb
 
-from lora_server.transport.address import heartbeat
-from lora_server.wire import messages
-from lora_server.wire.messages import Prefetch
+SECONDS = 5.0
 
 
 class PrefetchSender:
-    """Thread-safe; never blocks."""
+    """Thread-safe; never blocks. `method` is Clients.Prefetch of a stub."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._lock = threading.Lock()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        heartbeat(self._socket)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
-        self._socket.connect(address)
+    def __init__(self, method: Any) -> None:
+        self._method = method
+        self._lock = threading.RLock()  # a call that has ended already calls back at once
+        self._busy = self._closed = False
+        self._next: pb.PrefetchRequest | None = None
 
-    def move(self, address: str) -> None:
-        """The controller was restarted and listens elsewhere."""
-        with self._lock:
-            if address != self._address and not self._socket.closed:
-                self._socket.disconnect(self._address)
-                self._socket.connect(address)
-                self._address = address
-
-    def send(self, message: Prefetch) -> None:
+    def send(self, request: pb.PrefetchRequest) -> None:
         """A hint: what does not get through is asked for by the step itself."""
         with self._lock:
-            if not self._socket.closed:
-                with contextlib.suppress(zmq.Again):
-                    self._socket.send(messages.encode(message), zmq.DONTWAIT)
+            self._next = request
+            if not self._busy and not self._closed:
+                self._start()
+
+    def _start(self) -> None:
+        request, self._next, self._busy = self._next, None, True
+        try:
+            self._method.future(request, timeout=SECONDS).add_done_callback(self._ended)
+        except ValueError:  # the channel was closed
+            self._closed = True
+
+    def _ended(self, _: Any) -> None:
+        with self._lock:
+            self._busy = False
+            if self._next is not None and not self._closed:
+                self._start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Before its channel is; idempotent."""
         with self._lock:
-            self._socket.close()
+            self._closed = True

@@ -27,10 +27,10 @@ from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.transport.base import HANDSHAKE_SECONDS, Link
 from lora_server.transport.connect import agreed_wire, check_transport, check_wire, connect, tell_far
-from lora_server.transport.session import Held, Proof, Server, Session, Terms
+from lora_server.transport.session import MAX_PREFETCHED, Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.messages import MAX_PREFETCHED, Hello, Prefetch
+from lora_server.wire.messages import Hello
 from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
@@ -94,7 +94,7 @@ class RemoteSession(Session):
         self._clients = rpc.ClientsStub(self._channel)
         self._left = threading.Event()
         self._lost: LoraServerError | None = None
-        self._prefetches: PrefetchSender | None = None
+        self._prefetches = PrefetchSender(self._clients.Prefetch)
         self._holding: Counter[int] = Counter()  # handle -> times acquired and not released
         self._unreleased: list[int] = []  # let go while the controller was away
         self._tickets = itertools.count(1)
@@ -135,7 +135,6 @@ class RemoteSession(Session):
         for endpoint in endpoints:
             seconds = min(HANDSHAKE_SECONDS, _left(deadline))
             self.links.append(connect(endpoint, hello, transport, device, seconds, wire))
-        self._prefetches = PrefetchSender(lease.prefetch_address)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
         return call(method, request, server=self._server.address, seconds=seconds)
@@ -149,8 +148,6 @@ class RemoteSession(Session):
                 self._tell(reply.forgot)
                 with self._lock:
                     del self._settled[: len(settled)]
-                if self._prefetches is not None:
-                    self._prefetches.move(reply.prefetch_address)
             except LeaseError as error:
                 self._lost = error
                 return
@@ -272,9 +269,9 @@ class RemoteSession(Session):
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:
-        if self._prefetches is not None:
-            needs = [(handle, int(seconds * 1e6)) for handle, seconds in islice(expected.items(), MAX_PREFETCHED)]
-            self._prefetches.send(Prefetch(self.terms.client, self.terms.epoch, self._proof.key, needs))
+        first = islice(expected.items(), MAX_PREFETCHED)
+        needs = [pb.Need(handle=handle, in_us=int(seconds * 1e6)) for handle, seconds in first]
+        self._prefetches.send(pb.PrefetchRequest(proof=self._proof, needs=needs))
 
     @override
     def check(self) -> None:
@@ -298,8 +295,7 @@ class RemoteSession(Session):
 
     def _close(self) -> None:
         self._left.set()
-        if self._prefetches is not None:
-            self._prefetches.close()
+        self._prefetches.close()
         self._channel.close()
 
 

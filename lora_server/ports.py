@@ -1,6 +1,6 @@
 """Which TCP port is whose with --data-port-base. Leaf module.
 
-The ports follow each other: one for prefetches, one per shard for data, one per stage for its leader's orders.
+The ports follow each other: one per shard for data, one per stage for its leader's orders.
 Shards are counted over the whole server, so that nodes on one host do not meet.
 """
 
@@ -31,21 +31,17 @@ class DataPorts:
     base: int | None
     layout: Layout
 
-    def prefetch(self) -> TcpPort:
-        """The controller's, for prefetches."""
-        return self._port(0, "the controller's prefetches")
-
     def data(self, shard: int) -> TcpPort:
         """A shard's, for the steps of clients on other hosts."""
-        return self._port(1 + shard, f"the data of shard {shard}")
+        return self._port(shard, f"the data of shard {shard}")
 
     def orders(self, stage: int) -> TcpPort:
         """A stage's leader's; used with --coordination leader alone."""
-        return self._port(1 + self.layout.num_shards + stage, f"the orders of stage {stage}")
+        return self._port(self.layout.num_shards + stage, f"the orders of stage {stage}")
 
     def span(self) -> range:
         """All of them, in this order."""
-        return range(self.base, self.base + 1 + self.layout.num_shards + self.layout.pp) if self.base else range(0)
+        return range(self.base, self.base + self.layout.num_shards + self.layout.pp) if self.base else range(0)
 
     def _port(self, offset: int, owner: str) -> TcpPort:
         return TcpPort(self.base + offset, owner) if self.base else ANY_PORT

@@ -33,7 +33,7 @@ HEARTBEAT, REGISTER = "/lora_server.v1.Clients/Heartbeat", "/lora_server.v1.Shar
 def server():
     """A controller without shards, its gRPC server, and a lease."""
     controller = make_controller()
-    control = ControlServer(controller, "127.0.0.1:0", "", Doorkeeper(SECRET))
+    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET))
     try:
         yield control, controller, f"127.0.0.1:{control.port}"
     finally:
@@ -135,7 +135,7 @@ def test_health_answers_probes(server):
 def test_reflection_is_for_who_asks_for_it():
     path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     for reflection, code in ((False, grpc.StatusCode.UNIMPLEMENTED), (True, grpc.StatusCode.OK)):
-        control = ControlServer(make_controller(), "127.0.0.1:0", "", Doorkeeper(SECRET), reflection)
+        control = ControlServer(make_controller(), "127.0.0.1:0", Doorkeeper(SECRET), reflection)
         try:
             with open_channel(f"127.0.0.1:{control.port}") as channel:
                 assert channel.stream_stream(path)(iter(())).code() is code
@@ -188,6 +188,7 @@ def test_only_who_has_a_lease_speaks_for_it(server):
             (clients.Await, pb.AwaitRequest(proof=forged, tickets=[1])),
             (clients.Cancel, pb.CancelRequest(proof=forged, tickets=[1])),
             (clients.Release, pb.ReleaseRequest(proof=forged, handles=[1])),
+            (clients.Prefetch, pb.PrefetchRequest(proof=forged)),
             (clients.Restore, pb.RestoreRequest(proof=forged)),
             (clients.Borrow, pb.BorrowRequest(proof=forged, holder=forged)),
             (clients.Borrow, pb.BorrowRequest(proof=proven(mine), holder=forged)),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import random
 import time
 
-import msgspec
 import pytest
-import zmq
 from structlog.testing import capture_logs
 
 from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOST, SPACING_SECONDS, Lookahead
-from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, PrefetchListener
+from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, SPACING_US
+from lora_server.control.registration import Doorkeeper
+from lora_server.control.server import ControlServer
 from lora_server.daemon.shard_main import STEP_SECONDS
+from lora_server.errors import LeaseError
+from lora_server.transport.session import MAX_PREFETCHED
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import messages
-from lora_server.wire.messages import MAX_PREFETCHED, Prefetch
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
 from tests.controllers import ToldShard, kept, make_controller
 from tests.serving import until
 
@@ -45,75 +46,81 @@ def rig():
     shard.close()
 
 
-def said(lease, *needs, **other):
-    fields = {"client": lease.client, "epoch": lease.epoch, "key": lease.key} | other
-    return messages.encode(Prefetch(needs=list(needs), **fields))
-
-
 def soon_after(clients):
     """As if a client had been quiet for long enough."""
     clients.prefetches._quiet_until.clear()
 
 
-def test_hostile_messages_change_nothing_and_stop_nobody(rig):
-    """Random bytes, other messages, forged clients, wrong keys, too many handles; by way of a socket."""
+def test_only_who_shows_its_lease_is_heard(rig):
+    """By way of the real call: there is no other way in."""
     clients, shard, lease = rig
-    other, dice = clients.leases.grant("another"), random.Random(4)
-    listener = PrefetchListener("127.0.0.1", "", clients.prefetches.receive)
-    hostile = [dice.randbytes(dice.randrange(200)) for _ in range(200)]
-    genuine = said(lease, (3, 0))
-    hostile += [genuine[:at] + bytes([genuine[at] ^ 1 << dice.randrange(8)]) + genuine[at + 1 :] for at in range(40)]
-    hostile += [genuine[:at] for at in range(len(genuine))]
-    hostile += [
-        messages.encode(messages.Welcome(1, 2, 3)),
-        said(lease, (3, 0), key=other.key),
-        said(lease, (3, 0), key=b""),
-        said(lease, (3, 0), epoch=lease.epoch + 1),
-        said(lease, (3, 0), client=99),
-        said(lease, (3, 0), client=other.client),
-        said(lease, *((3, 0) for _ in range(MAX_PREFETCHED + 1))),
-        said(lease, (3, -1)),
-        said(lease, (2**32, 0)),
-        msgspec.msgpack.encode({"type": "prefetch", "handles": [3]}),
-    ]
-    with zmq.Context.instance().socket(zmq.PUSH) as sender, capture_logs() as lines:
-        sender.connect(listener.address)
-        for bad in hostile:
-            sender.send(bad)
-        until(lambda: sum(clients.prefetches.ignored.values()) == len(hostile), "all of them judged", 60)
+    control, other = (
+        ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper(b"secret")),
+        clients.leases.grant("another"),
+    )
+    address = f"127.0.0.1:{control.port}"
+    with open_channel(address) as channel:
+
+        def say(**wrong):
+            proof = {"client": lease.client, "epoch": lease.epoch, "key": lease.key} | wrong
+            request = pb.PrefetchRequest(proof=pb.Proof(**proof), needs=[pb.Need(handle=3)])
+            call(rpc.ClientsStub(channel).Prefetch, request, server=address, seconds=60)
+
+        forged = (
+            {"key": other.key},
+            {"key": b""},
+            {"epoch": lease.epoch + 1},
+            {"client": 99},
+            {"client": other.client},
+        )
+        for wrong in forged:
+            with pytest.raises(LeaseError):
+                say(**wrong)
         assert shard.prefetches == []
-        sender.send(genuine)
+        say()
         until(lambda: shard.prefetches, "the good one arrives", 60)
-        listener.close()
+    control.close(1.0)
     assert shard.prefetches == [(lease.client, [(3, 0)])]
-    assert len(lines) < 20, "what anybody can cause at will is not a line each"
 
 
-def test_only_what_is_held_is_passed_on_and_no_more_often_than_allowed(rig):
+def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
     clients, shard, lease = rig
-    receive, ignored = clients.prefetches.receive, clients.prefetches.ignored
-    receive(said(lease, (7, 0), (5, 2**61), (99, 0), (3, 7)))
-    began = time.monotonic()
-    for _ in range(1000):
-        receive(said(lease, (3, 0)))
+    ignored, asked = clients.prefetches.ignored, lease.proof
+    with capture_logs() as lines:
+        clients.prefetch(asked, dict.fromkeys(range(MAX_PREFETCHED + 1), 0))
+        assert ignored["too much"] == 1 and shard.prefetches == []
+        clients.prefetch(asked, {7: 0, 3: 2**61, 99: 0, 5: 7})
+        began = time.monotonic()
+        for _ in range(1000):
+            clients.prefetch(asked, {3: 0})
     most = 2 + (time.monotonic() - began) / MIN_SECONDS
     until(lambda: shard.prefetches, "the first", 60)
-    assert shard.prefetches[0] == (lease.client, [(5, MAX_AHEAD_US), (3, 7)])
-    assert ignored["not held"] == 1 and ignored["too many"] >= 1000 - most
-    assert len(shard.prefetches) <= most
+    assert shard.prefetches[0] == (lease.client, [(5, 7), (3, MAX_AHEAD_US)])
+    assert ignored["not held"] == 1 and ignored["too often"] >= 1000 - most
+    assert len(shard.prefetches) <= most and len(lines) < 20
+
+
+def test_who_announces_many_has_others_first_ones_in_between(rig):
+    """Whatever it says: one that announced 399 as needed at once went before all that others announced later."""
+    clients, shard, lease = rig
+    clients.prefetch(lease.proof, {3: 0, 5: 0})
+    until(lambda: shard.prefetches, "it", 60)
+    assert shard.prefetches == [(lease.client, [(3, 0), (5, SPACING_US)])]
 
 
 def test_who_lets_go_of_all_that_it_announced_needs_nothing(rig):
     clients, shard, lease = rig
-    clients.prefetches.receive(said(lease, (3, 0), (5, 0)))
+    clients.prefetch(lease.proof, {3: 0, 5: 0})
     clients.release(lease.proof, [3])
     clients.release(lease.proof, [5])
     until(lambda: len(shard.prefetches) == 2, "the second", 60)
     assert shard.prefetches[1] == (lease.client, [])
     clients.leave(lease.proof)
     soon_after(clients)
-    clients.prefetches.receive(said(lease, (3, 0)))
-    assert clients.prefetches.ignored["no lease"] == 1 and not clients.prefetches._announced
+    with pytest.raises(LeaseError):
+        clients.prefetch(lease.proof, {3: 0})
+    clients.prefetches.receive(lease.proof, {3: 0})  # it left in between
+    assert not clients.prefetches._announced
 
 
 def test_the_queue_is_told_in_order_when_it_changes_and_no_more_often_than_allowed():

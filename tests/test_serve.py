@@ -109,7 +109,7 @@ def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) 
     """Everybody listens where the rule says, the controller and nodes at their flags' too, and nobody elsewhere."""
     listen, http, others_http = (Address.parse(text).port for text in (first.address, first.http, second.http))
     reply = status(first.address)
-    found = {psutil.Process(reply.pid): {listen, http, ports.prefetch().number}}
+    found = {psutil.Process(reply.pid): {listen, http}}
     for shard in reply.shards:
         orders = {ports.orders(shard.stage).number} if shard.ep_rank == 0 else set()
         found[psutil.Process(shard.pid)] = {ports.data(shard.shard).number} | orders

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lora_server import errors, spec
 from lora_server.errors import ProtocolError
 from lora_server.wire import messages, region, slot
-from lora_server.wire.messages import Hello, Order, Prefetch, Refused, Welcome
+from lora_server.wire.messages import Hello, Order, Refused, Welcome
 from lora_server.wire.region import Region, RegionLayout
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
@@ -227,7 +227,6 @@ MESSAGES = [
     Welcome(4, 4096, 8192),
     Refused("lease", "no"),
     Order(1, 2, 3, 4),
-    Prefetch(1, 2, b"k", [(3, 4)]),
 ]
 
 

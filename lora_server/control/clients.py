@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
@@ -109,6 +109,11 @@ class Clients:
         client = self.renew(proof)
         self._adapters.release(client, handles)
         self.prefetches.released(client)
+
+    def prefetch(self, proof: Proof, needs: Mapping[int, int]) -> None:
+        """See Prefetches; raises LeaseError."""
+        self.renew(proof)
+        self.prefetches.receive(proof, needs)
 
     def restore(self, proof: Proof, handles: Iterable[int]) -> None:
         """What a client of an earlier controller holds; raises LeaseError."""

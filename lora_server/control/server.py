@@ -39,9 +39,7 @@ def _methods(service: str, servicer: object, threads: Threads, **apart: Threads)
 class ControlServer:
     """Serves from its constructor on. A lease is renewed on threads that nothing slow runs on."""
 
-    def __init__(
-        self, controller: Controller, address: str, prefetch_address: str, door: Doorkeeper, reflection: bool = False
-    ) -> None:
+    def __init__(self, controller: Controller, address: str, door: Doorkeeper, reflection: bool = False) -> None:
         """Raises RuntimeError where it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
@@ -51,7 +49,7 @@ class ControlServer:
         self._heard: Future[None] | None = None
         self._threads = leases, joins, waits, changes, reads, shards
         self._health = HealthService()
-        adapters, clients = AdaptersService(controller.adapters), ClientsService(controller, prefetch_address)
+        adapters, clients = AdaptersService(controller.adapters), ClientsService(controller)
         own = dict(
             [
                 _methods("Adapters", adapters, changes, List=reads, Get=reads),

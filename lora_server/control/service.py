@@ -53,9 +53,8 @@ class AdaptersService:
 class ClientsService:
     """The RPCs of this service, as the proto describes them."""
 
-    def __init__(self, controller: Controller, prefetch_address: str) -> None:
+    def __init__(self, controller: Controller) -> None:
         self._controller, self._clients = controller, controller.clients
-        self._prefetch_address = prefetch_address
 
     def Join(self, request: pb.JoinRequest) -> pb.Lease:
         lease, live = self._clients.join(request.instance, request.served_names)
@@ -73,7 +72,6 @@ class ClientsService:
             coordination=agreement.coordination,
             max_step_rows=agreement.max_step_rows,
             endpoints=[handle.registration.endpoint for handle in live.values()],
-            prefetch_address=self._prefetch_address,
             server=self._controller.arrivals.run,
             hidden_adapters=hidden,
             adapters=len(self._controller.adapters),
@@ -82,7 +80,7 @@ class ClientsService:
 
     def Heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         forgot = self._clients.heartbeat(_proof(request.proof), request.settled)
-        return pb.HeartbeatReply(forgot=forgot, prefetch_address=self._prefetch_address)
+        return pb.HeartbeatReply(forgot=forgot)
 
     def Leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         self._clients.leave(_proof(request.proof))
@@ -106,6 +104,10 @@ class ClientsService:
     def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseReply:
         self._clients.release(_proof(request.proof), request.handles)
         return pb.ReleaseReply()
+
+    def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchReply:
+        self._clients.prefetch(_proof(request.proof), {need.handle: need.in_us for need in request.needs})
+        return pb.PrefetchReply()
 
     def Restore(self, request: pb.RestoreRequest) -> pb.RestoreReply:
         self._clients.restore(_proof(request.proof), request.handles)

@@ -21,7 +21,6 @@ from lora_server.control.allowed import Allowed
 from lora_server.control.controller import Controller
 from lora_server.control.leases import Leases
 from lora_server.control.metrics import ControllerCollector
-from lora_server.control.prefetch import PrefetchListener
 from lora_server.control.registration import Doorkeeper
 from lora_server.control.server import ControlServer
 from lora_server.control.watch import Watcher
@@ -38,7 +37,7 @@ log = structlog.get_logger()
 
 
 class ControllerProcess:
-    """Controller, gRPC, HTTP and the prefetch channel, put together."""
+    """Controller, gRPC and HTTP, put together."""
 
     def __init__(self, config: ProcessConfig) -> None:
         """Raises ConfigError for an address that cannot be had."""
@@ -57,16 +56,12 @@ class ControllerProcess:
             open_fetcher(config, spec),
             Allowed.of(config),
         )
-        prefetch = PrefetchListener(
-            config.bind_host, config.advertise, controller.clients.prefetches.receive, config.data_ports.prefetch()
-        )
-        self._stack.callback(prefetch.close)
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
         self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller))
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
-            control = ControlServer(controller, str(config.listen), prefetch.address, door, config.grpc_reflection)
+            control = ControlServer(controller, str(config.listen), door, config.grpc_reflection)
         except RuntimeError as error:
             raise ConfigError(
                 f"--listen {config.listen}: cannot listen there; expected a free port: end what listens there, or "

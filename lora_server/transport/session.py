@@ -16,6 +16,8 @@ from lora_server.spec import Invocation, ModelSpec, Site
 from lora_server.transport.base import Link
 from lora_server.wire.slot import Wire
 
+MAX_PREFETCHED = 256  # adapters that one client may announce at a time
+
 
 class Proof(NamedTuple):
     """A client's right to speak for itself: what it sends along with every call."""

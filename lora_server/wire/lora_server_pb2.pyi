@@ -151,7 +151,7 @@ class JoinRequest(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "prefetch_address", "server", "hidden_adapters", "adapters", "wire")
+    __slots__ = ("client", "epoch", "key", "lease_seconds", "spec_json", "layout", "dtype", "coordination", "max_step_rows", "endpoints", "server", "hidden_adapters", "adapters", "wire")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,7 +162,6 @@ class Lease(_message.Message):
     COORDINATION_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
-    PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
@@ -177,12 +176,11 @@ class Lease(_message.Message):
     coordination: str
     max_step_rows: int
     endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    prefetch_address: str
     server: str
     hidden_adapters: _containers.RepeatedScalarFieldContainer[str]
     adapters: int
     wire: str
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., prefetch_address: _Optional[str] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ...) -> None: ...
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("shard", "host", "shm", "tcp", "device")
@@ -217,12 +215,10 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("forgot", "prefetch_address")
+    __slots__ = ("forgot",)
     FORGOT_FIELD_NUMBER: _ClassVar[int]
-    PREFETCH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     forgot: bool
-    prefetch_address: str
-    def __init__(self, forgot: bool = ..., prefetch_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, forgot: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("proof",)
@@ -231,6 +227,18 @@ class LeaveRequest(_message.Message):
     def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("proof", "needs")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    proof: Proof
+    needs: _containers.RepeatedCompositeFieldContainer[Need]
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., needs: _Optional[_Iterable[_Union[Need, _Mapping]]] = ...) -> None: ...
+
+class PrefetchReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -361,6 +361,11 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/lora_server.v1.Clients/Prefetch',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.PrefetchReply.FromString,
+                _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/lora_server.v1.Clients/Restore',
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RestoreRequest.SerializeToString,
@@ -421,6 +426,13 @@ class ClientsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """What a client's coming steps need, of what it holds; it takes the place of what was said before. A hint.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Restore(self, request, context):
         """What a client holds, for a controller that was restarted and asked (HeartbeatReply.forgot).
         """
@@ -472,6 +484,11 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.PrefetchRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.PrefetchReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -673,6 +690,33 @@ class Clients(object):
             '/lora_server.v1.Clients/Release',
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/Prefetch',
+            lora__server_dot_wire_dot_lora__server__pb2.PrefetchRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.PrefetchReply.FromString,
             options,
             channel_credentials,
             insecure,

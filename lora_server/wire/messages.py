@@ -12,11 +12,8 @@ from lora_server.errors import ProtocolError, rebuild
 
 MAX_MESSAGE_BYTES = 64 * 1024
 NONCE_BYTES = 32
-MAX_PREFETCHED = 256  # adapters that one client may announce at a time
 
-Handle = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Microseconds = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
 class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
@@ -93,18 +90,6 @@ class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
     epoch: int
     seq: int
     budget_us: int
-
-
-class Prefetch(msgspec.Struct, tag="prefetch", forbid_unknown_fields=True):
-    """A client to the controller: all that its coming steps need, and in how long the first of each is expected.
-
-    It takes the place of what the client said before. The lease's key proves who says it.
-    """
-
-    client: int
-    epoch: int
-    key: bytes
-    needs: Annotated[list[tuple[Handle, Microseconds]], msgspec.Meta(max_length=MAX_PREFETCHED)]
 
 
 _T = TypeVar("_T")
