@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
 import pytest
-import zmq
 
 from lora_server.ports import TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
+from lora_server.shard.orders import MAX_STRANGERS
 from lora_server.shard.schedule import PendingStep
+from lora_server.transport.address import parse
 from lora_server.transport.base import Connection
-from lora_server.wire import slot
+from lora_server.transport.frames import HEADER, MESSAGE, STEP, frame
+from lora_server.wire import messages, slot
+from lora_server.wire.messages import Challenge, Follow, Lead, Order
 from lora_server.wire.slot import RequestHeader
 from tests.rig import LOADED, Client, healthy, make_rig
 from tests.serving import until
@@ -67,20 +71,84 @@ def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
     until(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
 
 
-def test_what_strangers_send_to_a_leader_counts_for_nothing(leader, make_follower):
-    follower = make_follower()
-    with zmq.Context.instance().socket(zmq.XSUB) as stranger:
-        stranger.connect(leader.address)
-        for said in (b"\x00", b"\x01", b"\x00" + b"x" * 16, b"\x01badge", b"", b"\x07", b"anything"):
-            stranger.send(said)
-        stranger.send_multipart([b"\x01", b"more"])
-        until(lambda: leader.next({}) is None and stranger.poll(0) == 0 and leader.followers == 1, "all looked at")
-        make_second = Follower(lambda: None, 4)
-        make_second.follow(leader.address, leader.badge)
-        until(lambda: leader.next({}) is None and leader.followers == 2, "another one comes after it")
+STRANGE = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
+    HEADER.pack(STEP, 0, 0),
+    b"".join(frame(MESSAGE, b"\xc1")),
+    b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), bytes(32))))),
+    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32),
+]
+
+
+def test_strangers_hear_no_order_and_end_nobody(leader, make_follower, monkeypatch):
+    """They could end the leader over its ZeroMQ port, fill its memory, and hear whose step is next."""
+    monkeypatch.setattr("lora_server.shard.orders.HANDSHAKE_SECONDS", 2.0)
+    follower, host_port = make_follower(), parse(leader.address)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(host_port)) for _ in range(2 * len(STRANGE))]
+        for stranger, said in zip(strangers, STRANGE * 2, strict=True):
+            stranger.settimeout(30)
+            stranger.sendall(said)
         order_of(leader, 5)
-        until(lambda: len(follower._queue) == 1, "and the leader lives")
-        make_second.close()
+        until(lambda: len(follower._queue) == 1, "the follower to hear it")
+        for stranger in strangers:
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := stranger.recv(4096):
+                    heard += more
+            assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
+    assert leader.followers == 1
+    make_follower()
+    assert leader.followers == 2, "others are let in"
+
+
+def test_strangers_without_number_keep_no_follower_out(leader, make_follower):
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection(parse(leader.address)))
+        make_follower()
+    assert leader.followers == 1
+
+
+def test_a_follower_that_takes_no_orders_is_cut_off(leader):
+    """Its connection fills up; nothing is queued for it in the leader."""
+    with socket.create_connection(parse(leader.address)) as stopped:
+        stopped.settimeout(30)
+        challenge = messages.decode(stopped.recv(4096)[HEADER.size :], Challenge)
+        proof = messages.proof(leader.badge, b"follower", challenge.nonce, bytes(32))
+        stopped.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), proof)))))
+        until(lambda: leader.followers == 1, "it to be let in")
+
+        def cut_off():
+            for seq in range(1000):
+                leader.refused(1, 1, seq, 1)
+            return leader.followers == 0
+
+        until(cut_off, "the leader to give it up")
+
+
+def test_a_follower_believes_no_leader_without_the_badge():
+    """And does not wait for one that says nothing."""
+    follower = Follower(lambda: None, 4)
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false.settimeout(60)
+        follower.follow(f"tcp://127.0.0.1:{false.getsockname()[1]}", b"badge")
+        for attempt in range(2):
+            with false.accept()[0] as peer:
+                peer.settimeout(30)
+                peer.sendall(b"".join(frame(MESSAGE, messages.encode(Challenge(bytes(32))))))
+                assert peer.recv(4096), "its proof"
+                lie = [
+                    *frame(MESSAGE, messages.encode(Lead(bytes(32)))),
+                    *frame(MESSAGE, messages.encode(Order(1, 1, 1, 1))),
+                ]
+                peer.sendall(b"".join(lie)) if attempt else peer.sendall(b"x" * 4096)
+                with contextlib.suppress(ConnectionResetError):
+                    assert peer.recv(4096) == b"", "it goes"
+    follower.close()
+    assert not follower._queue
 
 
 def test_orders_of_steps_that_never_come_go(leader, make_follower):
@@ -110,7 +178,7 @@ def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
     while (picked := follower.next(here)) is not None:
         served.append(picked.connection.client)
         del here[picked.connection.client]
-    assert served == [3, 1, 2] and not follower.anything_new()
+    assert served == [3, 1, 2]
     assert follower.next(pending(step(4))) is None, "what the leader has not ordered waits"
 
 
@@ -118,8 +186,7 @@ def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, mak
     follower = make_follower()
     order_of(leader, 1, 2, 3)
     until(lambda: len(follower._queue) == 3, "the orders to arrive")
-    assert follower.anything_new()
-    assert follower.next({}) is None and not follower.anything_new(), "nothing to do before somebody moves"
+    assert follower.next({}) is None, "nothing to do before somebody moves"
     blocked, late = step(1, blocked=True), step(2)
     assert follower.next(pending(blocked, step(3))).connection.client == 3
     assert follower.next(pending(blocked)) is None
@@ -154,32 +221,15 @@ def test_a_leader_that_comes_back_at_its_address_is_followed_anew(leader, make_f
 def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
     follower, successor = make_follower(), Leader("127.0.0.1")
     order_of(leader, 1)
-    until(follower.anything_new, "the order to arrive")
+    until(lambda: follower._queue, "the order to arrive")
     follower.follow(successor.address, successor.badge)
-    assert not follower.anything_new()
+    assert not follower._queue
     until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
     order_of(leader, 2)
     order_of(successor, 3)
-    until(follower.anything_new, "the order to arrive")
+    until(lambda: follower._queue, "the order to arrive")
     assert follower.next(pending(step(2), step(3))).connection.client == 3
     successor.close()
-
-
-def test_a_follower_asks_whether_its_leader_lives():
-    """One whose host went away without a word may be back at the same port: only a ping shows that it is another."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1
-    ready = b"\x05READY\x0bSocket-Type" + (4).to_bytes(4) + b"XPUB"
-    follower, heard = Follower(lambda: None, 4), b""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        follower.follow(f"tcp://127.0.0.1:{silent.getsockname()[1]}", b"badge")
-        silent.settimeout(20)
-        with silent.accept()[0] as peer:
-            peer.settimeout(20)
-            peer.sendall(greeting + bytes([4, len(ready)]) + ready)
-            while b"\x04PING" not in heard:
-                heard += (more := peer.recv(4096))
-                assert more, heard
-        follower.close()
 
 
 def test_a_stage_of_real_shards_serves_alike(leader, make_follower, tiny_adapters):

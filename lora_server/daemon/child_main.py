@@ -50,7 +50,7 @@ def _die(failure: threading.ExceptHookArgs) -> None:
 
 
 def run_child(make: Callable[[ProcessConfig], Process]) -> None:
-    """Never returns: daemon threads hold grpc and zmq, and nothing is left to flush."""
+    """Never returns: daemon threads hold grpc, and nothing is left to flush."""
     logs.configure()
     threading.excepthook = _die
     line = sys.stdin.buffer.readline()

@@ -10,22 +10,18 @@ client died half-way) is kept until the client's own deadline, and holds nobody 
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 
-import zmq
 from typing_extensions import override
 
 from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.shard.schedule import FairShare, PendingStep
-from lora_server.transport.address import bind, heartbeat
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
-
-STOP_POLL_MS = 100
 
 
 class Coordinator(ABC):
@@ -54,40 +50,30 @@ class Independent(Coordinator):
 
 
 class Leader(Coordinator):
-    """Picks, and tells the followers of its stage. `followers` counts those that listen now: they show its badge, and
-    what anybody else sends counts for nothing."""
+    """Picks, and tells the followers of its stage, which know its badge."""
 
     def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
         self._rule = FairShare()
-        self._orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XPUB)
-        self._orders.set_hwm(0)
-        self._orders.setsockopt(zmq.LINGER, 0)
-        self._orders.setsockopt(zmq.XPUB_VERBOSER, 1)  # tell of every follower, not only of the first and last
-        self._orders.setsockopt(zmq.MAXMSGSIZE, messages.MAX_MESSAGE_BYTES)
-        self.address = bind(self._orders, host, advertise, port)
-        self.badge, self.followers = secrets.token_bytes(16), 0
+        self.badge = secrets.token_bytes(messages.NONCE_BYTES)
+        self._orders = OrderSender(self.badge, host, advertise, port)
+        self.address = self._orders.address
+
+    @property
+    def followers(self) -> int:
+        """How many listen now."""
+        return self._orders.followers
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The order goes out before the step is served."""
         step = self._rule.pick(pending.values())
         if step is not None:
-            self._order(step.connection.client, step.connection.epoch, step.seq, step.header.budget_us)
-        self._count_followers()
+            self._orders.send(Order(step.connection.client, step.connection.epoch, step.seq, step.header.budget_us))
         return step
 
     def refused(self, client: int, epoch: int, seq: int, budget_us: int) -> None:
         """The followers serve their part of it: the client waits for each."""
-        self._order(client, epoch, seq, budget_us)
-
-    def _order(self, client: int, epoch: int, seq: int, budget_us: int) -> None:
-        self._orders.send(messages.encode(Order(client, epoch, seq, budget_us)))
-
-    def _count_followers(self) -> None:
-        while self._orders.poll(0):
-            sign, topic = (said := self._orders.recv())[:1], said[1:]
-            if topic == self.badge and sign in (b"\x00", b"\x01"):
-                self.followers += 1 if sign == b"\x01" else -1
+        self._orders.send(Order(client, epoch, seq, budget_us))
 
     @override
     def close(self) -> None:
@@ -103,40 +89,23 @@ class Follower(Coordinator):
     def __init__(self, ring: Callable[[], None], depth: int) -> None:
         self._ring, self._depth = ring, depth
         self._queue: deque[tuple[Order, int]] = deque()
-        self._fresh = False  # an order came since the last look
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self._leader, self._badge = "", b""
+        self._orders: OrderReceiver | None = None
 
     def follow(self, address: str, badge: bytes) -> None:
         """Listen to this leader from now on, and forget what another one said."""
         if (address, badge) == (self._leader, self._badge):  # one that was restarted may have the same port
             return
         self.close()
-        self._queue, self._fresh, self._leader, self._badge = deque(), False, address, badge
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._listen, args=(self._queue, self._stop), daemon=True, name="orders")
-        self._thread.start()
+        self._queue, self._leader, self._badge = deque(), address, badge
+        self._orders = OrderReceiver(address, badge, self._take)
 
-    def _listen(self, queue: deque[tuple[Order, int]], stop: threading.Event) -> None:
-        orders: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        orders.set_hwm(0)
-        heartbeat(orders)
-        orders.subscribe(b"")
-        orders.subscribe(self._badge)  # after it: who is counted hears everything
-        orders.setsockopt(zmq.IPV6, int("[" in self._leader))
-        orders.connect(self._leader)
-        while not stop.is_set():
-            if orders.poll(STOP_POLL_MS):
-                order = messages.decode(orders.recv(), Order)
-                queue.append((order, time.monotonic_ns() + order.budget_us * 1000))
-                self._fresh = True
-                self._ring()
-        orders.close(linger=0)
+    def _take(self, order: Order) -> None:
+        self._queue.append((order, time.monotonic_ns() + order.budget_us * 1000))
+        self._ring()
 
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The first ordered step that has arrived here; what is blocked or late keeps its place."""
-        self._fresh = False
         queue, now = self._queue, time.monotonic_ns()
         orders = tuple(queue)
         newest = {(order.client, order.epoch): order.seq for order, _ in orders}
@@ -153,13 +122,8 @@ class Follower(Coordinator):
                 queue.remove((order, expires_ns))
         return None
 
-    def anything_new(self) -> bool:
-        """Whether the leader spoke."""
-        return self._fresh
-
     @override
     def close(self) -> None:
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._orders is not None:
+            self._orders.close()
+            self._orders = None

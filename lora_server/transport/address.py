@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import tenacity
-import zmq
 
 from lora_server.address import bracketed
 from lora_server.errors import ConfigError
@@ -17,25 +16,15 @@ from lora_server.ports import ANY_PORT, TcpPort
 
 BACKLOG = 1024
 _T = TypeVar("_T")
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 5000
+SILENT_MS = 5000
 TAKEN_SECONDS, RETRY_SECONDS = 3.0, 0.1  # for a process that is ending to give its port up
 
 
-def bind(sock: zmq.Socket[bytes], host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> str:
-    """Bind to a port of a host (name, IPv4 or IPv6 address); returns where others reach it.
+def listen(host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> tuple[socket.socket, str]:
+    """A socket that listens at a port of a host, and where others reach it.
 
     Raises ConfigError where a port of --data-port-base cannot be had.
     """
-    sock.setsockopt(zmq.IPV6, int(":" in host))
-    where = f"tcp://{bracketed(host)}"
-    number = port.number or sock.bind_to_random_port(where)
-    if port.number:
-        _patiently(lambda: sock.bind(f"{where}:{port.number}"), where, port)
-    return f"tcp://{bracketed(advertise or host)}:{number}"
-
-
-def listen(host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> tuple[socket.socket, str]:
-    """A socket that listens at a port of a host, and where others reach it; raises as `bind` does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
     def attempt() -> socket.socket:
@@ -58,14 +47,7 @@ def watch(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-
-
-def heartbeat(sock: zmq.Socket[bytes]) -> None:
-    """Before it connects or binds: a silent peer is given up and connected to anew, be it at the same address."""
-    sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    sock.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
 
 
 def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
@@ -77,7 +59,7 @@ def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
     )
     try:
         return while_taken(attempt)
-    except (zmq.ZMQError, OSError) as error:
+    except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise ConfigError(
             f"--data-port-base: cannot listen at {where}:{port.number} for {port.owner} ({reason}); expected it free: "
@@ -86,4 +68,4 @@ def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:
 
 
 def _is_taken(error: BaseException) -> bool:
-    return isinstance(error, (zmq.ZMQError, OSError)) and error.errno == errno.EADDRINUSE
+    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE

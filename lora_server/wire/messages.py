@@ -83,6 +83,19 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
     message: str
 
 
+class Follow(msgspec.Struct, tag="follow", forbid_unknown_fields=True):
+    """A shard to its leader, in answer to a Challenge: it knows the badge."""
+
+    nonce: Nonce
+    proof: bytes
+
+
+class Lead(msgspec.Struct, tag="lead", forbid_unknown_fields=True):
+    """So does the leader."""
+
+    proof: bytes
+
+
 class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
     """Leader mode: the leader tells its stage which step comes next."""
 

@@ -1,0 +1,201 @@
+"""A leader's orders on their way to the followers of its stage: TCP, frames of transport.frames.
+
+Both sides prove that they know the leader's badge, which the controller gave to the stage's shards, and never send it.
+Who does not within HANDSHAKE_SECONDS is cut off, has never more than one small message stored, and hears no order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from lora_server.errors import ProtocolError
+from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.transport.address import listen, parse, watch
+from lora_server.transport.base import HANDSHAKE_SECONDS
+from lora_server.transport.frames import HEADER, MESSAGE, frame
+from lora_server.wire import messages
+from lora_server.wire.messages import Challenge, Follow, Lead, Order, proves
+
+MAX_STRANGERS = 64  # that have proved nothing yet; the oldest goes
+MAX_BYTES = 1024  # of a message
+STOP_SECONDS = 0.1  # within which a follower stops, and tries again
+_FOLLOWER, _LEADER = b"follower", b"leader"
+
+
+class _Peer:
+    """Who connected to a leader: a stranger until it has proved to be a follower."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket, self.since, self.heard = sock, time.monotonic(), b""
+        self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
+
+    def message(self) -> bytes | None:
+        """Its proof, when all of it is there. Raises OSError, ProtocolError."""
+        more = self.socket.recv(MAX_BYTES)
+        self.heard += more
+        if not more or len(self.heard) > HEADER.size + MAX_BYTES:
+            raise ProtocolError("it went, or says too much")
+        if len(self.heard) < HEADER.size:
+            return None
+        kind, nbytes, _ = HEADER.unpack_from(self.heard)
+        if kind != MESSAGE or nbytes > MAX_BYTES or len(self.heard) > HEADER.size + nbytes:
+            raise ProtocolError(f"frame {kind} of {nbytes} bytes")
+        return self.heard[HEADER.size :] if len(self.heard) == HEADER.size + nbytes else None
+
+
+class OrderSender:
+    """The leader's end. `send` is the loop's; a thread lets followers in."""
+
+    def __init__(self, badge: bytes, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
+        self._badge = badge
+        self._listening, self.address = listen(host, advertise, port)
+        self._listening.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._strangers: list[_Peer] = []
+        self._followers: tuple[_Peer, ...] = ()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="followers", daemon=True)
+        self._thread.start()
+
+    @property
+    def followers(self) -> int:
+        """How many hear what is sent now."""
+        return len(self._followers)
+
+    def send(self, order: Order) -> None:
+        """To all followers. One that took none for so long that its connection is full is cut off."""
+        data = b"".join(frame(MESSAGE, messages.encode(order)))
+        for peer in self._followers:
+            try:
+                taken = peer.socket.send(data) == len(data)
+            except OSError:
+                taken = False
+            if not taken:
+                with contextlib.suppress(OSError):
+                    peer.socket.shutdown(socket.SHUT_RDWR)  # the thread sees it
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(STOP_SECONDS):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            while self._strangers and time.monotonic() - self._strangers[0].since > HANDSHAKE_SECONDS:
+                self._end(self._strangers[0])
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:  # it went away; or there are no descriptors, and a stranger has to go
+            if self._strangers:
+                self._end(self._strangers[0])
+            return
+        peer = _Peer(sock)
+        try:
+            sock.setblocking(False)
+            watch(sock)
+            sock.sendmsg(frame(MESSAGE, messages.encode(Challenge(peer.nonce))))
+        except OSError:
+            sock.close()
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._end(self._strangers[0])
+        self._strangers.append(peer)
+        self._selector.register(sock, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: _Peer) -> None:
+        try:
+            said = peer.message()
+            if said is not None:
+                self._admit(peer, messages.decode(said, Follow))
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError):
+            self._end(peer)
+
+    def _admit(self, peer: _Peer, follow: Follow) -> None:
+        if peer not in self._strangers or not proves(follow.proof, self._badge, _FOLLOWER, peer.nonce, follow.nonce):
+            raise ProtocolError("it does not know the badge")
+        proof = messages.proof(self._badge, _LEADER, follow.nonce, peer.nonce)
+        peer.socket.sendmsg(frame(MESSAGE, messages.encode(Lead(proof))))
+        self._strangers.remove(peer)
+        self._followers = (*self._followers, peer)
+
+    def _end(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.socket)
+        self._strangers = [one for one in self._strangers if one is not peer]
+        self._followers = tuple(one for one in self._followers if one is not peer)
+        peer.socket.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._thread.join()
+        for peer in (*self._strangers, *self._followers):
+            self._end(peer)
+        self._selector.close()
+        self._listening.close()
+
+
+class OrderReceiver:
+    """A follower's end: a thread that gives each order to `take`, and connects anew until it is closed."""
+
+    def __init__(self, address: str, badge: bytes, take: Callable[[Order], None]) -> None:
+        self._address, self._badge, self._take = address, badge, take
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(OSError, ProtocolError):
+                self._listen()
+            self._stop.wait(STOP_SECONDS)
+
+    def _listen(self) -> None:
+        with socket.create_connection(parse(self._address), HANDSHAKE_SECONDS) as sock:
+            watch(sock)
+            sock.settimeout(STOP_SECONDS)
+            deadline = time.monotonic() + HANDSHAKE_SECONDS
+            challenge = messages.decode(self._message(sock, deadline), Challenge)
+            nonce = secrets.token_bytes(messages.NONCE_BYTES)
+            proof = messages.proof(self._badge, _FOLLOWER, challenge.nonce, nonce)
+            sock.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(nonce, proof)))))
+            lead = messages.decode(self._message(sock, deadline), Lead)
+            if not proves(lead.proof, self._badge, _LEADER, nonce, challenge.nonce):
+                raise ProtocolError("what answers there is not the leader")
+            while True:
+                self._take(messages.decode(self._message(sock), Order))
+
+    def _message(self, sock: socket.socket, deadline: float = float("inf")) -> bytes:
+        kind, nbytes, _ = HEADER.unpack(self._read(sock, HEADER.size, deadline))
+        if kind != MESSAGE or nbytes > MAX_BYTES:
+            raise ProtocolError(f"frame {kind} of {nbytes} bytes")
+        return self._read(sock, nbytes, deadline)
+
+    def _read(self, sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            if self._stop.is_set() or time.monotonic() >= deadline:
+                raise ConnectionAbortedError("stopped, or nothing came")
+            with contextlib.suppress(TimeoutError):
+                more = sock.recv(nbytes - len(data))
+                if not more:
+                    raise ConnectionResetError("the leader is gone")
+                data += more
+        return data
+
+    def close(self) -> None:
+        """Nothing is taken any more."""
+        self._stop.set()
+        self._thread.join()
