@@ -130,7 +130,7 @@ requests each in flight, TTFT p95 within 250 ms, TPOT within 100 ms
 3 LoRA Server GPUs as ep3-pp1 on 1 node, beside 4 instances of 2 GPUs; binding:
 cache
 A LoRA Server is not worth it here: 5 coupled instances, tuned on the same 11
-GPUs cache 145 of the 512 adapters and meet both SLOs, and by the model 10 GPUs
+GPUs cache 144 of the 512 adapters and meet both SLOs, and by the model 10 GPUs
 would do.
 
                         plan                      limit
@@ -147,13 +147,14 @@ adapter memory per GPU  73.23 GiB                 92% of h100
 Any instance serves any adapter, so each holds 64 requests; were adapters
 assigned to instances, the busiest would hold 64.01 (x1.00).
 
-                       with a LoRA Server  coupled
-GPUs                   8 + 3               10
-adapter slots          115, shared         5 x 29, 83% of free memory
-requests by KV memory  473 an instance     81 an instance
-IAR, model             1.0000              0.9959
-decode step            21.8 ms             26.3 ms
-GPUs that do           11                  10
+                        with a LoRA Server  coupled
+GPUs                    8 + 3               10
+adapter slots           115, shared         5 x 29, 83% of free memory
+copies of hot adapters  -                   1
+requests by KV memory   473 an instance     81 an instance
+IAR, model              1.0000              0.9999
+decode step             21.8 ms             26.3 ms
+GPUs that do            11                  10
 """
     )
 

@@ -221,7 +221,9 @@ def test_where_nothing_is_feasible_it_says_what_would_make_it_so():
 def test_coupled_verdict_goes_both_ways():
     roomy = document(answer(question(), seeds=0))["coupled"]
     assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
-    tight = document(answer(question(gpu="h100", model="gpt-oss-20b"), seeds=0))["coupled"]
+    tight = document(answer(question(gpu="h100", model="gpt-oss-20b", adapters=1000, batch_size=128.0), seeds=0))[
+        "coupled"
+    ]
     assert tight["lora_server_worth_it"] and tight["gpus_needed"] > tight["gpus"]
 
 

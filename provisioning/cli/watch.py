@@ -46,7 +46,9 @@ def watch(
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:
-        _print(found)
+        from provisioning.watch.said import print_watch
+
+        print_watch(found)
 
 
 def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None, say: Any) -> list[Scrape]:
@@ -156,58 +158,3 @@ def _advice(found: dict[str, Any], has: int) -> str:
 
 def _plain(one: Any) -> dict[str, Any]:
     return asdict(one) | {"layout": None if one.layout is None else str(one.layout)}
-
-
-def _print(found: dict[str, Any]) -> None:
-    from provisioning.report import screen, words
-
-    on = screen.console()
-    over = "since the server's start" if found["seconds"] is None else f"over {words.moment(found['seconds'])}"
-    on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'look')}.")
-    if found["restarts"]:
-        warning = "Warning: the server restarted between two looks; what it had counted since the look before is lost."
-        on.print(warning, style="bold yellow")
-    columns = ("measured", "planned", "measured/planned")
-    rows = screen.table("", *columns, numbers=columns)
-    for row in found["measured"]:
-        texts = (_number(row[name], row["unit"]) for name in ("measured", "planned"))
-        rows.add_row(row["what"], *texts, "-" if row["factor"] is None else words.number(row["factor"], 3))
-    on.print(rows)
-    if found["most_called"]:
-        named = (f"{one['adapter']} {one['requests']:,.0f}" for one in found["most_called"])
-        on.print(f"Called most: {', '.join(named)}.")
-    if found["now"]:
-        _print_gpus(found, on)
-    on.print(found["advice"], style="bold")
-
-
-def _number(value: float | None, unit: str) -> str:
-    from provisioning.report import words
-
-    if value is None:
-        return "-"
-    if unit:
-        return words.time(value * (1e6 if unit == "s" else 1))
-    return words.number(value)
-
-
-def _print_gpus(found: dict[str, Any], on: Any) -> None:
-    from provisioning.report import screen, words
-
-    numbers = ("requests/s", "in flight", "GPUs", "M*")
-    rows = screen.table("GPUs for", "requests/s", "in flight", "GPUs", "layout", "M*", "binding", numbers=numbers)
-
-    def add(what: str, rate: float | None, in_flight: float | None, one: dict[str, Any]) -> None:
-        load = ("" if value is None else words.number(value) for value in (rate, in_flight))
-        gpus, layout = ("-" if one["gpus"] is None else f"{one['gpus']:,}"), one["layout"] or "-"
-        rows.add_row(what, *load, gpus, layout, f"{one['min_cache_slots']:,}", one["binding"])
-
-    by_name = {row["what"]: row["measured"] for row in found["measured"]}
-    add("all looks, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])
-    if found["corrected"]:
-        factor = words.number(found["corrected"]["compute_factor"], 3)
-        add(f"compute x{factor}, model", None, None, found["corrected"])
-    for one in found["by_hour"]:
-        add(f"{one['hour']:02}:00 UTC, model", one["request_rate"], one["in_flight"], one)
-    on.print()
-    on.print(rows)

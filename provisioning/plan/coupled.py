@@ -3,7 +3,8 @@
 S-LoRA as in the paper's section 6.1: adapters are split over instances greedily by load, LoRA runs after the base GEMM,
 and a cold adapter is loaded whole before its request starts. The paper gives half of the memory that the base weights
 leave to adapters; here, unless that is asked for, the split is searched: by the model, and the best and its two
-neighbours by simulation.
+neighbours by simulation. Then, too, an adapter with more load than an instance's share has copies in several, where the
+model admits more with them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass, replace
 from provisioning.model import memory
 from provisioning.plan.balance import settled_batch
 from provisioning.plan.candidates import Candidate
+from provisioning.plan.engines import MOST_GPUS
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.plan.question import Scenario
 from provisioning.plan.split import Split, splits
 from provisioning.simulation.run import System, assign_greedily
+from provisioning.workload.copies import with_copies
 
 _MOST_INSTANCES = 64
 _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
@@ -25,12 +28,16 @@ _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Coupled:
-    """The coupled system on so many GPUs, and the fewest that would do: simulated if `verdict` is."""
+    """The coupled system on so many GPUs, and the fewest that would do: simulated if `verdict` is.
+
+    `copies` of hot adapters, beside the first, are among the adapters of its workload.
+    """
 
     scenario: Scenario
     gpus: int
     instances: int
     split: Split
+    copies: int
     step_us: float
     verdict: Verdict | None
     gpus_needed: int | None = None
@@ -38,7 +45,7 @@ class Coupled:
     @property
     def adapters_in_all(self) -> int:
         """That all caches together hold."""
-        return min(self.instances * self.split.slots, self.scenario.workload.num_adapters)
+        return max(min(self.instances * self.split.slots, self.scenario.workload.num_adapters) - self.copies, 0)
 
     @property
     def holds_tpot(self) -> bool:
@@ -68,14 +75,20 @@ def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[
 
 def coupled(scenario: Scenario, instances: int, seeds: int = 0, say: Callable[[str], None] = silent) -> Coupled:
     """So many instances with the best split, under the same load: LB, or the rate."""
-    loaded = _loaded(scenario, instances)
+    asked = loaded = _loaded(scenario, instances)
     found = splits(loaded, instances)
+    if scenario.coupled_split is None and instances <= MOST_GPUS:
+        copied = replace(loaded, workload=with_copies(loaded.workload, instances))
+        other = splits(copied, instances)
+        if other[0].admitted > found[0].admitted:
+            loaded, found = copied, other
     step_us = loaded.model.coupled_step_us(loaded.global_batch / instances)
     best = Coupled(
         scenario=loaded,
         gpus=instances * scenario.model.instance_gpus,
         instances=instances,
         split=found[0],
+        copies=loaded.workload.num_adapters - asked.workload.num_adapters,
         step_us=step_us,
         verdict=None,
     )

@@ -31,7 +31,7 @@ def sized(scenario: Scenario) -> Scenario:
     )
     for instances in range(first + 1, (total - 1) // each + 1):
         left = total - 1 - instances * each
-        gpus = _server(replace(scenario, max_gpus=min(left, scenario.max_gpus)), instances)
+        gpus = _server(replace(scenario, max_gpus=min(left + scenario.spare_gpus, scenario.max_gpus)), instances)
         if gpus:
             best, total = instances, instances * each + gpus
     return replace(scenario, instances=best)

@@ -173,9 +173,9 @@ class Scenario:
 
     @property
     def gpu_counts(self) -> range:
-        """Of the LoRA Server: what may be considered."""
-        step = self.model.cluster.gpus_per_node if self.whole_nodes else 1
-        return range(step, self.max_gpus + 1, step)
+        """Of the LoRA Server: what may be considered; with the spare ones, whole nodes if these are asked for."""
+        step, spare = self.model.cluster.gpus_per_node if self.whole_nodes else 1, self.spare_gpus
+        return range(step - spare % step, self.max_gpus - spare + 1, step)
 
     @property
     def engine_gpus(self) -> int:

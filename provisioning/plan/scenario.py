@@ -158,6 +158,7 @@ def scenario(flags: Flags) -> Scenario:
         host_link_gb_per_s=positive(flags.host_link_gb_per_s, "--host-link-gb-per-s"),
     )
     asked = load(flags, found, objective)
+    most_gpus = count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS)
     target = objective.share if flags.iar is None else share(flags.iar, "--iar")
     return Scenario(
         slo=objective,
@@ -183,7 +184,7 @@ def scenario(flags: Flags) -> Scenario:
         dispatch="any" if one_of("--dispatch", flags.dispatch, "any", "by-adapter") == "any" else "by-adapter",
         eq6="stage" if one_of("--eq6", flags.eq6, "stage", "printed") == "stage" else "printed",
         coupled_split=split_of(flags.coupled_split),
-        max_gpus=count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS),
-        spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, MOST_GPUS),
+        max_gpus=most_gpus,
+        spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, most_gpus - 1),
         whole_nodes=flags.whole_nodes,
     )

@@ -108,6 +108,7 @@ def _coupled(result: Result) -> dict[str, Any]:
         "cache_slots_per_instance": coupled.split.slots,
         "kv_requests_per_instance": coupled.split.requests,
         "cache_slots": coupled.adapters_in_all,
+        "copies_of_hot_adapters": coupled.copies,
         "iar": coupled.split.iar,
         "global_batch": coupled.scenario.global_batch,
         "decode_step_us": coupled.step_us,

@@ -74,7 +74,12 @@ class Result:
 
     @property
     def nodes(self) -> int:
-        """Of the LoRA Server."""
+        """Of the LoRA Server and its spare GPUs."""
+        return math.ceil((self.candidate.gpus + self.scenario.spare_gpus) / self.scenario.model.cluster.gpus_per_node)
+
+    @property
+    def serving_nodes(self) -> int:
+        """Of the LoRA Server alone: what `lora-server serve --nodes` is given."""
         return math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
 
     @property

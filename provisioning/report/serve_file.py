@@ -30,7 +30,7 @@ def plan_yaml(result: Result) -> str:
         *unmet(result),
         "Flags win over this file. Yours to give: --adapters DIR, and --base-model PATH where this is a preset.",
     ]
-    if result.nodes > 1:
+    if result.serving_nodes > 1:
         comments.append("Each node also needs --node-rank I, and all but the first --controller HOST:PORT.")
     if result.command:
         comments.append(f"{COMMAND}{result.command}")  # `provision watch` plans anew with it
@@ -43,7 +43,7 @@ def settings(result: Result) -> dict[str, object]:
     return {
         "base_model": result.base_model,
         "layout": str(candidate.layout),
-        "nodes": result.nodes,
+        "nodes": result.serving_nodes,
         "device": "cuda",
         "dtype": "bfloat16",
         "device_pool": candidate.slots * scenario.adapter_bytes(candidate.layout),
@@ -68,7 +68,7 @@ def unmet(result: Result) -> Iterator[str]:
     if scenario.instances > 1:
         yield "Not seen: several engines of this load on one server, with receive, compute and send overlapped."
     if _elsewhere(result):
-        shards = math.ceil(candidate.gpus / result.nodes)
+        shards = math.ceil(candidate.gpus / result.serving_nodes)
         pool = _elsewhere(result) * scenario.adapter_bytes(candidate.layout) * shards
         yield (
             f"Memory of the host: {words.size(pool)} a node for the {_elsewhere(result):,} adapters without a slot; "

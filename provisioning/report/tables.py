@@ -31,8 +31,10 @@ def sides(result: Result) -> Iterator[tuple[str, str, str]]:
         f"{scenario.engine_gpus:,} + {candidate.gpus + scenario.spare_gpus:,}",
         f"{coupled.instances * scenario.model.instance_gpus:,}",
     )
-    apart = f"{coupled.instances:,} x {coupled.split.slots:,}"
-    yield "adapter slots", f"{candidate.slots:,}, shared", f"{apart}, {coupled.split.share:.0%} of free memory"
+    apart = f"{coupled.instances:,} x {coupled.split.slots:,}, {coupled.split.share:.0%} of free memory"
+    yield "adapter slots", f"{candidate.slots:,}, shared", apart
+    if coupled.copies:
+        yield "copies of hot adapters", "-", f"{coupled.copies:,}"
     yield "requests by KV memory", f"{scenario.kv_requests:,} an instance", f"{coupled.split.requests:,} an instance"
     yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f"{coupled.split.iar:.4f}"
     ours, theirs = result.verified.verdict, coupled.verdict

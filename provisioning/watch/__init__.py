@@ -4,4 +4,5 @@ scrape     /metrics, read, saved and parsed
 measured   what happened between scrapes
 planned    the plan that a plan.yaml holds
 advice     measured over planned; GPUs for what was measured
+said       all of it on the terminal
 """

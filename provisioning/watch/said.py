@@ -1,0 +1,57 @@
+"""What `provision watch` found, on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from provisioning.report import screen, words
+
+
+def print_watch(found: dict[str, Any]) -> None:
+    """Measured beside planned, the GPUs, and the advice."""
+    on = screen.console()
+    over = "since the server's start" if found["seconds"] is None else f"over {words.moment(found['seconds'])}"
+    on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'look')}.")
+    if found["restarts"]:
+        warning = "Warning: the server restarted between two looks; what it had counted since the look before is lost."
+        on.print(warning, style="bold yellow")
+    columns = ("measured", "planned", "measured/planned")
+    rows = screen.table("", *columns, numbers=columns)
+    for row in found["measured"]:
+        texts = (_number(row[name], row["unit"]) for name in ("measured", "planned"))
+        rows.add_row(row["what"], *texts, "-" if row["factor"] is None else words.number(row["factor"], 3))
+    on.print(rows)
+    if found["most_called"]:
+        named = (f"{one['adapter']} {one['requests']:,.0f}" for one in found["most_called"])
+        on.print(f"Called most: {', '.join(named)}.")
+    if found["now"]:
+        _print_gpus(found, on)
+    on.print(found["advice"], style="bold")
+
+
+def _number(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit:
+        return words.time(value * (1e6 if unit == "s" else 1))
+    return words.number(value)
+
+
+def _print_gpus(found: dict[str, Any], on: Any) -> None:
+    numbers = ("requests/s", "in flight", "GPUs", "M*")
+    rows = screen.table("GPUs for", "requests/s", "in flight", "GPUs", "layout", "M*", "binding", numbers=numbers)
+
+    def add(what: str, rate: float | None, in_flight: float | None, one: dict[str, Any]) -> None:
+        load = ("" if value is None else words.number(value) for value in (rate, in_flight))
+        gpus, layout = ("-" if one["gpus"] is None else f"{one['gpus']:,}"), one["layout"] or "-"
+        rows.add_row(what, *load, gpus, layout, f"{one['min_cache_slots']:,}", one["binding"])
+
+    by_name = {row["what"]: row["measured"] for row in found["measured"]}
+    add("all looks, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])
+    if found["corrected"]:
+        factor = words.number(found["corrected"]["compute_factor"], 3)
+        add(f"compute x{factor}, model", None, None, found["corrected"])
+    for one in found["by_hour"]:
+        add(f"{one['hour']:02}:00 UTC, model", one["request_rate"], one["in_flight"], one)
+    on.print()
+    on.print(rows)
