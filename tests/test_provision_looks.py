@@ -146,6 +146,8 @@ visible load            377 us                    TTFT SLO 250 ms, with a step
 adapter memory per GPU  73.23 GiB                 92% of h100
 Any instance serves any adapter, so each holds 64 requests; were adapters
 assigned to instances, the busiest would hold 64.01 (x1.00).
+Prefill, estimated: 896 prompt tokens a request (by --context-tokens) take 14.3
+ms, 16.4% of an instance's time; coupled, 13.1%.
 
                         with a LoRA Server  coupled
 GPUs                    8 + 3               10

@@ -6,7 +6,9 @@ import sys
 
 import typer
 
+from provisioning.cli.compare import compare
 from provisioning.cli.errors import BAD_INPUT, USAGE_ERROR
+from provisioning.cli.glossary import glossary
 from provisioning.cli.models import models
 from provisioning.cli.plan import plan
 from provisioning.cli.simulate import simulate
@@ -17,6 +19,8 @@ HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
 
 app = typer.Typer(add_completion=False, help="Plan the GPUs of a LoRA server.", context_settings=HELP)
 app.callback(invoke_without_command=True)(plan)
+app.command("compare", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(compare)
+app.command("glossary")(glossary)
 app.command("models")(models)
 app.command("simulate")(simulate)
 app.command("table4")(table4)

@@ -12,6 +12,7 @@ import typer
 from lora_server import __version__
 from provisioning.cli.errors import one_line_errors
 from provisioning.cli.progress import progress
+from provisioning.cli.save import save
 
 INFEASIBLE = 3
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -153,7 +154,7 @@ def _write(result: Any, given: dict[str, Any]) -> None:
     if given["out"] is not None and result.feasible:
         from provisioning.report.serve_file import plan_yaml
 
-        _save(given["out"], plan_yaml(result), "--out")
+        save(given["out"], plan_yaml(result), "--out")
     elif given["out"] is not None:
         typer.echo(f"out: {given['out']} not written, there is no plan", err=True)
     if given["emit"] is not None and result.feasible:
@@ -163,7 +164,7 @@ def _write(result: Any, given: dict[str, Any]) -> None:
     if given["report"] is not None:
         from provisioning.report.html import html
 
-        _save(given["report"], html(result), "--report")
+        save(given["report"], html(result), "--report")
     if given["as_json"]:
         import json
 
@@ -187,14 +188,4 @@ def _emit(directory: Path, result: Any) -> None:
         raise InputError(f"--emit: {directory} cannot be made: {error.strerror}") from None
     texts = {emitted.TRACE: emitted.trace, emitted.COMMANDS: emitted.commands, emitted.PLAN: plan_yaml}
     for name, write in texts.items():
-        _save(directory / name, write(result), "--emit")
-
-
-def _save(path: Path, text: str, flag: str) -> None:
-    from provisioning.inputs import InputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{flag}: {path} cannot be written: {error.strerror}") from None
-    typer.echo(f"{flag[2:]}: {path}", err=True)
+        save(directory / name, write(result), "--emit")

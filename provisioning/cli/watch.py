@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from provisioning.cli.errors import USAGE_ERROR, one_line_errors
+from provisioning.cli.errors import one_line_errors
+from provisioning.cli.flags import given_by
 from provisioning.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -119,20 +120,10 @@ _HOUR = 3600.0
 
 def _flags(command: Any, arguments: Sequence[str]) -> Flags:
     """Of `provision`'s own arguments."""
-    from dataclasses import fields
-
-    from provisioning.inputs import InputError
     from provisioning.plan.scenario import Flags
 
-    try:
-        with command.make_context("provision", list(arguments)) as context:
-            given = {item.name: context.params[item.name] for item in fields(Flags)}
-    except (USAGE_ERROR, typer.Exit) as error:
-        raise InputError(" ".join(str(error).split()) or "it asks for no plan") from None
-    for name in ("slo", "model"):
-        if given[name] is None:
-            raise InputError(f"it has no --{name}")
-    return Flags(**given)
+    given = given_by(command, arguments)
+    return Flags(**{name: given[name] for name in Flags.__dataclass_fields__})
 
 
 def _why_none(scrapes: list[Scrape], seen: Measured, plan: Planned | None) -> str:

@@ -3,6 +3,6 @@
 hardware   GPUs, links and nodes                 geometry   bytes and FLOPs of one layer
 latency    one layer's LoRA step, Eq. 5 and 6    profile    measured times, which override it
 memory     how many adapters fit                 loading    what a cold adapter adds to TTFT
-library    adapters as they are: ranks, bytes
+library    adapters as they are: ranks, bytes    prefill    what prompts take, by FLOPs
 table1     the paper's Table 1                   table4     its Table 4 beside the model
 """

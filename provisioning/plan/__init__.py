@@ -7,5 +7,5 @@ candidates  the layouts that the model accepts    choice       the fewest GPUs o
 verify      what the simulation bears out         judge        what it says of one system
 coupled     the same GPUs, no LoRA Server         split        its memory, for adapters and KV cache
 verdict     which of the two                      sensitivity  what if the question changes a little
-band        how far a plan may be off
+band        how far a plan may be off            fronts       what each way to serve costs, over the rate
 """

@@ -57,9 +57,15 @@ def instance_gpus(given: int | None, geometry: specs.ModelSpec, cluster: Cluster
         )
     if given is None:
         return max(_INSTANCE_GPUS.get(geometry.name, 1), needed)
-    gpus = count(given, "--instance-gpus", 1, MOST_GPUS)
+    return checked_instance_gpus(given, "--instance-gpus", geometry, cluster, dtype)
+
+
+def checked_instance_gpus(given: int, flag: str, geometry: specs.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
+    """As given, if the weights fit."""
+    gpus = count(given, flag, 1, MOST_GPUS)
     if memory.instance_free_bytes(geometry, cluster, gpus, dtype) <= 0:
         raise InputError(
-            f"--instance-gpus: got {gpus}, but the weights of {geometry.name} do not fit; give {needed} or more"
+            f"{flag}: got {gpus}, but the weights of {geometry.name} do not fit; "
+            f"give {memory.smallest_instance(geometry, cluster, dtype)} or more"
         )
     return gpus

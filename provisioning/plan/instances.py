@@ -20,7 +20,7 @@ def sized(scenario: Scenario) -> Scenario:
     """With that many instances, or as it is where they are given. Of as many GPUs, fewer instances."""
     if not scenario.free_instances:
         return scenario
-    fewest = _fewest(scenario)
+    fewest = base_instances(scenario)
     first = _first_accepted(scenario, fewest)
     if first is None:
         return replace(scenario, instances=fewest)
@@ -37,7 +37,7 @@ def sized(scenario: Scenario) -> Scenario:
     return replace(scenario, instances=best)
 
 
-def _fewest(scenario: Scenario) -> int:
+def base_instances(scenario: Scenario) -> int:
     """What the base model alone needs: the rate over what an instance makes at its largest batch."""
     model, tpot_us = scenario.model, scenario.slo.tpot_us
     high = max(min(scenario.kv_requests, scenario.most_batch, scenario.tokens_per_us * tpot_us), 1e-9)

@@ -6,4 +6,6 @@ serve_file   as plan.yaml
 tables       what it is beside                      emitted      what `--emit` writes
 screen       on the terminal                        html         the page of --report
 charts       its plots                              provenance   where each number comes from
+fronts       what `provision compare` says          glossary     the words of a plan
+prefill      what prompts take of the time
 """

@@ -34,20 +34,19 @@ def html(result: Result) -> str:
         *(f"<p>{escape(line)}</p>" for line in summary(result)),
         f'<p class="note"><code>{escape(result.command)}</code> {escape(result.date)}</p>',
         *(f'<p class="warning">Warning: {escape(line)}</p>' for line in result.warnings),
-        _table(("", "plan", "limit"), rows(result)),
+        table(("", "plan", "limit"), rows(result)),
         *(f"<p>{escape(line)}</p>" for line in remarks(result)),
-        _table(("", "with a LoRA Server", "coupled"), sides(result)),
+        table(("", "with a LoRA Server", "coupled"), sides(result)),
     ]
     for title, draw in charts(result):
-        data = base64.b64encode(png(draw, result)).decode()
-        body.append(f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">')
+        body.append(picture(title, png(draw, result)))
     priced = list(costs(result))
     body += [
         "<h2>If the question changes</h2>",
-        _table(("if", "GPUs", "layout", "IAR of this layout", "meets, by the model"), changes(result)),
-        *(["<h2>Cost</h2>", _table(("cost", ""), priced)] if priced else []),
+        table(("if", "GPUs", "layout", "IAR of this layout", "meets, by the model"), changes(result)),
+        *(["<h2>Cost</h2>", table(("cost", ""), priced)] if priced else []),
         "<h2>Where the numbers come from</h2>",
-        _table(
+        table(
             ("number", "value", "kind", "source"),
             (
                 (name.replace("_", " "), _value(entry), entry.kind, entry.source)
@@ -56,19 +55,30 @@ def html(result: Result) -> str:
         ),
         *(f'<p class="note">{escape(note)}</p>' for note in (*NOTES, *unmet(result))),
     ]
-    title = f"{escape(headline(result))}: {escape(question(result))}"
+    return page(f"{headline(result)}: {question(result)}", body)
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A document of its own; `body` is HTML."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
+
+
+def picture(title: str, png: bytes) -> str:
+    """A plot under its title."""
+    data = base64.b64encode(png).decode()
+    return f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">'
 
 
 def _value(entry: Entry) -> str:
     return words.size(entry.value) if entry.unit == "bytes" else f"{words.number(entry.value)} {entry.unit}"
 
 
-def _table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> str:
+def table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> str:
+    """Scrolls within itself where it is wider than the page."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
     return f'<div class="wide"><table><tr>{cells}</tr>{body}</table></div>'

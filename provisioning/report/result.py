@@ -20,6 +20,7 @@ from provisioning.plan.question import Scenario
 from provisioning.plan.sensitivity import Variant, headroom, sensitivity
 from provisioning.plan.verify import Verified, verify
 from provisioning.report import words
+from provisioning.report.glossary import POINTER
 
 HOURS_PER_MONTH = 730
 MOST_SIMULATED = 100_000
@@ -29,6 +30,7 @@ NOTES = (
     "TTFT is queueing plus the first decode step, as in the paper; prefill is not in it.",
     "GPUs are the LoRA Server's (ep * pp); those of the LLM instances come on top.",
     "One adapter cache serves all instances; a cold adapter is loaded layer by layer, no prefetch signal assumed.",
+    POINTER,
 )
 
 

@@ -14,6 +14,7 @@ from lora_server.placement import Layout
 from provisioning.model.profile import Profile
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import Choice, smallest
+from provisioning.plan.fronts import apart
 from provisioning.plan.judge import silent
 from provisioning.plan.question import Scenario
 from provisioning.plan.verify import verify
@@ -49,6 +50,7 @@ class Advice:
     all_gpus: int | None
     binding: str
     min_cache_slots: int
+    coupled_gpus: int | None  # by the model
 
 
 def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
@@ -111,13 +113,14 @@ def _advised(scenario: Scenario, seeds: int, say: Callable[[str], None] = silent
     choice: Choice = smallest(scenario)
     if seeds:
         choice = verify(scenario, choice, seeds, say).choice
-    found = choice.chosen
+    found, rival = choice.chosen, apart(scenario)
     return Advice(
         gpus=found.gpus if found else None,
         layout=found.layout if found else None,
         all_gpus=found.all_gpus if found else None,
         binding=choice.binding,
         min_cache_slots=scenario.min_cache_slots,
+        coupled_gpus=rival.gpus if rival else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from provisioning.report import screen, words
+from provisioning.report.glossary import POINTER
 
 
 def print_watch(found: dict[str, Any]) -> None:
@@ -27,6 +28,7 @@ def print_watch(found: dict[str, Any]) -> None:
     if found["now"]:
         _print_gpus(found, on)
     on.print(found["advice"], style="bold")
+    on.print(POINTER)
 
 
 def _number(value: float | None, unit: str) -> str:
@@ -38,13 +40,19 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def _print_gpus(found: dict[str, Any], on: Any) -> None:
-    numbers = ("requests/s", "in flight", "GPUs", "M*")
-    rows = screen.table("GPUs for", "requests/s", "in flight", "GPUs", "layout", "M*", "binding", numbers=numbers)
+    numbers = ("requests/s", "in flight", "GPUs", "in all", "coupled", "M*")
+    rows = screen.table(
+        "GPUs for", "requests/s", "in flight", "GPUs", "layout", "in all", "coupled", "M*", "binding", numbers=numbers
+    )
 
     def add(what: str, rate: float | None, in_flight: float | None, one: dict[str, Any]) -> None:
         load = ("" if value is None else words.number(value) for value in (rate, in_flight))
-        gpus, layout = ("-" if one["gpus"] is None else f"{one['gpus']:,}"), one["layout"] or "-"
-        rows.add_row(what, *load, gpus, layout, f"{one['min_cache_slots']:,}", one["binding"])
+        gpus, every, coupled = (
+            "-" if one[key] is None else f"{one[key]:,}" for key in ("gpus", "all_gpus", "coupled_gpus")
+        )
+        rows.add_row(
+            what, *load, gpus, one["layout"] or "-", every, coupled, f"{one['min_cache_slots']:,}", one["binding"]
+        )
 
     by_name = {row["what"]: row["measured"] for row in found["measured"]}
     add("all looks, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])

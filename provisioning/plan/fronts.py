@@ -1,0 +1,189 @@
+"""What a rate costs in GPUs, by the model, for each way to serve: the fewest that meet the SLOs.
+
+coupled         no LoRA Server: instances with their own caches, the split of their memory and copies searched
+disaggregated   instances beside a LoRA Server, both sought together
+8-bit wire      the same with half the bytes on the links
+hot-merged      the hottest adapters merged into instances of their own, the others disaggregated (or coupled)
+
+A batch follows from rate, step and instances. Sizes of an instance are tried where several are given; nothing is
+charged for what the GPUs of one exchange, so large ones look better than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from provisioning.arrays import Ints
+from provisioning.plan.choice import smallest
+from provisioning.plan.coupled import coupled
+from provisioning.plan.instances import base_instances, sized
+from provisioning.plan.question import Scenario
+
+_MOST_COUPLED = 256  # instances
+_MERGED = (1, 2, 4, 8, 16)
+_LEAST = 1e-3  # of the rate that was asked for, or its inverse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """`gpus` in all; `batch` of the mean instance of the larger group; `how` in words."""
+
+    rate: float
+    gpus: int
+    instances: int
+    instance_gpus: int
+    batch: float
+    how: str
+
+
+Serve = Callable[[Scenario], Point | None]
+
+
+def at_sizes(serve: Serve, scenario: Scenario, sizes: Sequence[int]) -> Point | None:
+    """The cheapest of all sizes of an instance; None where none does."""
+    found = (serve(replace(scenario, model=replace(scenario.model, instance_gpus=size))) for size in sizes)
+    return min((point for point in found if point), key=lambda point: point.gpus, default=None)
+
+
+def disaggregated(scenario: Scenario) -> Point | None:
+    """Instances and a LoRA Server."""
+    chosen = smallest(sized(scenario)).chosen
+    if chosen is None:
+        return None
+    settled = chosen.scenario
+    return Point(
+        rate=scenario.request_rate or 0.0,
+        gpus=chosen.all_gpus,
+        instances=settled.instances,
+        instance_gpus=settled.model.instance_gpus,
+        batch=settled.batch,
+        how=f"{settled.instances:,} x {settled.model.instance_gpus:,} + {chosen.layout}, {chosen.slots:,} slots",
+    )
+
+
+def narrow_wire(scenario: Scenario) -> Point | None:
+    """The same with rows of 8 bits: half the bytes, so links that are twice as fast."""
+    cluster = replace(scenario.model.cluster, link_gbps=2 * scenario.model.cluster.link_gbps)
+    return disaggregated(replace(scenario, model=replace(scenario.model, cluster=cluster)))
+
+
+def apart(scenario: Scenario) -> Point | None:
+    """Coupled: the fewest instances, by doubling and bisection."""
+    low, high = 0, max(base_instances(scenario), 1)
+    while not coupled(scenario, high).holds:
+        if high >= _MOST_COUPLED:
+            return None
+        low, high = high, min(2 * high, _MOST_COUPLED)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if coupled(scenario, middle).holds else (middle, high)
+    found = coupled(scenario, high)
+    copies = f", {found.copies:,} of them copies" if found.copies else ""
+    return Point(
+        rate=scenario.request_rate or 0.0,
+        gpus=found.gpus,
+        instances=high,
+        instance_gpus=scenario.model.instance_gpus,
+        batch=found.scenario.global_batch / high,
+        how=f"{high:,} x {scenario.model.instance_gpus:,}, {found.split.slots:,} slots each{copies}",
+    )
+
+
+def hot_merged(scenario: Scenario) -> Point | None:
+    """As many of the hottest merged as makes the fewest GPUs; at least one."""
+    best: Point | None = None
+    for num in (num for num in _MERGED if num < scenario.workload.num_adapters):
+        if best and num * scenario.model.instance_gpus >= best.gpus:
+            break
+        found = _merged(scenario, num)
+        if found and (best is None or found.gpus < best.gpus):
+            best = found
+    return best
+
+
+def _merged(scenario: Scenario, num: int) -> Point | None:
+    order = np.argsort(-scenario.workload.in_flight, kind="stable")
+    own = [base_instances(_part(scenario, order[place : place + 1])) for place in range(num)]
+    others = _part(scenario, order[num:])
+    found = [point for point in (disaggregated(others), apart(others)) if point]
+    if not found:
+        return None
+    rest = min(found, key=lambda point: point.gpus)
+    each = scenario.model.instance_gpus
+    return replace(
+        rest,
+        rate=scenario.request_rate or 0.0,
+        gpus=rest.gpus + sum(own) * each,
+        instances=rest.instances + sum(own),
+        how=f"{num:,} merged on {sum(own):,} x {each:,}; others {rest.how}",
+    )
+
+
+def _part(scenario: Scenario, index: Ints) -> Scenario:
+    """The calls of some adapters alone, at their share of the rate."""
+    workload = scenario.workload
+    share = float(workload.popularity[index].sum())
+    popularity = workload.popularity[index] / share
+    tokens = None if workload.tokens is None else workload.tokens[index]
+    mean = workload.lengths.mean_tokens if tokens is None else max(float(popularity @ tokens), 1.0)
+    part = replace(
+        workload,
+        popularity=popularity,
+        tokens=tokens,
+        lengths=replace(workload.lengths, mean_tokens=mean, observed=()),
+        names=(),
+        trace=None,
+        generate=None,
+    )
+    rate = (scenario.request_rate or 0.0) * share
+    return replace(
+        scenario,
+        workload=part,
+        model=replace(scenario.model, popularity=part.in_flight),
+        request_rate=rate,
+        global_batch=rate * mean * scenario.slo.tpot_us * 1e-6,
+    )
+
+
+def front(line: str, scenario: Scenario, factors: Sequence[float], sizes: Sequence[int]) -> list[Point | None]:
+    """By factor on the rate, rising: what serves more for no more GPUs serves less as well."""
+    found = [at_sizes(LINES[line], scenario.scaled(factor), sizes) for factor in factors]
+    for place in reversed(range(len(found) - 1)):
+        here, more = found[place], found[place + 1]
+        if more and (here is None or more.gpus < here.gpus):
+            found[place] = replace(more, rate=(scenario.request_rate or 0.0) * factors[place])
+    return found
+
+
+def within(line: str, scenario: Scenario, budget: int, sizes: Sequence[int]) -> Point | None:
+    """The highest rate, to 2 %, that so many GPUs serve."""
+
+    def fits(factor: float) -> Point | None:
+        point = at_sizes(LINES[line], scenario.scaled(factor), sizes)
+        return point if point and point.gpus <= budget else None
+
+    low, best = 1.0, fits(1.0)
+    while best is None and low > _LEAST:
+        low /= 4
+        best = fits(low)
+    if best is None:
+        return None
+    high = 2 * low
+    while high < 1 / _LEAST and (found := fits(high)):
+        low, high, best = high, 2 * high, found
+    while high / low > 1.02:
+        middle = (low * high) ** 0.5
+        found = fits(middle)
+        low, high, best = (middle, high, found) if found else (low, middle, best)
+    return best
+
+
+LINES: dict[str, Serve] = {
+    "coupled": apart,
+    "disaggregated": disaggregated,
+    "8-bit wire": narrow_wire,
+    "hot-merged": hot_merged,
+}

@@ -1,0 +1,117 @@
+"""`provision compare` as JSON, a plot and a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from provisioning.plan.fronts import Point
+from provisioning.report import words
+from provisioning.report.glossary import POINTER
+from provisioning.report.html import page, picture, table
+
+NOTES = (
+    "By the model alone: `provision` simulates the plan that you choose.",
+    "Nothing is charged for what the GPUs of one instance exchange, so large instances look better than they are.",
+    "8-bit wire: half the bytes on the links. Hot-merged: an instance of its own per merged adapter, at least.",
+    POINTER,
+)
+HEADINGS = ("way to serve", "requests/s", "GPUs", "requests an instance", "instances x GPUs, server and slots")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """`fronts[line][i]` is what rates[i] costs; `asked` is the place of the rate that was asked for."""
+
+    question: str
+    command: str
+    date: str
+    rates: tuple[float, ...]
+    asked: int
+    fronts: dict[str, list[Point | None]]
+    budget: int | None = None
+    within: dict[str, Point | None] | None = None
+    price_per_gpu_hour: float | None = None
+
+    @property
+    def answer(self) -> str:
+        """One line."""
+        if self.within is not None:
+            most = [(point.rate, line) for line, point in self.within.items() if point]
+            if not most:
+                return f"Nothing serves this on {self.budget:,} GPUs."
+            fastest, line = max(most)
+            return f"{self.budget:,} GPUs serve the most {line}: {words.number(fastest)} requests/s."
+        costs = {line: points[self.asked] for line, points in self.fronts.items()}
+        known = {line: point.gpus for line, point in costs.items() if point}
+        if not known:
+            return f"Nothing serves {words.number(self.rates[self.asked])} requests/s within these SLOs and limits."
+        least = min(known.values())
+        lines = " and ".join(line for line, gpus in known.items() if gpus == least)
+        price = self.price_per_gpu_hour
+        cost = "" if price is None else f", {words.number(least * price)} per hour"
+        gpus, rate = words.count(least, "GPU"), words.number(self.rates[self.asked])
+        return f"{rate} requests/s cost the least {lines}: {gpus}{cost}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"answer": self.answer, **asdict(self), "notes": list(NOTES)}
+
+
+def rows(found: Comparison) -> Iterator[tuple[str, ...]]:
+    """By rate: the GPUs of every line."""
+    for place, rate in enumerate(found.rates):
+        points = (line[place] for line in found.fronts.values())
+        yield words.number(rate), *("-" if point is None else f"{point.gpus:,}" for point in points)
+
+
+def chosen(found: Comparison) -> Iterator[tuple[str, str, str, str, str]]:
+    """Of every line: what the rate that was asked for takes, or what the budget serves."""
+    points = found.within or {line: front[found.asked] for line, front in found.fronts.items()}
+    for line, point in points.items():
+        if point is None:
+            yield line, "-", "-", "-", "none within the limits"
+        else:
+            yield line, words.number(point.rate), f"{point.gpus:,}", words.number(point.batch, 3), point.how
+
+
+def plot(found: Comparison, kind: str) -> bytes:
+    """GPUs over rate, a line each; `kind` is svg or png."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    styles = ("o-", "s-", "^--", "d:")
+    for (line, points), style in zip(found.fronts.items(), styles, strict=False):
+        known = [point for point in points if point]
+        axes.plot([p.rate for p in known], [p.gpus for p in known], style, ms=5, lw=1.5, alpha=0.85, label=line)
+    axes.axvline(found.rates[found.asked], color="grey", linestyle=":", label="asked for")
+    if found.budget:
+        axes.axhline(found.budget, color="black", linewidth=0.7, label=f"{found.budget:,} GPUs")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(found.rates[::2], [words.number(rate, 3) for rate in found.rates[::2]])
+    axes.set(xlabel="requests/s", ylabel="GPUs in all", ylim=(0, None))
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    stream = io.BytesIO()
+    figure.savefig(stream, format=kind, dpi=110)
+    return stream.getvalue()
+
+
+def html(found: Comparison) -> str:
+    """The page."""
+    lines: Sequence[str] = tuple(found.fronts)
+    body = [
+        f'<p class="note">{escape(found.question)}</p>',
+        f"<h1>{escape(found.answer)}</h1>",
+        f'<p class="note"><code>{escape(found.command)}</code> {escape(found.date)}</p>',
+        picture("GPUs over requests/s", plot(found, "png")),
+        "<h2>GPUs in all</h2>",
+        table(("requests/s", *lines), rows(found)),
+        "<h2>What they are</h2>",
+        table(HEADINGS, chosen(found)),
+        *(f'<p class="note">{escape(note)}</p>' for note in NOTES),
+    ]
+    return page(f"{found.answer} {found.question}", body)

@@ -1,0 +1,27 @@
+"""The words of a plan, each in a sentence."""
+
+from __future__ import annotations
+
+POINTER = "What IAR, M*, Eq. 5, visible load and the other words mean: `provision glossary`."
+
+TERMS = {
+    "adapter slots, M": "What a cache holds at once: the LoRA Server's, which all instances share, or an instance's.",
+    "band": "The same plan, were steps and outputs 20 % longer or shorter than assumed.",
+    "binding constraint": "What asks for the GPUs: with fewer, this is the first thing to fail.",
+    "coupled": "No LoRA Server: every instance holds adapters beside its weights and KV cache, as S-LoRA and vLLM do.",
+    "Eq. 5": "Receive + compute + send of a layer's LoRA step fit beside the base layer (SLO_FFN): it is hidden.",
+    "Eq. 6": "The slowest of these three, for all instances, fits a layer's time (SLO_Layer): the server keeps up.",
+    "epX-ppY": "The server's layout: experts over X GPUs, layers over Y stages.",
+    "headroom": "By how much the load may grow before the plan fails, by the model.",
+    "hot-merged": "The hottest adapters are merged into the weights of instances that serve nothing else.",
+    "IAR": "Immediate admission rate: the share of requests whose adapter has a slot, or gets one, when they come.",
+    "LB": "Requests in flight in all: L instances of B each; with a rate, by Little's law.",
+    "M*": "The fewest slots whose IAR reaches the target, by the model `offered`.",
+    "peak": "The fullest window of a trace, which the plan is sized for.",
+    "prefill": "Reading the prompt. It is in no TTFT or TPOT here; its share of an instance's time is estimated.",
+    "SLO class": "Adapters that share an SLO and a target of their own (--classes).",
+    "TPOT": "Time per output token: a decode step, on average.",
+    "TTFT": "Time to first token: queueing, the load that shows, and the first decode step.",
+    "visible load": "What of an adapter's load no step hides: layer 0, or what all of it takes longer than a step.",
+    "8-bit wire": "Rows to and from the server with 8 bits each in place of 16: half the bytes on the links.",
+}
