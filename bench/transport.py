@@ -1,11 +1,11 @@
-"""One-way push latency of the transports, beside a C memcpy + flag in the same run.
+"""One-way push latency of the transports, beside a pull, and a C memcpy + flag in the same run.
 
     python -m bench.transport [--json] [--rounds N]
 
-One process pushes, another takes and answers with the time (CLOCK_MONOTONIC, one host) at which it
-saw the push; one way is that minus the time before the payload was copied. The floor is the same
-game in C, compiled on the spot where there is a compiler. Medians; the rounds of all paths and sizes
-follow each other in one run.
+One process pushes, another takes and answers with the time (CLOCK_MONOTONIC, one host) at which it saw the push; one
+way is that minus the time before the payload was copied. A pull sends a header, and the payload when the other side has
+asked for it: a round trip more. Each round has one of each. The floor is the same game in C, compiled on the spot where
+there is a compiler. Medians; the rounds of all paths and sizes follow each other in one run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.slot import HEADER_BYTES
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)
 HELLO = Hello(1, 1, b"key")
@@ -83,25 +84,34 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def one_way_us(transport: str, nbytes: int, rounds: int) -> float:
-    """Median of our own push, from before the copy to when the shard's loop sees it."""
+def one_way_us(transport: str, nbytes: int, rounds: int) -> tuple[float, float]:
+    """Medians of our own push, and of a pull by turns: from before either's first byte to when the shard's loop sees
+    the payload."""
     ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_shard, args=(transport, nbytes, rounds, theirs))
+    process = SPAWN.Process(target=_shard, args=(transport, nbytes, 3 * rounds, theirs))
     process.start()
     address = ours.recv()
     link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else TcpLink(address, HELLO, 0)
     payload = memoryview(os.urandom(nbytes))
-    times_ns = []
-    for seq in range(1, rounds + 1):
+    pushed_ns, pulled_ns = list[int](), list[int]()
+    for seq in range(1, 3 * rounds, 3):
         began_ns = time.monotonic_ns()
-        link.region.request(seq)[:] = payload
-        link.push(seq, nbytes)
-        link.wait(seq, time.monotonic() + DEADLINE_SECONDS)
-        times_ns.append(STAMP.unpack_from(link.region.response(seq))[0] - began_ns)
+        pushed_ns.append(_seen_ns(link, seq, payload) - began_ns)
+        began_ns = time.monotonic_ns()
+        _seen_ns(link, seq + 1, payload[:HEADER_BYTES])  # its answer asks for the rest
+        pulled_ns.append(_seen_ns(link, seq + 2, payload) - began_ns)
     link.close()
     ours.send("done")
     process.join()
-    return _median_us(times_ns)
+    return _median_us(pushed_ns), _median_us(pulled_ns)
+
+
+def _seen_ns(link: Link, seq: int, payload: memoryview) -> int:
+    """Copy, push, and wait to be told when it was seen."""
+    link.region.request(seq)[: len(payload)] = payload
+    link.push(seq, len(payload))
+    link.wait(seq, time.monotonic() + DEADLINE_SECONDS)
+    return int(STAMP.unpack_from(link.region.response(seq))[0])
 
 
 # -- the floor
@@ -170,7 +180,8 @@ def measure(rounds: int) -> list[dict[str, Any]]:
             if library is not None:
                 row["c_us"] = floor_us(library, nbytes, rounds)
             for transport in ("shm", "tcp"):
-                row[f"{transport}_us"] = one_way_us(transport, nbytes, rounds)
+                push_us, pull_us = one_way_us(transport, nbytes, rounds)
+                row |= {f"{transport}_us": push_us, f"{transport}_pull": pull_us / push_us}
                 if library is not None:
                     row[f"{transport}_ratio"] = row[f"{transport}_us"] / row["c_us"]
             rows.append(row)
@@ -187,11 +198,16 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(title="One-way push, median us (ratio to C memcpy + flag)", title_justify="left")
-    for column in ("bytes", "C", "shm", "tcp"):
+    table = Table(title="One-way push, median us (ratio to C memcpy + flag); a pull / that", title_justify="left")
+    for column in ("bytes", "C", "shm", "pull", "tcp", "pull"):
         table.add_column(column, justify="right")
     for row in rows:
-        cells = [f"{row[f'{t}_us']:.1f} ({row.get(f'{t}_ratio', float('nan')):.1f}x)" for t in ("shm", "tcp")]
+        cells = []
+        for one in ("shm", "tcp"):
+            cells += [
+                f"{row[f'{one}_us']:.1f} ({row.get(f'{one}_ratio', float('nan')):.1f}x)",
+                f"{row[f'{one}_pull']:.2f}x",
+            ]
         table.add_row(f"{row['nbytes']:,}", f"{row.get('c_us', float('nan')):.2f}", *cells)
     Console().print(table)
 
