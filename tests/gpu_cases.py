@@ -19,16 +19,17 @@ from tests.gpu_world import World
 
 SEED = 11
 PATIENCE_NS = 2_000_000_000  # step.cuh
+HELD_NS = 2_000_000_000  # poller.cuh
 
 
 class Scene:
     """A shard with one adapter, and clients that have joined."""
 
-    def __init__(self, library: ctypes.CDLL, clients: int = 1, wild: int = 0) -> None:
+    def __init__(self, library: ctypes.CDLL, clients: int = 1, wild: int = 0, idle_ns: int = 50_000_000) -> None:
         torch.manual_seed(SEED)
         self.chooser = random.Random(SEED)
         self.world = World(SEED, library)
-        self.shard = Shard(self.world, self.chooser, idle_ns=50_000_000)
+        self.shard = Shard(self.world, self.chooser, idle_ns)
         self.shard.serve["tickets"] = 0x7FFFFFFD  # ages are about to wrap
         self.shard.launch()
         self.log: dict[tuple[int, int, int], bytes] = {}
@@ -142,6 +143,42 @@ def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
     assert asked == [(NoteKind.PREFETCH, 0, 1, late)]
 
 
+def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
+    """Another is refused after two seconds, or when it is late; what is told in time is served; nobody waits for it."""
+    scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
+    other, forger = scene.clients
+    shard, world = scene.shard, scene.world
+
+    def forged(budget_us: int) -> Waiting:
+        forger.seq += 1
+        yield from forger.one(BODIES[0].request((scene.handle,) * 2, forger.id, forger.epoch, forger.seq, budget_us))
+
+    def meanwhile(ns: int, heard: bool) -> Waiting:
+        while (NoteKind.TAKEN, forger.index, forger.seq, 0) not in shard.notes:
+            yield
+        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        world.pass_time(ns - 1_000_000)
+        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        answered = slot.signalled_seq(int(forger.places.response_signal[0]), forger.epoch)
+        assert answered < forger.seq, "it was not waited for"
+        if heard:
+            shard.hold(forger.index, scene.handle)
+        else:
+            world.pass_time(1_000_000)
+
+    for budget_us, ns in ((2**40, HELD_NS), (5_000, 5_000_000)):
+        world.write(shard.held[forger.index], 0)
+        scene.do(forged(budget_us), meanwhile(ns, heard=False))
+        assert forger.code(forger.seq) == "permission_denied"
+        scene.do(forged(budget_us), meanwhile(ns, heard=True))
+        forger.look(forger.seq, BODIES[0], (scene.handle,) * 2, {scene.handle})
+        assert forger.code(forger.seq) == ""
+    shard.hold(forger.index, scene.handle + (1 << 16))
+    scene.do(forged(1))
+    assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
+    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for who may not have it"
+
+
 def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
     """While nobody else gives the poller a reason to look."""
     scene = Scene(library)
@@ -224,6 +261,7 @@ CASES = (
     a_lost_block_ends_the_kernel,
     a_host_stops_everything,
     weights_that_come_late_block_nobody_else,
+    a_step_names_what_its_client_holds_alone,
     weights_are_seen_with_the_word_that_says_so,
     prompts_and_short_steps_share,
     every_check_has_its_refusal,

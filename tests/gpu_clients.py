@@ -79,6 +79,8 @@ class Client:
         if header.status == slot.OK:
             assert body is not None, "a step that is not sound was served"
             assert payload == self.expected(body, handles), f"seq {seq}: other bits than the loop's"
+            used = {handles[which] for which, *_ in body.entries}
+            assert not any(map(self.is_foreign, used)), "an adapter that its client does not hold was served"
             assert header.num_rows == body.num_out_rows
             return
         code = payload.decode().partition("\n")[0]
@@ -89,8 +91,14 @@ class Client:
             assert body is not None and any(handle not in self.shard.known for handle in handles), payload
         elif code == "step_timeout":
             assert body is None or any(handle not in ready for handle in handles)
+        elif code == "permission_denied":
+            assert body is None or any(map(self.is_foreign, handles)), payload
         else:
             assert code == "shard_unavailable" and self.shard.draining, payload
+
+    def is_foreign(self, handle: int) -> bool:
+        """Whether this client never held it."""
+        return self.shard.foreign == (self.index, handle & 0xFFFF)
 
 
 class GpuClient(Client):
@@ -304,6 +312,8 @@ class WildClient(Client):
                 budget_us = self.random.choice([1, 60, 2**60])
                 if self.shard.never and self.random.random() < 0.2:
                     handles, budget_us = (self.shard.never, self.shard.never), 20
+                if any(map(self.is_foreign, handles)):
+                    budget_us = min(budget_us, 60)  # it is refused at the end of it
                 sound = self.push(body, handles, wrong, budget_us)
                 pushed.append((self.seq, body, sound, wrong, handles, set(self.shard.ready)))
             for seq, body, sound, wrong, handles, ready in pushed:

@@ -82,6 +82,8 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     log = dict[tuple[int, int, int], bytes]()
     clients: list[Client] = [GpuClient(world, shard, i, log) for i in range(chooser.randint(1, 3))]
     clients.append(WildClient(world, shard, len(clients), log))
+    if chooser.random() < 0.5:
+        shard.foreign = (clients[-1].index, chooser.randrange(HANDLES))
     working: list[Waiting] = [client.run(steps) for client in clients]
     others = [adapters(shard, 2), restarts(shard, 0 if shard.steady else chooser.randrange(2))]
     if chooser.random() < 0.2:

@@ -46,6 +46,7 @@ class Shard:
         self.places = [Places(world, 1 + link) for link in range(LINKS)]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
         self.directory = world.shared.new(layout.ENTRY, HANDLES + 1, SPEC.layers * len(PROJECTIONS))
+        self.held = world.shared.new("<u4", layout.MAX_LINKS, HANDLES + 1)
         self.blocks = world.shared.new(BLOCK, (HANDLES + 1) * len(SITES))
         self.page_lists = world.shared.new("<u8", HANDLES + 1, 2)
         self.page = [self.pages.new("u1", weights.MOST_TILES * TILE_BYTES, align=512) for _ in range(HANDLES + 1)]
@@ -59,6 +60,7 @@ class Shard:
         self._posted, self._busy, self.ordered = 0, False, 0
         self.steady = True  # its kernel leaves only at the end
         self.never = 0  # a handle whose weights never come
+        self.foreign: tuple[int, int] | None = None  # a link, and the index of the handles that it never holds
 
     def _fill(self, idle_ns: int) -> None:
         new, serve = self.world.private.new, self.serve
@@ -75,6 +77,7 @@ class Shard:
             "orders": new("u1", layout.ORDERS * layout.ORDER_BYTES),
             "directory": self.directory,
             "sites": sites,
+            "held": self.held,
             "blocks": self.blocks,
             "partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK),
             "v": new("<f4", MAX_ROWS, MAX_RANK),
@@ -152,9 +155,16 @@ class Shard:
         self.generation[index] += 1
         handle = layout.handle_of(index, self.generation[index])
         self.variant[handle], self.known[index] = variant, handle
+        for link in range(LINKS):
+            if (link, index) != self.foreign:
+                self.hold(link, handle)
         for site in SITES:
             self.world.write(self._entry(index, site)["generation"], self.generation[index])
         return handle
+
+    def hold(self, link: int, handle: int) -> None:
+        """A client holds it from now on, and no other at that index."""
+        self.world.write(self.held[link, handle & 0xFFFF :][:1], handle >> 16)
 
     def finish(self, handle: int) -> None:
         """Pages and what says where they are, then the words that say so: the order of a copy engine's stream."""

@@ -65,6 +65,7 @@ class Refusal(IntEnum):
     BAD_DTYPE = 10
     TOO_LATE = 11
     DRAINING = 12
+    NOT_HELD = 13
 
 
 _Code = str | np.dtype[np.void]
@@ -135,16 +136,17 @@ _SERVE_NUMBERS = (
 _SERVE_WORDS = (
     *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),
     "idle_ns",
+    "held",
 )
 SERVE = _struct(
-    384,
+    512,
     **{name: (8 * i, "<u8") for i, name in enumerate(_SERVE_WORDS)},
     **{name: (8 * len(_SERVE_WORDS) + 4 * i, "<i4") for i, name in enumerate(_SERVE_NUMBERS)},
-    turn=(128, "<u8"),
-    left=(136, "<u8"),
-    **{name: (256 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "share", "draining"))},
-    taken=(296, "<u8"),
-    noted=(304, "<u8"),
+    turn=(256, "<u8"),
+    left=(264, "<u8"),
+    **{name: (384 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "share", "draining"))},
+    taken=(424, "<u8"),
+    noted=(432, "<u8"),
 )
 
 

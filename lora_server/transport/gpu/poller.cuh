@@ -6,6 +6,7 @@
 constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedule.py
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = 3'600'000'000;
+constexpr uint64 HELD_NS = 2'000'000'000;  // within which a shard hears what its clients hold
 enum StepState { NO_STEP, STEP_BLOCKED, STEP_READY };
 
 struct PollerMemory {
@@ -129,17 +130,25 @@ struct Poller {
         tell_all(READY_STEP, l, seq, 0);
     }
 
-    // Whether its weights are here, or its time is over.
+    // Whether its client holds what it names, and the weights are here; or its time is over.
     DEVICE void recheck(int l) {
         read_header(l);
         const lora_request& h = m.request;
         const unsigned char* tables = tables_of(l);
         const bool is_site = h.layer < static_cast<unsigned>(s.num_layers) && h.projection < static_cast<unsigned>(s.num_projections);
         unsigned missing = 0;
-        bool mine = false;
+        bool mine = false, foreign = false;
         for (unsigned i = lane; is_site && i < h.num_segments; i += LANES) {
             const unsigned handle = segment_of(tables, i).x;
-            if (!mine && weights_of(s, handle, h.layer, h.projection) == WEIGHTS_LOADING) mine = true, missing = handle;
+            const int weights = weights_of(s, handle, h.layer, h.projection);
+            if (weights != WEIGHTS_UNKNOWN && !is_held(s, l, handle)) foreign = true;
+            if (!mine && weights == WEIGHTS_LOADING) mine = true, missing = handle;
+        }
+        if (votes(foreign)) {
+            const uint64 heard = received + HELD_NS;
+            const bool late = shuffle(together(now_ns()) >= (heard < expires ? heard : expires), l);
+            if (late || draining) refuse(l, next_seq(l), late ? NOT_HELD : DRAINING);
+            return;
         }
         const unsigned lacking = votes(mine);
         const int handle = lacking ? shuffle(static_cast<int>(missing), first_bit(lacking)) : 0;

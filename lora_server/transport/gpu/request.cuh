@@ -5,7 +5,7 @@
 #include "protocol.cuh"
 
 enum Refusal { NOTHING_WRONG, BAD_HEADER, BAD_SITE, BAD_COUNTS, BAD_WINDOWS, BAD_SIZE, BAD_SEGMENTS, BAD_MAP,
-               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING };
+               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD };
 
 // code\nmessage, as in write_failure of shard/request.py; at most 127 characters.
 DEVICE const char* text_of(int refusal) {
@@ -22,6 +22,7 @@ DEVICE const char* text_of(int refusal) {
         case BAD_DTYPE: return "protocol\ngot rows of another dtype than this server's; start it with the engine's --dtype";
         case TOO_LATE: return "step_timeout\nthe weights were not loaded before the client's deadline; wait longer, or prefetch";
         case DRAINING: return "shard_unavailable\nthe shard is draining; the next request joins another, or waits";
+        case NOT_HELD: return "permission_denied\nthe step names an adapter that its client does not hold; acquire it first";
         default: return "step\nrefused";
     }
 }
@@ -121,6 +122,15 @@ DEVICE int weights_of(const Serve& s, unsigned handle, unsigned layer, unsigned 
     const unsigned generation = load_l2(reinterpret_cast<const int*>(&entry->generation));
     if (generation == 0 || generation != handle >> HANDLE_BITS) return WEIGHTS_UNKNOWN;
     return ready == generation ? WEIGHTS_READY : WEIGHTS_LOADING;
+}
+
+// Whether a link's client may name a handle: its word has the generation of the one that the client, or who lends to it,
+// holds at that index. The host alone writes these words, and clears a link's before it connects another to it. What is
+// read late is refused or served a moment later; it never is another's, whose generation is not this one.
+DEVICE bool is_held(const Serve& s, int link, unsigned handle) {
+    if (s.held == nullptr) return true;
+    const unsigned* its = s.held + static_cast<int64>(link) * s.num_handles + (handle & ((1u << HANDLE_BITS) - 1));
+    return static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(its))) == handle >> HANDLE_BITS;
 }
 
 // Segments of (handle, expert) become those of (block, tile), in place. The whole warp calls it.
