@@ -78,9 +78,10 @@ gpu: $(if $(BARE),,$(VENV)/ready)
 gpu-carry: $(VENV)/ready
 	$(BIN)/python -m bench.fetch_gpu $(ARGS)
 
-# the device protocol between GPUs, on this CPU: 1000 seeded schedules, then every sabotage of it must be caught
+# the device protocol between GPUs, on this CPU: 1000 seeded schedules, then every sabotage of it must be caught; with
+# ARGS=--short some sabotages alone
 mutants: $(VENV)/ready
-	LORA_SERVER_SCHEDULES=1000 $(BIN)/python -m pytest -n auto --maxprocesses 4 tests/test_gpu_schedules.py -k "schedules or case"
+	$(if $(findstring --short,$(ARGS)),,LORA_SERVER_SCHEDULES=1000 $(BIN)/python -m pytest -n auto --maxprocesses 4 tests/test_gpu_schedules.py -k "schedules or case")
 	$(BIN)/python -m tests.gpu_mutants $(ARGS)
 
 $(VENV_BUILD)/ready: constraints-build.txt

@@ -1,18 +1,21 @@
 """One-line sabotages of the device protocol, each caught by a case or a schedule: python -m tests.gpu_mutants.
 
-A mutant that nothing catches is a test that is missing: the exit status says so.
+All take half an hour of a CPU; --short, some of each kind, two minutes. A mutant that nothing catches is a test that is
+missing: the exit status says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from kernels_cuda.build import SOURCE
 from lora_server.transport.gpu.source import FILES
-from tests.gpu_sabotages import MUTANTS, Mutant
+from tests.gpu_sabotages import MUTANTS, SHORT, Mutant
 
 SCHEDULES = 150
 SECONDS = 300.0  # of one mutant
@@ -51,8 +54,15 @@ def _short(error: Exception) -> str:
 
 
 def apart(number: int) -> str:
-    """The same in a process of its own: a crash and a kernel that never ends are caught too."""
+    """The same in a process of its own: a crash and a kernel that never ends are caught too. Says so in a line."""
     command = [sys.executable, "-m", "tests.gpu_mutants", "--judge", str(number)]
+    began = time.monotonic()
+    by = _caught(command)
+    print(f"{MUTANTS[number].name}: {by or 'NOT CAUGHT'} [{time.monotonic() - began:.0f} s]", flush=True)
+    return by
+
+
+def _caught(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as late:
@@ -75,17 +85,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="those whose names hold this")
+    parser.add_argument("--short", action="store_true", help="some of each kind, that are caught soon")
     arguments = parser.parse_args()
     if arguments.judge is not None:
         caught = judge(MUTANTS[arguments.judge])
         print(caught)
         return 0 if caught else 1
-    caught, chosen = 0, [i for i, one in enumerate(MUTANTS) if arguments.only in one.name]
-    for i in chosen:
-        began = time.monotonic()
-        by = apart(i)
-        caught += bool(by)
-        print(f"{MUTANTS[i].name}: {by or 'NOT CAUGHT'} [{time.monotonic() - began:.0f} s]", flush=True)
+    names = SHORT if arguments.short else [one.name for one in MUTANTS]
+    chosen = [i for i, one in enumerate(MUTANTS) if one.name in names and arguments.only in one.name]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        caught = sum(map(bool, pool.map(apart, chosen)))
     print(f"{caught} of {len(chosen)} mutants caught")
     return 0 if caught == len(chosen) else 1
 

@@ -124,3 +124,31 @@ MUTANTS = (
     Mutant("network: a refusal is put before it is stored", "answer.cuh",
            "    if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "    put_warp", True),
 )  # fmt: skip
+
+# for CI: of each kind some, that a case or one of the first schedules catches
+SHORT = (
+    "put: block 0 signals before the others are done",
+    "put: a block arrives before its threads have stored",
+    "put: an empty step is sent",
+    "wait: the answer's epoch is ignored",
+    "wait: the signal is read without an acquire",
+    "wait: no deadline",
+    "wait: a refusal counts as an answer",
+    "add: a failed pass gets deltas",
+    "poller: the signal is read without an acquire",
+    "poller: an acquire at the scope of one GPU",
+    "poller: the epoch of a signal is ignored",
+    "poller: a signal beyond the slots is believed",
+    "check: experts are not counted",
+    "weights: what a client does not hold is served",
+    "weights: who holds one generation has them all",
+    "weights: READY does not count",
+    "mailbox: abort is not heard",
+    "work: a live barrier is initialised again",
+    "work: the answer's signal overtakes its header",
+    "work: the answer goes to another slot",
+    "step: rows come through a stale cache",
+    "step: a barrier has no patience's end",
+    "network: the poller reads what may not be there yet",
+    "network: the wait returns before the rows are there",
+)
