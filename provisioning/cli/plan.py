@@ -91,6 +91,9 @@ def plan(
         float | None,
         typer.Option(help="Seconds of the trace's peak, which is sized for (default: 1/48 of it, or 1,000 requests)."),
     ] = None,
+    classes: Annotated[
+        Path | None, typer.Option(help="SLO classes, YAML: name, slo, adapters (default: --slo for all).")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For adapters drawn for a trace.")] = 0,
     seeds: Annotated[int, typer.Option(help="Simulated seeds, at least 5.")] = 5,
     no_simulate: Annotated[bool, typer.Option("--no-simulate", help="Model only.")] = False,

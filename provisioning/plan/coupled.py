@@ -78,7 +78,7 @@ def coupled(scenario: Scenario, instances: int, seeds: int = 0, say: Callable[[s
     asked = loaded = _loaded(scenario, instances)
     found = splits(loaded, instances)
     if scenario.coupled_split is None and instances <= MOST_GPUS:
-        copied = replace(loaded, workload=with_copies(loaded.workload, instances))
+        copied = replace(loaded, workload=with_copies(loaded.workload, instances), classes=())
         other = splits(copied, instances)
         if other[0].admitted > found[0].admitted:
             loaded, found = copied, other

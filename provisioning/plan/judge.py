@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from provisioning.arrays import Floats, Ints
+from provisioning.plan.classes import ttft_s as ttft_s_of
 from provisioning.plan.question import Scenario
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, adapters_within, in_time, parts
 from provisioning.simulation.run import Outcome, System, run
@@ -87,6 +88,9 @@ def judge(
     """
     rows: list[_Row] = []
     ttft_s: list[Floats] = []
+    slo_s: float | Floats = scenario.slo.ttft_us * 1e-6
+    if scenario.classes:
+        slo_s = ttft_s_of(scenario.classes, scenario.workload.num_adapters)
     num, in_time_2N = 0, np.zeros((2, scenario.workload.num_adapters))
     while len(rows) < seeds or (len(rows) < _MOST_SEEDS and _straddles(rows, scenario.iar_target)):
         say(f"run {len(rows) + 1}")
@@ -94,7 +98,7 @@ def judge(
         kept = parts(outcome)
         num = outcome.ttft_s[kept[0]].size
         ttft_s.append(outcome.ttft_s[kept[0]])
-        in_time_2N += in_time(outcome, kept[0], scenario.slo.ttft_us * 1e-6)
+        in_time_2N += in_time(outcome, kept[0], slo_s)
         rows.append(_worst([_row(scenario, outcome, part) for part in kept]))
         if give_up and len(rows) == 2 and max(rows)[0] < scenario.iar_target - _FAR_BELOW:
             break

@@ -21,6 +21,7 @@ from provisioning.iar.models import offered_curve
 from provisioning.model import memory
 from provisioning.model.latency import Budget, Eq6, Latency, StepModel, budget, served_us
 from provisioning.plan.balance import settled_batch
+from provisioning.plan.classes import SloClass
 from provisioning.plan.slo import Slo
 from provisioning.simulation.run import assign_greedily
 from provisioning.workload.workload import Workload
@@ -61,6 +62,7 @@ class Scenario:
     max_gpus: int = 64
     spare_gpus: int = 0
     whole_nodes: bool = False
+    classes: tuple[SloClass, ...] = ()
 
     @property
     def batch(self) -> float:

@@ -13,7 +13,7 @@ from provisioning.model.latency import StepModel
 from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
 from provisioning.model.profile import load as load_profile
-from provisioning.plan import slo
+from provisioning.plan import classes, slo
 from provisioning.plan.engines import MOST_GPUS, instance_gpus, model_spec, one_of, split_of
 from provisioning.plan.question import Scenario
 from provisioning.workload.counts import read_counts
@@ -63,6 +63,7 @@ class Flags:
     profile: Path | None = None
     seed: int = 0
     window: float | None = None
+    classes: Path | None = None
 
 
 def workload(flags: Flags) -> Workload:
@@ -187,4 +188,5 @@ def scenario(flags: Flags) -> Scenario:
         max_gpus=most_gpus,
         spare_gpus=count(flags.spare_gpus, "--spare-gpus", 0, most_gpus - 1),
         whole_nodes=flags.whole_nodes,
+        classes=() if flags.classes is None else classes.read(flags.classes, found, objective),
     )

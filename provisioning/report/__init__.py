@@ -7,5 +7,5 @@ tables       what it is beside                      emitted      what `--emit` w
 screen       on the terminal                        html         the page of --report
 charts       its plots                              provenance   where each number comes from
 fronts       what `provision compare` says          glossary     the words of a plan
-prefill      what prompts take of the time
+prefill      what prompts take of the time           classes      what a plan does for SLO classes
 """

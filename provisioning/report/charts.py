@@ -19,12 +19,12 @@ def png(draw: Draw, result: Result) -> bytes:
     """One plot."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained")  # small, so that its text can be read on a phone
     axes = figure.add_subplot()
     draw(axes, result)
-    figure.legend(loc="outside upper center", ncols=4, fontsize=8, frameon=False)  # beside the axes, over nothing
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)  # beside the axes, over nothing
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110)
+    figure.savefig(stream, format="png", dpi=160)
     return stream.getvalue()
 
 

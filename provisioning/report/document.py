@@ -8,6 +8,7 @@ from typing import Any
 from provisioning.plan.band import SPREAD
 from provisioning.plan.judge import verdict_json
 from provisioning.plan.verify import Trial
+from provisioning.report import classes
 from provisioning.report.provenance import provenance
 from provisioning.report.render import headline, question
 from provisioning.report.result import NOTES, Result
@@ -44,6 +45,7 @@ def document(result: Result) -> dict[str, Any]:
         "sensitivity": [variant.as_json() for variant in result.variants],
         "load_headroom": result.headroom,
         "band": _band(result),
+        "classes": classes.as_json(result),
         "simulation": _simulation(result),
         "cost": result.cost(),
         "provenance": {name: entry.as_json() for name, entry in provenance(scenario, candidate).items()},

@@ -82,7 +82,7 @@ def plot(found: Comparison, kind: str) -> bytes:
     """GPUs over rate, a line each; `kind` is svg or png."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     styles = ("o-", "s-", "^--", "d:")
     for (line, points), style in zip(found.fronts.items(), styles, strict=False):
@@ -96,7 +96,7 @@ def plot(found: Comparison, kind: str) -> bytes:
     axes.set(xlabel="requests/s", ylabel="GPUs in all", ylim=(0, None))
     figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
     stream = io.BytesIO()
-    figure.savefig(stream, format=kind, dpi=110)
+    figure.savefig(stream, format=kind, dpi=160)
     return stream.getvalue()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from provisioning.plan.band import SPREAD
 from provisioning.plan.verify import Trial
-from provisioning.report import prefill, words
+from provisioning.report import classes, prefill, words
 from provisioning.report.result import Result
 
 
@@ -85,6 +85,7 @@ def remarks(result: Result) -> Iterator[str]:
     yield from worst_served(result)
     yield from sizing(result)
     yield from dispatch(result)
+    yield from classes.sentences(result)
     yield prefill.share(result)
 
 

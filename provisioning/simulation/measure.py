@@ -50,9 +50,10 @@ def parts(outcome: Outcome) -> list[slice | Ints]:
     return [kept, kept.start + np.flatnonzero(at_peak[kept])]
 
 
-def in_time(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float) -> Floats:
-    """Per adapter (requests, those that met the TTFT SLO), as two rows."""
-    adapter, met = outcome.requests.adapter[kept], outcome.ttft_s[kept] <= ttft_slo_s
+def in_time(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float | Floats) -> Floats:
+    """Per adapter (requests, those that met the TTFT SLO, which may be by adapter), as two rows."""
+    adapter = outcome.requests.adapter[kept]
+    met = outcome.ttft_s[kept] <= (ttft_slo_s if isinstance(ttft_slo_s, float) else ttft_slo_s[adapter])
     num = outcome.requests.num_adapters
     return np.stack([np.bincount(adapter, minlength=num), np.bincount(adapter, met, num)]).astype(float)
 

@@ -1,0 +1,129 @@
+"""Tenants' SLO classes: adapters with a TTFT, a TPOT and a target of their own, and which of them a plan fails.
+
+All classes share batches, so a step has to meet the TPOT of each. A file is YAML:
+
+    gold:
+      slo: ttft_p99=100ms,tpot_avg=40ms
+      adapters: [law, "medical-*"]
+
+Adapters that no class names are in `others`, with --slo.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from provisioning.arrays import Floats, Ints
+from provisioning.inputs import InputError
+from provisioning.plan import slo as slos
+from provisioning.plan.slo import Slo
+from provisioning.workload.workload import Workload
+
+OTHERS = "others"
+_FORM = "expected a name, and under it `slo: ttft_p99=100ms,tpot_avg=40ms` and `adapters: [NAME or PATTERN, ...]`"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SloClass:
+    """`members` are indices of adapters."""
+
+    name: str
+    slo: Slo
+    members: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What a plan does for a class: `fails` names tpot, ttft (both by the model) or admission (simulated)."""
+
+    name: str
+    adapters: int
+    slo: Slo
+    fails: tuple[str, ...]
+    share_within_ttft: float | None
+    worst: tuple[tuple[str, float], ...]
+
+
+def read(file: Path, workload: Workload, others: Slo) -> tuple[SloClass, ...]:
+    """Of a file, each adapter in one class; raises InputError that begins with --classes."""
+    import yaml
+
+    where = f"--classes: {file}"
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not content:
+        raise InputError(f"{where}: got {type(content).__name__}, {_FORM}")
+    names = [workload.name(index) for index in range(workload.num_adapters)]
+    class_of: dict[int, str] = {}
+    found = []
+    for name, fields in content.items():
+        objective, patterns = _fields(f"{where}: {name}", fields)
+        members = [index for pattern in patterns for index in _matching(pattern, names, f"{where}: {name}")]
+        for index in members:
+            if class_of.setdefault(index, name) != name:
+                raise InputError(f"{where}: {names[index]!r} is in {class_of[index]} and {name}; name it in one")
+        found.append(SloClass(name=str(name), slo=objective, members=np.unique(members)))
+    rest = np.setdiff1d(np.arange(len(names)), list(class_of))
+    return (*found, SloClass(name=OTHERS, slo=others, members=rest)) if rest.size else tuple(found)
+
+
+def _fields(where: str, fields: Any) -> tuple[Slo, list[str]]:
+    if not isinstance(fields, dict) or set(fields) != {"slo", "adapters"} or where.endswith(f": {OTHERS}"):
+        raise InputError(f"{where}: got {fields!r}, {_FORM}")
+    patterns = fields["adapters"]
+    if not isinstance(patterns, list) or not all(isinstance(one, str) for one in patterns) or not patterns:
+        raise InputError(f"{where}: adapters: got {patterns!r}, expected a list of names or patterns")
+    try:
+        return slos.parse(str(fields["slo"])), patterns
+    except InputError as error:
+        raise InputError(f"{where}: {str(error).removeprefix('--slo: ')}") from None
+
+
+def _matching(pattern: str, names: list[str], where: str) -> list[int]:
+    match = re.compile(fnmatch.translate(pattern)).match
+    found = [index for index, name in enumerate(names) if match(name)]
+    if not found:
+        raise InputError(f"{where}: no adapter is called {pattern!r}; they are called such as {names[0]!r}")
+    return found
+
+
+def ttft_s(classes: tuple[SloClass, ...], num_adapters: int) -> Floats:
+    """The TTFT SLO of each adapter."""
+    each_N: Floats = np.zeros(num_adapters)
+    for one in classes:
+        each_N[one.members] = one.slo.ttft_us * 1e-6
+    return each_N
+
+
+def served(
+    classes: tuple[SloClass, ...], workload: Workload, step_us: float, load_us: float, in_time_2N: Floats | None
+) -> Iterator[Served]:
+    """By class; `in_time_2N` are simulated requests and those within their class's TTFT, None without a simulation."""
+    for one in classes:
+        fails = ["tpot"] if step_us > one.slo.tpot_us else []
+        fails += ["ttft"] if step_us + load_us >= one.slo.ttft_us else []
+        share, worst = None, list[tuple[str, float]]()
+        if in_time_2N is not None and in_time_2N[0, one.members].sum():
+            calls_N, met_N = in_time_2N[:, one.members]
+            share = float(met_N.sum() / calls_N.sum())
+            fails += ["admission"] if share < one.slo.share and "ttft" not in fails else []
+            each_N = np.where(calls_N >= 20, met_N / np.maximum(calls_N, 1), 1.0)
+            order = np.argsort(each_N, kind="stable")[:3]
+            worst = [(workload.name(one.members[at]), float(each_N[at])) for at in order if each_N[at] < one.slo.share]
+        yield Served(
+            name=one.name,
+            adapters=one.members.size,
+            slo=one.slo,
+            fails=tuple(fails),
+            share_within_ttft=share,
+            worst=tuple(worst),
+        )
