@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lora_server.control.listing import MAX_PAGE, PAGE_BYTES, page
-from lora_server.control.refusals import Refusal
+from lora_server.control.refusals import Refusal, Refusals
 from lora_server.control.registration import Doorkeeper
 from lora_server.control.registry import Record, check_name
 from lora_server.control.server import ControlServer
@@ -61,6 +61,17 @@ def test_all_of_it_comes_in_messages_that_fit(controller):
     assert all(count <= MAX_PAGE for count, _ in sizes) and not reply.next_page_token
     assert (status.warned, status.num_refused, len(status.refused)) == (COUNT, REFUSED, 100)
     assert status.ByteSize() < 1 << 20
+
+
+def test_shards_are_told_of_as_many_refusals_as_a_message_takes():
+    """A registration that is too large would keep a shard out for ever."""
+    refusals, kept_by_shard = Refusals(), Refusals()
+    for number in range(20_000):
+        refusals.put(Refusal(f"a{number:05}", "/x", "adapter_format", "y" * 500))
+    told = refusals.tell()
+    assert 2 << 20 < told.ByteSize() < 4 << 20
+    kept_by_shard.adopt(told)
+    assert kept_by_shard.all() == refusals.all()[: len(kept_by_shard.all())]
 
 
 def test_pages_go_on_where_the_last_one_ended(controller):

@@ -9,10 +9,13 @@ import time
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
 from lora_server.wire import lora_server_pb2 as pb
 
 REMOVED = "removed"
+TOLD_BYTES = 3 << 20  # a message of gRPC has 4 MiB
+log = structlog.get_logger()
 
 
 class Refusal(NamedTuple):
@@ -64,8 +67,15 @@ class Refusals:
         self._serial = max(self._serial + 1, int(time.time()))
 
     def tell(self) -> pb.Refusals:
-        """All of them, for a shard to keep."""
-        return pb.Refusals(refusals=msgspec.json.encode(self.all()), serial=self._serial)
+        """For a shard to keep: all of them, or as many as a message takes."""
+        encoded, nbytes = [], 0
+        for one in map(msgspec.json.encode, self.all()):
+            nbytes += len(one) + 1
+            if nbytes > TOLD_BYTES:
+                log.warning("more adapters are refused than shards keep", told=len(encoded), refused=len(self._by_name))
+                break
+            encoded.append(one)
+        return pb.Refusals(refusals=b"[" + b",".join(encoded) + b"]", serial=self._serial)
 
     def adopt(self, told: pb.Refusals) -> None:
         """What a shard kept; of several, what was told last."""
