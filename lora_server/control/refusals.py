@@ -68,7 +68,8 @@ class Refusals:
 
     def tell(self) -> pb.Refusals:
         """For a shard to keep: all of them, or as many as a message takes."""
-        encoded, nbytes = [], 0
+        encoded: list[bytes] = []
+        nbytes = 0
         for one in map(msgspec.json.encode, self.all()):
             nbytes += len(one) + 1
             if nbytes > TOLD_BYTES:
