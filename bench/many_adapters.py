@@ -72,6 +72,11 @@ def seconds_until(condition: Callable[[], bool]) -> float:
         time.sleep(0.05)
 
 
+def is_up(shard: pb.ShardStatus, before: int) -> bool:
+    """In another process than before."""
+    return shard.state == "up" and shard.pid not in (0, before)
+
+
 def is_known(server: RunningServer, pid: int) -> Callable[[], bool]:
     """Whether another process is the shard, and has heard of all adapters: none is loading."""
 
@@ -117,9 +122,7 @@ def measure(count: int) -> dict[str, float]:
             shard = status(server).shards[0].pid
             before = psutil.Process(status(server).pid).memory_info().rss
             os.kill(shard, signal.SIGKILL)
-            found["shard up"] = seconds_until(
-                lambda: status(server).shards[0].state == "up" and status(server).shards[0].pid != shard
-            )
+            found["shard up"] = seconds_until(lambda: is_up(status(server).shards[0], shard))
             found["shard knows all"] = found["shard up"] + seconds_until(is_known(server, shard))
             new = psutil.Process(status(server).shards[0].pid).cpu_times()
             found["its CPU"] = new.user + new.system

@@ -171,6 +171,8 @@ class Listener:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 def _parse(kind: type[_M], data: bytes) -> _M:
