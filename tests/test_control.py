@@ -1,6 +1,8 @@
 """Leases, registry and shards of the control plane."""
 
+import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -237,3 +239,25 @@ def test_a_command_that_is_never_answered_has_a_deadline():
     with pytest.raises(ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
         wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
     assert time.monotonic() - began < 5
+
+
+def test_what_drains_and_what_is_pinned_is_known_without_a_search():
+    """After any order of changes; the slow way is the oracle."""
+    choice, registry = random.Random(7), Registry()
+    for _ in range(2000):
+        handles = [one.handle for one in registry.records()]
+        what = choice.choice(["add", "add", "add unlisted", "pin", "unpin", "unlist", "remove"])
+        if what.startswith("add"):
+            record = Record.decode(kept(choice.choice("abcdef"), registry.next_handle()).record)
+            registry.add(record, listed=what == "add")
+        elif handles:
+            record = registry.by_handle(choice.choice(handles))
+            if what in ("pin", "unpin"):
+                registry.update(replace(record, pinned=what == "pin"))
+            elif what == "remove":
+                registry.remove(record.handle)
+            elif registry.is_listed(record):
+                registry.unlist(record.name)
+        records = registry.records()
+        assert registry.unlisted == {one.handle for one in records if not registry.is_listed(one)}
+        assert registry.pinned == {one.handle for one in registry.listed() if one.pinned}

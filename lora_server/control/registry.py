@@ -69,6 +69,8 @@ class Registry:
         self._by_handle: dict[int, Record] = {}
         self._next_handle = 1
         self.refusals = Refusals()
+        self.unlisted: set[int] = set()  # handles: what comes to replace another, and what drains
+        self.pinned: set[int] = set()  # of the listed ones
 
     def next_handle(self) -> int:
         """One that nobody had."""
@@ -96,12 +98,21 @@ class Registry:
         other = self._by_name.get(record.name)
         if listed and (other is None or other.handle < record.handle):
             self._by_name[record.name] = record
+        for one in (record, other):
+            if one is not None:
+                self._sort(one)
+
+    def _sort(self, record: Record) -> None:
+        listed, handle = self.is_listed(record), record.handle
+        (self.unlisted.discard if listed else self.unlisted.add)(handle)
+        (self.pinned.add if listed and record.pinned else self.pinned.discard)(handle)
 
     def update(self, record: Record) -> None:
         """The same version lies elsewhere now, its files were touched, or it was pinned or unpinned."""
         if self.is_listed(record):
             self._by_name[record.name] = record
         self._by_handle[record.handle] = record
+        self._sort(record)
 
     def get(self, name: str) -> Record:
         """A listed adapter; raises UnknownAdapterError."""
@@ -140,6 +151,7 @@ class Registry:
         """Stop offering a name; raises UnknownAdapterError."""
         record = self.get(name)
         del self._by_name[name]
+        self._sort(record)
         return record
 
     def remove(self, handle: int) -> None:
@@ -147,3 +159,5 @@ class Registry:
         record = self._by_handle.pop(handle)
         if self.is_listed(record):
             del self._by_name[record.name]
+        self.unlisted.discard(handle)
+        self.pinned.discard(handle)

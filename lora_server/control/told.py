@@ -216,14 +216,14 @@ class ToldAdapters:
 
     def _collect(self) -> None:
         """After a change: what nobody needs is dropped, and who waits looks again."""
-        pinned = frozenset(record.handle for record in self._registry.listed() if record.pinned)
+        pinned = frozenset(self._registry.pinned)
         if pinned != self._room.pinned:
             self._room.pinned = pinned
             self.admission.admit()
         self._admitted.notify_all()
-        for record in self._registry.records():
-            if not self._is_wanted(record) and not self._holds.is_held(record.handle):
-                self._registry.remove(record.handle)
-                self._residency.forget(record.handle)
-                self._room.forget(record.handle)
-                self._shards.broadcast(pb.ShardCommand(drop=record.handle))
+        for handle in sorted(self._registry.unlisted - self._coming):
+            if not self._holds.is_held(handle):
+                self._registry.remove(handle)
+                self._residency.forget(handle)
+                self._room.forget(handle)
+                self._shards.broadcast(pb.ShardCommand(drop=handle))
