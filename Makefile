@@ -18,9 +18,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/lora-server demo $(ARGS)
 
-# a process per core, whole files each, because their fixtures are dear
+# two processes more than cores, since many tests wait for leases and deadlines; whole files each, their fixtures are dear
+TEST_PROCESSES ?= $(shell echo $$(( $$(nproc) < 5 ? $$(nproc) + 2 : 6 )))
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 30 --durations-min 5 $(ARGS)
 
 # what the page's tests look at it with; without one they skip
 browser:

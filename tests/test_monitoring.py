@@ -45,13 +45,17 @@ def exposed(tmp_path_factory):
     with running_server(tmp_path_factory.mktemp("server") / "log", flags) as server:
         with attach(load.model, server=server.address) as lora, lora.adapters([sorted(load.paths)[0]]):
             load.model(torch.tensor([load.batch[0].prompt]))
-        found = {}
+        found, samples = {}, {}
 
         def scraped():
             with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=HANG_SECONDS) as answer:
                 for family in text_string_to_metric_families(answer.read().decode()):
                     for sample in family.samples:
                         found.setdefault(sample.name, set()).update(sample.labels)
+                        samples[sample.name, *sorted(sample.labels.values())] = sample.value
+            counted = samples.get(("lora_server_step_seconds_count", "0", "compute"), 0)
+            if not counted or counted != samples["lora_server_steps_total", "0"]:
+                return False
             return "lora_server_adapter_hold_seconds_count" in found
 
         until(scraped, "the hold was counted")

@@ -35,6 +35,13 @@ ROWS: dict[str, Panels] = {
                 f"/ (rate(lora_server_steps_total[{RATE}]) > 0)",
             },
         ),
+        (
+            *("A slow step: the 99th percentile", "s", 8),
+            {
+                "{{phase}}": "histogram_quantile(0.99, sum by (le, phase) "
+                f"(rate(lora_server_step_seconds_bucket[{RATE}])))"
+            },
+        ),
         ("Failed steps", "ops", 8, {"shard {{shard}}": f"rate(lora_server_failed_steps_total[{RATE}])"}),
         (
             "How busy shards are",
@@ -47,13 +54,6 @@ ROWS: dict[str, Panels] = {
             {
                 "to shards": f"sum(rate(lora_server_request_bytes_total[{RATE}]))",
                 "from shards": f"sum(rate(lora_server_response_bytes_total[{RATE}]))",
-            },
-        ),
-        (
-            *("Entries per step", "none", 8),
-            {
-                "shard {{shard}}": f"rate(lora_server_entries_total[{RATE}]) "
-                f"/ (rate(lora_server_steps_total[{RATE}]) > 0)"
             },
         ),
     ],

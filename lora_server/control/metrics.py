@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from lora_server.control.admission import Admission
 from lora_server.control.build import build_info
 from lora_server.control.controller import Controller
 from lora_server.control.metrics_disk import disk_metrics
+from lora_server.control.shards import ShardHandle
 from lora_server.control.tally import Tally
 from lora_server.errors import AdapterFormatError
+from lora_server.shard.phases import BOUNDS_NS
 
 STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
 
@@ -71,6 +80,7 @@ class ControllerCollector(Collector):
             for shard, handle in live.items():
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
+        yield _phases(live)
         ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
         for why, times in sorted(controller.clients.prefetches.ignored.items()):
             ignored.add_metric([why], times)
@@ -88,6 +98,17 @@ class ControllerCollector(Collector):
         for code, count in codes.items():
             refused.add_metric([code], count)
         yield refused
+
+
+def _phases(live: dict[int, ShardHandle]) -> Metric:
+    text = "Time of steps at their shard, by phase"
+    family = HistogramMetricFamily("lora_server_step_seconds", text, labels=["shard", "phase"])
+    bounds = [*(f"{bound * 1e-9:.6g}" for bound in BOUNDS_NS), "+Inf"]
+    for shard, handle in live.items():
+        for one in handle.stats.phases:
+            buckets = list(zip(bounds, map(float, itertools.accumulate(one.counts)), strict=True))
+            family.add_metric([str(shard), one.phase], buckets, one.sum_ns * 1e-9)
+    return family
 
 
 def _admission(admission: Admission) -> Iterable[Metric]:

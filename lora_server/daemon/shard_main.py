@@ -202,6 +202,7 @@ class ShardProcess:
                 device=self.store.tier.name,
                 clients=len(connections),
                 followers=followers,
+                phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self.shard.phases],
                 disk=pb.DiskStats(**self.fetcher.use()._asdict()),
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
             )

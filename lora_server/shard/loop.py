@@ -19,6 +19,7 @@ from lora_server.memory.store import WeightStore
 from lora_server.shard import request as requests
 from lora_server.shard.compute import Compute, DeviceLostError
 from lora_server.shard.coordination import Coordinator
+from lora_server.shard.phases import Phases
 from lora_server.shard.schedule import PendingStep
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection, Port
@@ -57,6 +58,7 @@ class Shard:
     compute: Compute
     wire: slot.Wire = "exact"
     counters: Counters = field(default_factory=Counters)
+    phases: Phases = field(default_factory=Phases)
     _pending: dict[int, PendingStep] = field(default_factory=dict)
     _complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
@@ -158,6 +160,7 @@ class Shard:
             if not request.handles <= step.handles:
                 raise ProtocolError(f"{request.header.where}: its segments changed after it was pushed")
             segments = self.store.gather(request.site, request.segments_S4, request.header.where)
+            read = time.monotonic_ns()
             if request.header.num_out_rows:
                 self.compute.run(request, segments, step.connection)
         except LoraServerError as error:
@@ -174,6 +177,7 @@ class Shard:
         nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
         self._count(step, nbytes, started, done)
         self.port.respond(step.connection, step.seq, nbytes)
+        self.phases.add(started - step.received_ns, read - started, done - read, time.monotonic_ns() - done)
 
     def _refuse(self, connection: Connection, seq: int, error: LoraServerError, budget_us: int) -> None:
         self.coordinator.refused(connection.client, connection.epoch, seq, budget_us)
