@@ -77,6 +77,11 @@ class ServeConfig(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights in memory; bfloat16 by default with --device cuda."
     )
+    gpu_transport: Literal["cuda_ipc", "gpu"] = Field(
+        "cuda_ipc",
+        description="With --device cuda, who serves engines on this host's GPUs: cuda_ipc, a loop that launches each "
+        "step; gpu, a kernel that serves by itself and has run on no GPU yet.",
+    )
     device_pool: PoolSize = Field(
         Size(share=0.8),
         description="Memory per shard that steps read adapters from: 40GiB, or a share of what is free at the start.",
@@ -160,6 +165,11 @@ class ServeConfig(BaseSettings):
     def _numbers(self) -> ServeConfig:
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
+        if self.gpu_transport == "gpu" and (self.device != "cuda" or self.coordination != "independent"):
+            raise ValueError(
+                f"gpu-transport: got gpu with --device {self.device} and --coordination {self.coordination}; expected "
+                "--device cuda and --coordination independent"
+            )
         if self.watch and self.adapters is None:
             raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")
         return self

@@ -54,6 +54,8 @@ class MemfdTwin:
 class MemfdMemory:
     """See DeviceMemory. `full`: there is no room for twins; `keeps`: what is pinned now."""
 
+    slots = False
+
     def __init__(self, full: bool = False) -> None:
         self.full, self.twins, self.pinned = full, list[MemfdTwin](), 0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lora_server.control.leases import Leases
-from lora_server.control.registry import Record, Registry, check_name
+from lora_server.control.registry import FIRST_HANDLE, Record, Registry, check_name
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
     AdapterExistsError,
@@ -39,7 +39,7 @@ def test_a_name_that_is_taken_by_another_version_is_refused():
     assert registry.existing("law", "v1").handle == 1 and registry.existing("code", "v1") is None
     with pytest.raises(AdapterExistsError, match="remove it first"):
         registry.existing("law", "v2")
-    assert registry.next_handle() == 2, "handles are never used twice"
+    assert registry.next_handle() == FIRST_HANDLE, "handles are never used twice, and fit a shard's kernel"
 
 
 NAMES, CLIENTS = st.sampled_from(["law", "code", "art"]), st.integers(1, 3)

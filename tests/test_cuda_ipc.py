@@ -72,7 +72,8 @@ def test_no_site_waits_for_the_gpu(tmp_path, transport):
 @pytest.mark.cuda
 def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     """In one process here; between two in every test above."""
-    from lora_server.transport.device_memory import GpuMemory, ImportedTwin, can_share_descriptors
+    from lora_server.transport.device_memory import GpuMemory, ImportedTwin
+    from lora_server.transport.virtual_memory import can_share_descriptors
 
     device = torch.device("cuda", 0)
     if not can_share_descriptors(device):

@@ -15,6 +15,7 @@ from lora_server.control.refusals import REMOVED, Refusals
 from lora_server.errors import AdapterExistsError, AdapterFormatError, UnknownAdapterError
 from lora_server.spec import Invocation, Site
 
+FIRST_HANDLE = (1 << 16) + 1  # a shard's kernel takes one as 16 bits of index, and a generation from 1 on
 # names stand in URLs, logs and metrics: nothing that only looks like another, and no steps of a path
 _NAME = re.compile(r"(?=.{1,200}$)[A-Za-z0-9_][A-Za-z0-9._@:+-]*(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._@:+-]+)*", re.DOTALL)
 
@@ -67,7 +68,7 @@ class Registry:
     def __init__(self) -> None:
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
-        self._next_handle = 1
+        self._next_handle = FIRST_HANDLE
         self.refusals = Refusals()
         self.unlisted: set[int] = set()  # handles: what comes to replace another, and what drains
         self.pinned: set[int] = set()  # of the listed ones

@@ -21,13 +21,19 @@ from lora_server.memory.on_cpu import CpuTier
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.memory.pools import Pool
+from lora_server.memory.resident import ResidentTier
 from lora_server.memory.store import WeightStore
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
 from lora_server.sources.fetch import Fetcher
 from lora_server.transport.base import DeviceMemory
+from lora_server.transport.gpu.connection import SlotsMemory
+from lora_server.transport.gpu.gpu import Gpu
+from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.transport.gpu.opened import gpu_of
 from lora_server.units import Size
+from lora_server.wire.region import RegionLayout
 
 log = structlog.get_logger()
 
@@ -168,6 +174,59 @@ def cuda(
     )
 
 
+class Resident(NamedTuple):
+    """What a shard needs whose kernel serves by itself."""
+
+    store: WeightStore
+    kernel: ServeKernel
+
+
+def resident(
+    placement: Placement,
+    shard: int,
+    dtype: torch.dtype,
+    gpu: Gpu,
+    region: RegionLayout,
+    max_step_rows: int,
+    pool: PagePool,
+    host_pool: Pool | None = None,
+    memory: Memory = Memory(),
+    on_layer: OnLayer = lambda *_: None,
+) -> Resident:
+    """Weights in the pages of any GPU, computed by a kernel that serves by itself."""
+    kernel = ServeKernel(gpu, placement.spec, dtype, region, max_step_rows)
+    tier = ResidentTier(placement, shard, dtype, pool, kernel)
+    return Resident(memory.store(placement, shard, tier, host_pool, on_layer), kernel)
+
+
+def cuda_resident(
+    placement: Placement,
+    shard: int,
+    dtype: torch.dtype,
+    region: RegionLayout,
+    max_step_rows: int,
+    *,
+    local_shards: int,
+    local_index: int,
+    memory: Memory,
+    on_layer: OnLayer,
+) -> Resident:
+    """The same in the memory of the GPU that `cuda` would give the shard. Raises ConfigError.
+
+    One shard to a GPU: the kernel takes every multiprocessor.
+    """
+    device, gpus = _gpu(local_index), torch.cuda.device_count()
+    if local_shards > gpus:
+        raise ConfigError(
+            f"--gpu-transport gpu: got {local_shards} shards on this node, expected at most {gpus}, a GPU each; use "
+            "--gpu-transport cuda_ipc, or another --layout"
+        )
+    gpu = gpu_of(device)
+    pool = _device_pool(device, memory, 1)
+    host_pool = _pinned_pool(dataclasses.replace(memory, sharing=local_shards), pool.capacity)
+    return resident(placement, shard, dtype, gpu, region, max_step_rows, pool, host_pool, memory, on_layer)
+
+
 def _is_lost(device: torch.device) -> bool:
     """An error that a context does not survive comes back at every call; any other was told once."""
     try:
@@ -177,8 +236,10 @@ def _is_lost(device: torch.device) -> bool:
     return False
 
 
-def client_memory(local_index: int) -> DeviceMemory:
+def client_memory(local_index: int, transport: str) -> DeviceMemory:
     """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
+    if transport == "gpu":
+        return SlotsMemory(gpu_of(_gpu(local_index)))
     from lora_server.transport.device_memory import GpuMemory
 
     return GpuMemory(_gpu(local_index))

@@ -18,7 +18,7 @@ import torch
 from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
-from lora_server.daemon.backends import Backend
+from lora_server.daemon.backends import Backend, Resident
 from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.run_directory import hold, leave
@@ -28,6 +28,7 @@ from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.shard.loop import Shard
+from lora_server.shard.pump import Pump
 from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
@@ -67,18 +68,42 @@ class ShardProcess:
         self.tcp = TcpListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
         self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
         self.fetcher = open_fetcher(config, spec)
-        backend = self._backend(Placement(spec, layout))
-        self.store = backend.store
         self.coordinator = self._coordinator(layout)
-        self.shard = Shard(
+        self.shard = self._serving(Placement(spec, layout))
+        self.store = self.shard.store
+
+    def _serving(self, placement: Placement) -> Shard | Pump:
+        """A loop, or a kernel that needs none."""
+        config = self.config
+        if config.gpu_transport == "gpu":
+            return self._pump(self._resident(placement))
+        store, compute = self._backend(placement)
+        return Shard(
             config.shard,
-            spec,
+            placement.spec,
             config.max_step_rows,
             self.port,
-            self.store,
+            store,
             self.coordinator,
-            backend.compute,
+            compute,
             config.wire,
+        )
+
+    def _pump(self, resident: Resident) -> Pump:
+        return Pump(self.config.shard, self.port, resident.store, resident.kernel)
+
+    def _resident(self, placement: Placement) -> Resident:
+        config = self.config
+        return backends.cuda_resident(
+            placement,
+            config.shard,
+            getattr(torch, config.dtype),
+            self.port.layout,
+            config.max_step_rows,
+            local_shards=len(config.local_shards),
+            local_index=self._local_index,
+            memory=self._memory(1),
+            on_layer=self._layer_loaded,
         )
 
     def _backend(self, placement: Placement) -> Backend:
@@ -127,7 +152,8 @@ class ShardProcess:
         return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", self._client_memory())
 
     def _client_memory(self) -> DeviceMemory | None:
-        return backends.client_memory(self._local_index) if self.config.device == "cuda" else None
+        config = self.config
+        return backends.client_memory(self._local_index, config.gpu_transport) if config.device == "cuda" else None
 
     def _coordinator(self, layout: Layout) -> Coordinator:
         if self.config.coordination == "independent":

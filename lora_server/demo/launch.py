@@ -67,19 +67,21 @@ def free_address(host: str = "127.0.0.1") -> str:
         return f"{host}:{probe.getsockname()[1]}"
 
 
-def launch(log: Path, *flags: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> RunningServer:
+def launch(
+    log: Path, *flags: str, host: str = "127.0.0.1", prefix: Sequence[str] = (), module: str = "lora_server"
+) -> RunningServer:
     """Start a node with these `serve` flags; does not wait. `prefix` runs it on another host."""
     address, http = free_address(host), free_address(host)
-    command = [*prefix, sys.executable, "-m", "lora_server", "serve", "--listen", address, "--http", http, *flags]
+    command = [*prefix, sys.executable, "-m", module, "serve", "--listen", address, "--http", http, *flags]
     with log.open("wb") as stream:
         process = subprocess.Popen(children.own(command), stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
     return RunningServer(process, address, http, log)
 
 
 @contextlib.contextmanager
-def running_server(log: Path, flags: Sequence[str]) -> Iterator[RunningServer]:
+def running_server(log: Path, flags: Sequence[str], module: str = "lora_server") -> Iterator[RunningServer]:
     """A ready server, stopped at the end of the block."""
-    server = launch(log, *flags)
+    server = launch(log, *flags, module=module)
     try:
         server.wait_ready()
         yield server

@@ -10,5 +10,5 @@ pools      bytes that are handed out and taken back      formats   how a block's
 mapped     a pool of the operating system's pages        pages     a pool of 2 MiB pages, on a GPU or pinned
 tier       the memory that steps read                    on_cpu    as tensors, for the CPU kernels
 paged      as tiles in pages, for the CUDA kernels       directory where in the pages each block begins
-use        what a store says of itself
+resident   the same for a kernel that finds them itself   use      what a store says of itself
 """

@@ -85,7 +85,11 @@ class PagedTier(Tier):
         blocks = manifest.blocks(layer)
         entries = {site: self._entries(site, published, blocks.get(site, {})) for site in sites}
         self.synchronize()
-        self.directory.put(published.place, entries)
+        self._tell(handle, layer, published.place, entries)
+
+    def _tell(self, handle: int, layer: int, place: int, entries: Mapping[Site, Ints]) -> None:
+        """Steps find it from now on."""
+        self.directory.put(place, entries)
 
     def _new(self, handle: int, extent: Extent) -> _Published:
         assert isinstance(extent, PageExtent)

@@ -33,6 +33,11 @@ class WeightStore(Filling):
             entry = self._entries.get(handle)
             again = entry is not None
             if entry is None:
+                try:
+                    self.tier.know(handle)
+                except AdapterLoadError as error:
+                    done(error)
+                    return
                 self._orders += 1
                 entry = self._entries[handle] = Entry(handle, source, self._layers, self._orders)
                 entry.far = self._is_far(entry)
@@ -133,6 +138,7 @@ class WeightStore(Filling):
             entry = self._entries.pop(handle, None)
             if entry is None:
                 return
+            self.tier.forget(handle)
             entry.dropped, entry.withdrawn = True, self.tier.withdraw(handle)
             self._turns.drop(entry)
             self._whole.discard(handle)

@@ -32,6 +32,12 @@ class Tier(ABC):
         """Of the device, for people."""
         return str(self.device)
 
+    def know(self, handle: int) -> None:  # noqa: B027  (for who is not asked about every step)
+        """Steps that name it wait for it from now on. Raises AdapterLoadError where there is no place for it."""
+
+    def forget(self, handle: int) -> None:  # noqa: B027
+        """Steps that name it are refused from now on."""
+
     @abstractmethod
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
         """A layer's weights are in the extent: steps find them from now on, all or nothing.

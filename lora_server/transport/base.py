@@ -152,7 +152,7 @@ class Twin(Protocol):
     """Device memory for the rows of one client, allocated by its shard."""
 
     rows: Rows
-    kind: Literal["fd", "ipc"]  # how a client finds it
+    kind: Literal["fd", "ipc", "slots"]  # how a client finds it; slots: by `fd`, whole slots instead of rows
     handle: bytes
     fd: int
 
@@ -162,7 +162,9 @@ class Twin(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What a shard that computes on a GPU has for its clients; from any thread."""
+    """What a shard that computes on a GPU has for its clients; from any thread. `slots`: its twins are slots."""
+
+    slots: ClassVar[bool]
 
     def twin(self, layout: RegionLayout, pid: int) -> Twin:
         """For a client's process. Raises ShardUnavailableError where there is no room, or memory cannot be shared."""

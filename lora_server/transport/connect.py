@@ -19,7 +19,7 @@ from lora_server.wire.slot import Wire
 
 log = structlog.get_logger()
 WIRES = ("any", *get_args(Wire))
-TRANSPORTS = ("auto", "cuda_ipc", "shm", "tcp")
+TRANSPORTS = ("auto", "gpu", "cuda_ipc", "shm", "tcp")
 FAR = "on another host"
 
 
@@ -97,6 +97,10 @@ def connect(
     GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
     """
     gpu = device.startswith("cuda") and wire == "exact"  # its kernels convert nothing: the host copies e4m3
+    if transport == "gpu":
+        if wire != "exact":
+            raise ConfigError(f"transport gpu: the server's wire is {wire}, expected exact; use auto, shm or tcp")
+        return _kernel_link(endpoint, hello, device)
     if transport == "cuda_ipc":
         if wire != "exact":
             raise ConfigError(f"transport cuda_ipc: the server's wire is {wire}, expected exact; use auto, shm or tcp")
@@ -116,6 +120,19 @@ def connect(
         except ConfigError as error:
             log.warning("activations are copied by the host", shard=endpoint.shard, reason=str(error))
     return ShmLink(endpoint.shm, hello, endpoint.shard, seconds)
+
+
+def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
+    """Imported only where it is used."""
+    far = why_far(endpoint)
+    if far:
+        raise ConfigError(f"transport gpu: shard {endpoint.shard} is {far}; expected it on this host; use auto")
+    import torch
+
+    from lora_server.transport.gpu.link import GpuLink
+    from lora_server.transport.gpu.opened import gpu_of
+
+    return GpuLink(endpoint.shm, hello, endpoint.shard, gpu_of(torch.device(device)))
 
 
 def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["must", "may", "no"]) -> Link:

@@ -27,13 +27,16 @@ class DeviceLink(ShmLink):
     device: torch.device
     twin: TwinRows | None = None
 
-    def __init__(self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool) -> None:
+    def __init__(
+        self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool, slots: bool = False
+    ) -> None:
         self.device = device
         self._waiting: tuple[Put, Choice | None] | None = None
         self._routes: dict[int, Route] = {}  # of each slot
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_rows = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
-        super().__init__(address, Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin), shard)
+        asks = Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin, slots=slots)
+        super().__init__(address, asks, shard)
         if self.twin is not None:
             self.transport = "cuda_ipc"
 

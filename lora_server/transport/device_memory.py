@@ -14,17 +14,16 @@ import ctypes
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal
 
 import structlog
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.base import Twin
 from lora_server.transport.rows import Rows, TwinRows, twin_bytes
+from lora_server.transport.virtual_memory import Exported, Imported, as_tensor, can_share_descriptors, on_device, zero
 from lora_server.wire.messages import Welcome
 from lora_server.wire.region import RegionLayout
 
@@ -33,160 +32,25 @@ PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags
 log = structlog.get_logger()
 
 
-class _DriverError(RuntimeError):
-    """A call of the CUDA driver failed."""
-
-
-def _driver() -> Any:
-    """cuda.bindings; raises ImportError where lora-server[cuda] is not installed."""
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _call(name: str, *arguments: object) -> Any:
-    """One function of the driver: its results without the error code. Raises _DriverError."""
-    error, *results = getattr(_driver(), name)(*arguments)
-    if int(error) != 0:
-        raise _DriverError(f"{name}: {error.name}")
-    return results[0] if len(results) == 1 else results
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """The device's context is this thread's; CuPy sets it even where torch believes that it is."""
-    import cupy
-
-    with cupy.cuda.Device(device.index):
-        cupy.cuda.runtime.setDevice(device.index)
-        yield
-
-
-def as_tensor(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
-    """uint8 [nbytes] over memory that is not torch's; it keeps `owner` alive.
-
-    It is labelled as `device`'s, whichever GPU it lies on, so that no copy makes a context on another.
-    """
-    import cupy
-
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, owner, device.index), 0)
-    return from_dlpack(cupy.ndarray((nbytes,), cupy.uint8, memory))
-
-
-# -- virtual memory management
-
-
-def can_share_descriptors(device: torch.device) -> bool:
-    """Whether memory of the device can be exported as a descriptor."""
-    names = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
-    attributes = _driver().CUdevice_attribute
-    return all(
-        _call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), device.index)
-        for name in names
-    )
-
-
-class _Mapped:
-    """Physical memory in this process's address space, readable and writable by one device."""
-
-    def __init__(self, handle: Any, nbytes: int, device: torch.device) -> None:
-        self.nbytes, self.pointer, self._mapped = nbytes, 0, False
-        try:
-            self.pointer = int(_call("cuMemAddressReserve", nbytes, 0, 0, 0))
-            _call("cuMemMap", self.pointer, nbytes, 0, handle, 0)
-            self._mapped = True
-            access = _driver().CUmemAccessDesc()
-            access.location = _location(device)
-            access.flags = _driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            _call("cuMemSetAccess", self.pointer, nbytes, [access], 1)
-        except _DriverError:
-            self.unmap()
-            raise
-
-    def unmap(self) -> None:
-        """Idempotent; no kernel of this process may still use it. Does not wait for the GPU."""
-        if self._mapped:
-            _call("cuMemUnmap", self.pointer, self.nbytes)
-            self._mapped = False
-        if self.pointer:
-            _call("cuMemAddressFree", self.pointer, self.nbytes)
-            self.pointer = 0
-
-
-def _location(device: torch.device) -> Any:
-    location = _driver().CUmemLocation()
-    location.type = _driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    location.id = device.index
-    return location
-
-
-def _properties(device: torch.device) -> Any:
-    """Of a twin's physical memory."""
-    driver = _driver()
-    wanted = driver.CUmemAllocationProp()
-    wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    wanted.location = _location(device)
-    wanted.requestedHandleTypes = _descriptor()
-    return wanted
-
-
-def _descriptor() -> Any:
-    return _driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def _whole(layout: RegionLayout, device: torch.device) -> int:
-    """Bytes of a twin in whole units of allocation (2 MiB), which nobody else's memory shares."""
-    minimum = _driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    granularity = int(_call("cuMemGetAllocationGranularity", _properties(device), minimum))
-    return -(-twin_bytes(layout) // granularity) * granularity
-
-
 class _DescriptorTwin:
     """A shard's end; see Twin."""
 
     rows: Rows
-    kind: Literal["fd", "ipc"] = "fd"
+    kind: Literal["fd", "ipc", "slots"] = "fd"
     handle = b""
 
     def __init__(self, layout: RegionLayout, device: torch.device) -> None:
-        self._device, self.fd, self._memory = device, -1, None
-        nbytes = _whole(layout, device)
-        physical = _call("cuMemCreate", nbytes, _properties(device), 0)
-        try:
-            self.fd = int(_call("cuMemExportToShareableHandle", physical, _descriptor(), 0))
-            self._memory = _Mapped(physical, nbytes, device)
-            memory = as_tensor(self._memory.pointer, nbytes, None, device)
-            _zero(memory)
-        except BaseException:
-            self.free()
-            raise
-        finally:
-            _call("cuMemRelease", physical)  # the mapping and the descriptor hold it
-        self.rows = TwinRows(memory, layout)
-
-    _memory: _Mapped | None
+        self._memory = Exported(twin_bytes(layout), device)
+        self.fd = self._memory.fd
+        self.rows = TwinRows(self._memory.tensor, layout)
 
     def free(self) -> bool:
         """At once, whatever the client does: its own mapping holds what it maps. Idempotent."""
-        memory, self._memory = self._memory, None
         try:
-            with _on(self._device):
-                if memory is not None:
-                    memory.unmap()
+            self._memory.close()
         except RuntimeError as error:  # the GPU is lost to this process, and its next step ends it
             log.error("a client's GPU memory cannot be unmapped", reason=str(error))
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
         return True
-
-
-def _zero(memory: torch.Tensor) -> None:
-    """What a GPU's memory held before was another's."""
-    stream = torch.cuda.Stream(memory.device)
-    with torch.cuda.stream(stream):
-        memory.zero_()
-    stream.synchronize()
 
 
 # -- where descriptors cannot be had
@@ -196,7 +60,7 @@ class _HandleTwin:
     """A shard's end by an IPC handle; see Twin. Freed, it waits in `spare` for the next client."""
 
     rows: Rows
-    kind: Literal["fd", "ipc"] = "ipc"
+    kind: Literal["fd", "ipc", "slots"] = "ipc"
     fd = -1
 
     def __init__(self, layout: RegionLayout, device: torch.device, spare: list[_HandleTwin]) -> None:
@@ -215,7 +79,7 @@ class _HandleTwin:
 
     def give(self, pid: int) -> _HandleTwin:
         """To a client's process, which sees zeros."""
-        _zero(self._memory)
+        zero(self._memory)
         with contextlib.suppress(OSError):  # it has ended, or is out of sight: in another container, say
             self._client = os.pidfd_open(pid)
         return self
@@ -233,6 +97,8 @@ class _HandleTwin:
 class GpuMemory:
     """What a shard's GPU has for its clients; see DeviceMemory."""
 
+    slots: ClassVar[bool] = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spare: list[_HandleTwin] = []
@@ -240,7 +106,7 @@ class GpuMemory:
 
     def twin(self, layout: RegionLayout, pid: int) -> Twin:
         """For a client's process. Raises ShardUnavailableError where the GPU has no room, or cannot share it."""
-        with self._lock, _on(self._device):
+        with self._lock, on_device(self._device):
             try:
                 if can_share_descriptors(self._device):
                     return _DescriptorTwin(layout, self._device)
@@ -274,7 +140,7 @@ class ImportedTwin:
             raise ConfigError(f"transport cuda_ipc: {welcome.why}; use transport='shm'")
         self._device, self._mapped, self._opened = device, None, 0
         try:
-            with _on(device):
+            with on_device(device):
                 pointer = self._map(fd, layout) if welcome.twin == "fd" else self._open(welcome.handle)
                 self.rows = TwinRows(as_tensor(pointer, twin_bytes(layout), None, device), layout)
         except (RuntimeError, ImportError) as error:
@@ -284,14 +150,10 @@ class ImportedTwin:
                 "visible to this process? transport='shm' works without"
             ) from error
 
-    _mapped: _Mapped | None
+    _mapped: Imported | None
 
     def _map(self, fd: int, layout: RegionLayout) -> int:
-        physical = _call("cuMemImportFromShareableHandle", fd, _descriptor())
-        try:
-            self._mapped = _Mapped(physical, _whole(layout, self._device), self._device)
-        finally:
-            _call("cuMemRelease", physical)
+        self._mapped = Imported(fd, twin_bytes(layout), self._device)
         return self._mapped.pointer
 
     def _open(self, handle: bytes) -> int:
@@ -302,9 +164,9 @@ class ImportedTwin:
 
     def close(self) -> None:
         """Unmap; idempotent. The caller has waited for its kernels."""
-        with _on(self._device):
+        with on_device(self._device):
             if self._mapped is not None:
-                self._mapped.unmap()
+                self._mapped.close()
             if self._opened:
                 import cupy
 
@@ -323,7 +185,7 @@ class Pinned:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._registered: list[int] = []
         try:
-            with _on(device):
+            with on_device(device):
                 for begin, end in parts:
                     self._runtime.hostRegister(self._address + begin, end - begin, PORTABLE_AND_MAPPED)
                     self._registered.append(self._address + begin)
@@ -333,11 +195,11 @@ class Pinned:
 
     def pointer(self, offset: int) -> int:
         """Where the device finds a byte of a registered part."""
-        with _on(self._device):
+        with on_device(self._device):
             return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
 
     def close(self) -> None:
         """Idempotent; no copy or kernel may still use it."""
-        with _on(self._device), contextlib.suppress(self._runtime.CUDARuntimeError):
+        with on_device(self._device), contextlib.suppress(self._runtime.CUDARuntimeError):
             while self._registered:
                 self._runtime.hostUnregister(self._registered.pop())

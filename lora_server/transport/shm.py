@@ -19,12 +19,12 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import structlog
 from typing_extensions import override
 
-from lora_server.errors import LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
+from lora_server.errors import ConfigError, LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
 from lora_server.transport import park
 from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Link, Port, Twin, pin
 from lora_server.transport.bells import Bell, make_bell
@@ -66,6 +66,7 @@ class ShmLink(Link):
         self.shard, self.epoch = shard, hello.epoch
         self._mapping: Mapping | None = None
         self._bell: Bell | None = None
+        self._offers: list[int] = []  # descriptors for the shard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(seconds)
@@ -86,15 +87,16 @@ class ShmLink(Link):
             if not data:
                 raise ShardUnavailableError(f"shard {self.shard}: it closed the connection during the handshake")
             answer = messages.decode_welcome(data)
-            if len(fds) != 2 + (answer.twin == "fd"):
+            shares = answer.twin in ("fd", "slots")
+            if len(fds) != 2 + shares:
                 raise ProtocolError(f"shard {self.shard}: got {len(fds)} descriptors with {answer}")
             layout = RegionLayout(answer.depth, answer.request_bytes, answer.response_bytes, answer.table_bytes)
             region = self._mapping = Mapping(layout.nbytes, fds[0])
             self.region = Region(region.view, Region.read_geometry(region.view))
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if hello.device:
-                twin = self._prepare(answer, fds[2] if answer.twin == "fd" else -1)
-                self._socket.send(messages.encode(Mapped(twin)))
+                twin = self._prepare(answer, fds[2] if shares else -1)
+                _send_fds(self._socket, messages.encode(Mapped(twin)), self._offers)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -144,7 +146,7 @@ class ShmLink(Link):
             self._mapping.drop()
 
 
-class _ShmConnection(Connection):
+class ShmConnection(Connection):
     """The shard's end; see Connection."""
 
     transport = "shm"
@@ -166,7 +168,7 @@ class _ShmConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-class _DeviceConnection(_ShmConnection):
+class _DeviceConnection(ShmConnection):
     """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
 
     transport = "cuda_ipc"
@@ -202,8 +204,16 @@ class _Peer:
     hello: Hello | None = None
     region: Region | None = None
     bell: Bell | None = None
-    connection: _ShmConnection | None = None
+    connection: ShmConnection | None = None
     twin: Twin | None = None
+
+
+class SlotsTwin(Protocol):
+    """A twin of kind "slots"; see Twin."""
+
+    def connect(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, fd: int) -> ShmConnection:
+        """With the client's memory for answers. Raises ProtocolError, or ConfigError where it cannot be mapped."""
+        ...
 
 
 class ShmListener:
@@ -275,11 +285,18 @@ class ShmListener:
 
     def _on_client(self, peer: _Peer) -> None:
         try:
-            data = peer.sock.recv(messages.MAX_MESSAGE_BYTES)
+            data, fds, _, _ = socket.recv_fds(peer.sock, messages.MAX_MESSAGE_BYTES, 1)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
+            data, fds = b"", []
+        try:
+            self._hear(peer, data, fds[0] if fds else -1)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _hear(self, peer: _Peer, data: bytes, fd: int) -> None:
         if not data or peer.connection is not None:
             self._end(peer)
             return
@@ -287,8 +304,8 @@ class ShmListener:
             if peer.hello is None:
                 self._welcome(peer, messages.decode(data, Hello))
             else:
-                self._connect(peer, peer.hello, messages.decode(data, Mapped).twin)
-        except (LeaseError, ProtocolError) as error:
+                self._connect(peer, peer.hello, messages.decode(data, Mapped).twin, fd)
+        except (ConfigError, LeaseError, ProtocolError) as error:
             self._refuse(peer, error)
         except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
             return
@@ -322,6 +339,11 @@ class ShmListener:
         answer.why = "the shard does not compute on a GPU"
         if self._device is None:
             return
+        assert peer.hello is not None
+        if self._device.slots != peer.hello.slots:
+            asked, served = ("gpu", "cuda_ipc") if peer.hello.slots else ("cuda_ipc", "gpu")
+            answer.why = f"the server was started with --gpu-transport {served}, and this engine asks for {asked}"
+            return
         kept = [other.hello for other in (*self._shaking, *self._retired) if other.twin is not None]
         if sum(hello is not None and hello.client == client for hello in kept) >= MAX_TWINS:
             answer.why = "earlier twins of this client are not free yet"
@@ -333,10 +355,10 @@ class ShmListener:
             log.warning("a client's rows go through host memory", reason=answer.why)
             return
         answer.twin, answer.handle, answer.why = peer.twin.kind, peer.twin.handle, ""
-        if peer.twin.kind == "fd":
+        if peer.twin.kind != "ipc":
             fds.append(peer.twin.fd)
 
-    def _connect(self, peer: _Peer, hello: Hello, twin: bool) -> None:
+    def _connect(self, peer: _Peer, hello: Hello, twin: bool, fd: int = -1) -> None:
         """From now on the loop takes its steps."""
         grant, region, bell = self._port.admit(hello), peer.region, peer.bell
         assert region is not None and bell is not None
@@ -344,10 +366,12 @@ class ShmListener:
             raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
         if not twin and peer.twin is not None and peer.twin.free():
             peer.twin = None
-        if hello.device:
+        if twin and peer.twin is not None and peer.twin.kind == "slots":
+            peer.connection = cast(SlotsTwin, peer.twin).connect(grant, region, peer.sock, bell, fd)
+        elif hello.device:
             peer.connection = _DeviceConnection(grant, region, peer.sock, bell, peer.twin if twin else None)
         else:
-            peer.connection = _ShmConnection(grant, region, peer.sock, bell)
+            peer.connection = ShmConnection(grant, region, peer.sock, bell)
         if not twin:
             pin(peer.connection, self._device)
         self._shaking.remove(peer)

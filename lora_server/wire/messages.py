@@ -24,6 +24,7 @@ class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
     key: bytes
     device: bool = False  # a GPU stores its signals, which rings no bell; it says Mapped before the first step
     twin: bool = False  # it wants its rows in the shard's GPU memory
+    slots: bool = False  # and whole slots, which the shard's kernel serves
 
 
 class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     request_bytes: int
     response_bytes: int
     table_bytes: int = 0
-    twin: Literal["", "fd", "ipc"] = ""  # by the third descriptor, by `handle`, or not at all
+    twin: Literal["", "fd", "ipc", "slots"] = ""  # by the third descriptor, by `handle`, or not at all
     handle: bytes = b""
     why: str = ""  # there is none
     proof: bytes = b""  # over TCP: the shard, too, knows the lease
@@ -71,7 +72,10 @@ def proves(said: bytes, key: bytes, role: bytes, theirs: bytes, own: bytes) -> b
 
 
 class Mapped(msgspec.Struct, tag="mapped", forbid_unknown_fields=True):
-    """A client with a device, after the Welcome: steps may come from now on, rows in the twin or in the slots."""
+    """A client with a device, after the Welcome: steps may come from now on, rows in the twin or in the slots.
+
+    Where whole slots lie in the shard's memory, its own memory, for answers, comes along as a descriptor.
+    """
 
     twin: bool
 

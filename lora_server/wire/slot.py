@@ -92,6 +92,7 @@ def _packer(fields: tuple[tuple[str, str, int], ...]) -> struct.Struct:
 
 _REQUEST = _packer(REQUEST_FIELDS)
 _RESPONSE = _packer(RESPONSE_FIELDS)
+_PAYLOAD_AT = _REQUEST.size - 24  # before budget and time
 
 
 class RequestHeader(NamedTuple):
@@ -147,6 +148,11 @@ class RequestHeader(NamedTuple):
         """The step in words, for errors and logs."""
         name = PROJECTIONS[self.projection] if self.projection < len(PROJECTIONS) else f"projection {self.projection}"
         return f"client {self.client} slot {self.slot} seq {self.seq} (layer {self.layer} {name})"
+
+
+def payload_bytes(request: memoryview) -> int:
+    """What a request's header says, unchecked."""
+    return int.from_bytes(request[_PAYLOAD_AT : _PAYLOAD_AT + 8], "little")
 
 
 class ResponseHeader(NamedTuple):

@@ -1,5 +1,6 @@
 // Runs kernels on this CPU; see threads.cuh. Compiled behind the kernels' source. `run` plays one kernel to its end;
 // a world plays several, on several GPUs, in an order that its seed chooses, as far as it is told.
+#include <unistd.h>
 #include <utility>
 
 namespace {
@@ -58,7 +59,7 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         for (int t = 0; t < threads; t++) {
             Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
             thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;
-            thread.copies_see = 0;
+            thread.copies_see = 0, thread.paused = false;
             prepare(thread);
         }
     }
@@ -82,7 +83,7 @@ bool can_run(const Thread& thread) {
 
 bool run_thread(Thread& thread) {
     if (!can_run(thread)) return false;
-    thread.waits = nullptr;
+    thread.waits = nullptr, thread.paused = false;
     current = &thread;
     switch_stack(&scheduler_stack, thread.stack);
     if (thread.ended) thread.block->grid->running--;
@@ -115,6 +116,23 @@ extern "C" int run(const void* kernel, int grid, int late, int shared_bytes, con
     Grid* one = begin(kernel, grid, THREADS, shared_bytes, 0, arguments, count);
     while (one->running)
         for (Thread& thread : one->threads) run_thread(thread);
+    end(one);
+    return copies.empty() ? 0 : -2;
+}
+
+// Beside other processes, which share memory with it; where all only look whether to go on it sleeps. It stops for good
+// after `rounds`, unless that is 0: a process that is about to be killed.
+extern "C" int run_live(const void* kernel, int grid, int threads, int shared_bytes, const int64* arguments, int count, int rounds) {
+    copy_late = false;
+    world = World(), world.live = true;
+    Grid* one = begin(kernel, grid, threads, shared_bytes, 0, arguments, count);
+    for (int round = 1; one->running; round++) {
+        bool works = false;
+        for (Thread& thread : one->threads)
+            if (run_thread(thread)) works |= !thread.paused;
+        if (!works) usleep(50);
+        if (round == rounds) return 1;
+    }
     end(one);
     return copies.empty() ? 0 : -2;
 }

@@ -1,7 +1,8 @@
 // kernels_cuda/source/system.cuh for a CPU: see memory.cuh.
 #pragma once
 
-inline void fence_system() { fence_of_system(), acquired(true), released(); }
+inline void in_order() { asm volatile("" ::: "memory"); }  // for other processes: the CPU keeps what the compiler leaves
+inline void fence_system() { in_order(), fence_of_system(), acquired(true), released(); }
 inline unsigned add_one(unsigned* p) { return (*p)++; }
 inline uint64 add_relaxed(uint64* p, uint64 value) { return add_directly(p, value); }  // for a sabotage
 inline uint64 add_acq_rel(uint64* p, uint64 value) {
@@ -10,9 +11,10 @@ inline uint64 add_acq_rel(uint64* p, uint64 value) {
     return before;
 }
 inline void store_release_system(uint64* p, uint64 value) {
+    in_order();
     if (!world.modelled) {
         *p = value;
-        return;
+        return in_order();
     }
     fence_of_system(), released();
     add_directly(p, value - value_of(p, false));
@@ -28,6 +30,6 @@ inline uint64 load_system(const uint64* p) {  // relaxed
 }
 inline uint64 load_acquire_system(const uint64* p) {
     const uint64 v = load_system(p);
-    acquired(true);
+    in_order(), acquired(true);
     return v;
 }

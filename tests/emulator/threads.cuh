@@ -56,6 +56,7 @@ struct Thread {
     const Exchange* waits;  // until its round is over
     uint64 round, wakes;    // at this time
     bool ended;
+    bool paused;            // the last time it ran it only looked whether to go on
     Stores stores;
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
 };
@@ -71,6 +72,7 @@ struct Grid {
 };
 struct World {
     bool modelled = false;  // memory, and who is next; without, a store is seen at once and threads take turns
+    bool live = false;      // beside other processes: time is the machine's
     uint64 random = 1, now = 1;
     std::vector<Grid*> grids;
     Device devices[16];

@@ -1,4 +1,11 @@
-"""Steps that no host touches: device code of a link between GPUs; see docs/gpu-path.md.
+"""Steps that no host touches: both ends of a link between GPUs, device code and its hosts; see docs/gpu-path.md.
 
-layout   what the two ends, their hosts and their kernels read and write      source   the kernels' sources
+gpu       a GPU as hosts use it                cuda       a real one
+opened    which GPU a device is
+needs     what a machine must have for it      slots      the memory of a link
+link      an engine's end                      captured   the same for CUDA graphs
+connection     a shard's end                   carrier    of a client that a host polls
+kernel    the shard's: launched, watched       mailbox    what it and its host tell each other
+directory      where it finds weights
+layout    what hosts and kernels read and write           source     the kernels' sources
 """

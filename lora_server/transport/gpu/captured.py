@@ -1,0 +1,114 @@
+"""A link as an engine's CUDA graphs use it: put, wait and add are launches whose arguments never change.
+
+    captured = Captured(link)
+    site = captured.site(header, x, route, by_entry)   once, before the capture
+    site.put()                                         behind what wrote x and the route; beside the engine's GEMM
+    site.wait(), site.add(y, column)                   behind the GEMM
+    captured.finish()                                  once per pass, by the host: raises what went wrong in it
+
+Steps without entries send nothing. After a failure the rest of the pass does nothing: its requests are void. A link
+is used like this or through Link, not both: here the GPU counts the steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels_cuda.launch import DTYPE_NAMES
+from kernels_cuda.routing import Route
+from lora_server.errors import LoraServerError, ProtocolError, rebuild
+from lora_server.transport.gpu.layout import CLIENT, LinkStatus
+from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.put import VECTOR_BYTES
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader, ResponseHeader
+
+
+class CapturedSite:
+    """One site's step on one link. Keeps what its kernels read."""
+
+    def __init__(self, link: GpuLink, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> None:
+        """header: all of it that does not change; counts, seq and budget are the GPU's. Raises ProtocolError."""
+        if x_TK.dtype not in DTYPE_NAMES or x_TK.stride(1) != 1 or route.row_N is None or route.token_M is None:
+            raise ProtocolError(
+                f"got {x_TK.dtype} activations with strides {x_TK.stride()}, expected contiguous 16-bit rows, and a "
+                "route that counts tokens"
+            )
+        memory = bytearray(slot.HEADER_BYTES)
+        header.pack_into(memoryview(memory))
+        self._header = torch.frombuffer(memory, dtype=torch.uint8).to(link.device)
+        self._queue, self._state, self._x, self._route, self._by_entry = link.queue, link.state, x_TK, route, by_entry
+        self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
+
+    def put(self) -> None:
+        """Sends the rows of the entries that the route has, if it has any, behind what the engine has queued."""
+        x, route, by_entry = self._x, self._route, self._by_entry
+        rows, weights = (route.pair_N, route.weights_N) if by_entry else (route.token_M, None)
+        assert rows is not None and route.row_N is not None
+        row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
+        halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
+        tensors = (self._state, self._header, x, route.counts, route.segments, rows, route.row_N)
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        self._queue.follow_engine()
+        self._queue.launch(
+            "link_put_halves" if halves else "link_put_vectors",
+            *pointers,
+            0 if weights is None else weights.data_ptr(),
+            row_bytes,
+            stride,
+        )
+
+    def wait(self) -> None:
+        """Until the answer is there, the budget is over, or the watchdog says so."""
+        self._queue.launch("link_wait", self._state.data_ptr())
+
+    def add(self, y: torch.Tensor, window: int = 0, column: int = 0) -> None:
+        """A window of the answer to columns [column, ..) of y: a row per entry's pair, or per token, of the route.
+
+        Behind what the engine has queued; what it queues next waits for it.
+        """
+        (begin, end), route = self._windows[window], self._route
+        skip = sum(last - first for first, last in self._windows[:window])
+        width = sum(last - first for first, last in self._windows)
+        rows = route.token_M if self._by_entry else route.pair_N
+        assert rows is not None
+        numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, column, end - begin, skip)
+        pointers = [tensor.data_ptr() for tensor in (self._state, route.counts, rows)]
+        self._queue.follow_engine()
+        self._queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
+        self._queue.lead_engine()
+
+
+class Captured:
+    """Of one link; see this module."""
+
+    def __init__(self, link: GpuLink) -> None:
+        self._link = link
+
+    def site(self, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> CapturedSite:
+        """The launches of a site; `x_TK` and `route` are where each pass leaves what is to be sent."""
+        return CapturedSite(self._link, header, x_TK, route, by_entry)
+
+    def begin(self, seconds: float) -> None:
+        """Before each pass: how long it may wait for an answer."""
+        self._link.tell({"budget_ns": round(seconds * 1e9)})
+
+    def finish(self) -> None:
+        """After each pass: raises the error that a shard answered with, or why the link is broken."""
+        link = self._link
+        state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
+        status, seq = LinkStatus(int(state["status"])), int(state["pushed"])
+        if status is LinkStatus.OK:
+            return
+        if status is not LinkStatus.FAILED:
+            raise link.failure(status, seq)
+        link.tell({"status": LinkStatus.OK})
+        raise _refusal(link, seq)
+
+
+def _refusal(link: GpuLink, seq: int) -> LoraServerError:
+    memory = link.gpu.read(link.response_address(seq), 2 * slot.HEADER_BYTES)
+    header = ResponseHeader.unpack_from(memoryview(bytearray(memory)))
+    code, _, message = memory[slot.HEADER_BYTES :][: header.payload_bytes].decode(errors="replace").partition("\n")
+    return rebuild(code, message)

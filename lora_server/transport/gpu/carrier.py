@@ -1,0 +1,92 @@
+"""A client without a GPU of its own in reach (shared memory, TCP) of a shard whose kernel serves: a host carries.
+
+Its steps are copied into slots of the GPU, and the kernel sees one kind of client. Answers it stores straight into
+the client's region, which is pinned; their signal is a word of the carrier's, so that the client hears of them last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+from lora_server.transport.base import Connection
+from lora_server.transport.gpu.gpu import Gpu
+from lora_server.transport.gpu.slots import SIGNAL_BYTES
+from lora_server.wire import slot
+from lora_server.wire.region import PAGE_BYTES
+
+
+class Carrier:
+    """Of one connection; used by the pump's thread."""
+
+    def __init__(self, gpu: Gpu, connection: Connection) -> None:
+        self._gpu, self.connection = gpu, connection
+        layout = connection.region.layout
+        self._slots = gpu.create(PAGE_BYTES + layout.depth * layout.request_bytes)
+        self._word = mmap.mmap(-1, mmap.PAGESIZE)
+        self._signal = memoryview(self._word)[:SIGNAL_BYTES].cast("Q")
+        self._signal_at, self._unpin_word = gpu.pin(memoryview(self._word))
+        self._region_at, self._unpin = gpu.pin(connection.region.memory)
+        self._queue, self._sent = gpu.queue(), 0
+        self.given_up = threading.Event()
+
+    def words(self) -> dict[str, int]:
+        """For CONNECT: see layout.LINK."""
+        layout, connection = self.connection.region.layout, self.connection
+        return {
+            "epoch": connection.epoch,
+            "client": connection.client,
+            "depth": layout.depth,
+            "request_signal": self._slots.address,
+            "request_slots": self._slots.address + PAGE_BYTES,
+            "request_bytes": layout.request_bytes,
+            "response_signal": self._signal_at,
+            "response_slots": self._region_at + PAGE_BYTES + layout.depth * layout.request_bytes,
+            "response_bytes": layout.response_bytes,
+        }
+
+    @property
+    def is_wild(self) -> bool:
+        """Whether the client signals steps beyond its slots."""
+        return self.connection.requested() > self.connection.served + self.connection.region.layout.depth
+
+    @property
+    def waits(self) -> bool:
+        """For an answer."""
+        return self._sent > self.connection.served
+
+    @property
+    def _answered(self) -> int:
+        return slot.signalled_seq(self._signal[0], self.connection.epoch)
+
+    def carry(self, respond: Callable[[Connection, int, int], None]) -> None:
+        """New steps there, new answers back: a connection, a seq, bytes."""
+        while self._sent < self.connection.requested():
+            self._sent += 1
+            self._send(self._sent)
+        while self.connection.served < min(self._answered, self._sent):
+            seq = self.connection.served + 1
+            respond(self.connection, seq, self._response_bytes(seq))
+
+    def _send(self, seq: int) -> None:
+        region = self.connection.region
+        memory = region.request(seq)
+        nbytes = slot.HEADER_BYTES + slot.payload_bytes(memory)  # the kernel says what is wrong with it
+        at = self._slots.address + PAGE_BYTES + seq % region.layout.depth * region.layout.request_bytes
+        self._queue.send(at, memory[: min(nbytes, len(memory))])
+        while not self._queue.is_idle():  # a copy; the signal goes behind it
+            pass
+        self._gpu.write_word(self._slots.address, slot.signal(self.connection.epoch, seq))
+
+    def _response_bytes(self, seq: int) -> int:
+        memory = self.connection.region.response(seq)
+        header = slot.ResponseHeader.unpack_from(memory)
+        return min(slot.HEADER_BYTES + header.payload_bytes, len(memory))
+
+    def close(self) -> None:
+        """The kernel uses it no more."""
+        self._queue.close()
+        self._slots.close()
+        self._unpin_word()
+        self._unpin()

@@ -1,0 +1,222 @@
+"""A real GPU: memory by CUDA's virtual memory management, kernels by NVRTC, queues that are streams.
+
+CuPy compiles at run time, without nvcc, and caches what came out on disk, under a hash of source, options and compiler,
+by an atomic rename. Nothing here ran on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from kernels_cuda import routing
+from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.cuda import on_torch_stream
+from kernels_cuda.heuristics import STAGES, Variant, choose
+from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.transport import put
+from lora_server.transport.device_memory import Pinned
+from lora_server.transport.gpu import source
+from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
+from lora_server.transport.gpu.needs import check
+from lora_server.transport.virtual_memory import Exported, Imported, call, on_device
+
+HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch takes the nearest
+PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
+LINK = Variant(bulk_copy=False, warps=8)
+ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
+SERVE_OWN_BYTES = 4096  # of shared memory, at most, beside what the compute takes
+
+
+class _Imported(Memory):
+    def __init__(self, memory: Imported) -> None:
+        self._memory, self.address, self.tensor = memory, memory.pointer, memory.tensor
+
+    @override
+    def close(self) -> None:
+        self._memory.close()
+
+
+class _Exported(Shared):
+    def __init__(self, memory: Exported) -> None:
+        self._memory, self.address, self.tensor, self.fd = memory, memory.pointer, memory.tensor, memory.fd
+
+    @override
+    def close(self) -> None:
+        self._memory.close()
+
+
+class CudaQueue(Queue):
+    """A stream."""
+
+    def __init__(self, gpu: CudaGpu, urgent: bool) -> None:
+        self._gpu = gpu
+        with on_device(gpu.device):
+            self._stream = torch.cuda.Stream(gpu.device, priority=HIGHEST if urgent else 0)
+
+    @override
+    def follow_engine(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._gpu.device))
+
+    @override
+    def lead_engine(self) -> None:
+        torch.cuda.current_stream(self._gpu.device).wait_stream(self._stream)
+
+    @override
+    def keep(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+
+    @override
+    def launch(self, kernel: str, *values: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._gpu.launch(kernel, values)
+
+    @override
+    def send(self, address: int, data: memoryview) -> None:
+        call("cuMemcpyHtoDAsync", address, _address(data), data.nbytes, self._stream.cuda_stream)
+
+    @override
+    def fetch(self, data: memoryview, address: int) -> None:
+        call("cuMemcpyDtoHAsync", _address(data), address, data.nbytes, self._stream.cuda_stream)
+
+    @override
+    def is_idle(self) -> bool:
+        return bool(self._stream.query())
+
+    @override
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a GPU that is lost has ended it all
+            self._stream.synchronize()
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class CudaGpu(Gpu):
+    """See Gpu. The caller's thread needs no context: it gets the device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        import cupy
+
+        self.device = device
+        about = cupy.cuda.Device(device.index).attributes
+        self._multiprocessors = int(about["MultiProcessorCount"])
+        optin = about["MaxSharedMemoryPerBlockOptin"]
+        self._serve = choose(torch.cuda.get_device_capability(device), optin - SERVE_OWN_BYTES)
+        self._functions: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        with on_device(device):
+            self._writes = torch.cuda.Stream(device)
+
+    @override
+    def compile(self, source: str) -> None:
+        for kernel, its in self.kernels.items():
+            if its == source:
+                self._function(kernel)
+
+    def _function(self, kernel: str) -> Any:
+        import cupy
+
+        with self._lock, on_device(self.device):
+            if kernel not in self._functions:
+                name = self.kernels[kernel]
+                text = read_source(name, put.FILES | source.FILES)
+                options = (STANDARD, *self._variant(name).defines)
+                module = cupy.RawModule(code=text, options=options, enable_cooperative_groups=name == "serve.cu")
+                function = module.get_function(kernel)
+                if self._shared_bytes(name):
+                    function.max_dynamic_shared_size_bytes = self._shared_bytes(name)
+                self._functions[kernel] = function
+            return self._functions[kernel]
+
+    def _variant(self, source: str) -> Variant:
+        return {"serve.cu": self._serve, "link.cu": LINK, "put.cu": put.VARIANT, "route.cu": ROUTE}[source]
+
+    def _shared_bytes(self, source: str) -> int:
+        if source == "serve.cu":
+            return self._serve.shared_bytes + SERVE_OWN_BYTES
+        return routing.shared_bytes(routing.WARPS) if source == "route.cu" else 256 * (source == "link.cu")
+
+    def launch(self, kernel: str, values: tuple[int, ...]) -> None:
+        """On torch's current stream."""
+        import cupy
+
+        name = self.kernels[kernel]
+        blocks = self._multiprocessors if name == "serve.cu" else 1 if kernel in ("route", "link_wait") else PUT_BLOCKS
+        threads = 32 * (self._variant(name).warps + (name == "serve.cu"))
+        numbers = tuple(cupy.uint64(value) for value in values)
+        with on_torch_stream(self.device):
+            self._function(kernel)((blocks,), (threads,), numbers, shared_mem=self._shared_bytes(name))
+
+    @override
+    def create(self, nbytes: int) -> Shared:
+        with on_device(self.device):
+            try:
+                return _Exported(Exported(nbytes, self.device))
+            except (RuntimeError, ImportError) as error:
+                raise ShardUnavailableError(
+                    f"{self.device}: cannot share {nbytes} bytes for a link ({error}); start the server with a smaller "
+                    "--device-pool, --max-step-rows or --slots"
+                ) from error
+
+    @override
+    def map(self, fd: int, nbytes: int) -> Memory:
+        with on_device(self.device):
+            try:
+                return _Imported(Imported(fd, nbytes, self.device))
+            except (RuntimeError, ImportError) as error:
+                raise ConfigError(
+                    f"transport gpu: {self.device} cannot map the other end's GPU memory ({error}); is its GPU visible "
+                    "to this process? transport='shm' works without"
+                ) from error
+
+    @override
+    def pin(self, memory: memoryview) -> tuple[int, Callable[[], None]]:
+        pinned = Pinned(memory, [(0, memory.nbytes)], self.device)
+        return pinned.pointer(0), pinned.close
+
+    @override
+    def queue(self, urgent: bool = False) -> Queue:
+        return CudaQueue(self, urgent)
+
+    @override
+    def write(self, address: int, data: bytes) -> None:
+        with self._lock, on_device(self.device):
+            call("cuMemcpyHtoDAsync", address, data, len(data), self._writes.cuda_stream)
+            self._writes.synchronize()
+
+    @override
+    def write_word(self, address: int, value: int) -> None:
+        with self._lock, on_device(self.device):
+            call("cuStreamWriteValue64", self._writes.cuda_stream, address, value, 0)
+            self._writes.synchronize()
+
+    @override
+    def read(self, address: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        with self._lock, on_device(self.device):
+            call("cuMemcpyDtoHAsync", _address(memoryview(data)), address, nbytes, self._writes.cuda_stream)
+            self._writes.synchronize()
+        return bytes(data)
+
+
+@cache
+def _open(device: torch.device) -> CudaGpu:
+    check(device)
+    return CudaGpu(device)
+
+
+def open_cuda(device: torch.device) -> Gpu:
+    """One per device and process. Raises ConfigError that names what is missing, and its cure."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _open(torch.device("cuda", index))

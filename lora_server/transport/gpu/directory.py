@@ -1,0 +1,122 @@
+"""Where a shard's kernel finds weights: for (handle, site) an Entry of protocol.cuh, in the GPU's memory.
+
+A handle is an index and a generation. Who is known and not READY keeps a step waiting; a handle of another generation
+is nobody's. READY is written behind everything else, and taken back before pages are: the kernel acknowledges that,
+and the pages are others' once it has done what it ordered before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lora_server.errors import AdapterLoadError
+from lora_server.spec import PROJECTIONS
+from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind
+
+FIRST_PLACES = 1024
+Entries = npt.NDArray[np.void]  # [projections] of ENTRY
+
+
+class DeviceDirectory:
+    """Thread-safe. It grows while no kernel runs."""
+
+    def __init__(self, kernel: ServeKernel, layers: int, places: int = FIRST_PLACES) -> None:
+        self._kernel, self._layers = kernel, layers
+        self._lock = threading.Lock()
+        self._host = np.zeros((places, layers, len(PROJECTIONS)), ENTRY)
+        self._place()
+
+    def _place(self) -> None:
+        """All of it in the GPU's memory, in the place of what was there."""
+        self._device = torch.from_numpy(self._host.reshape(-1).view(np.uint8).copy()).to(self._kernel.gpu.device)
+        self._kernel.read_directory(self._device, len(self._host))
+
+    def know(self, handle: int, foreign: Collection[int]) -> None:
+        """Steps that name it wait until `put`; at `foreign` layers, which are other shards', they are refused.
+
+        Raises AdapterLoadError where another has its index, or it has none.
+        """
+        index, generation = _parts(handle)
+        if not 0 < generation <= MAX_GENERATION:
+            raise AdapterLoadError(f"handle {handle}: got generation {generation}, expected 1 to {MAX_GENERATION}")
+        with self._lock:
+            while index >= len(self._host):
+                self._grow()
+            entries = self._host[index]
+            if entries["generation"].any() and entries["generation"].max() != generation:
+                raise AdapterLoadError(
+                    f"handle {handle}: its place belongs to an adapter that came {1 << HANDLE_BITS} adapters earlier; "
+                    "remove and add that one again"
+                )
+            entries[:] = np.zeros(1, ENTRY)
+            entries["generation"] = generation
+            entries["ready"][list(foreign)] = generation
+            self._write(index)
+
+    def _grow(self) -> None:
+        longer = np.zeros((2 * len(self._host), *self._host.shape[1:]), ENTRY)
+        longer[: len(self._host)] = self._host
+        self._host = longer
+        self._kernel.between(self._place)
+
+    def put(self, handle: int, layer: int, fields: Mapping[int, tuple[int, int, int, range]]) -> None:
+        """A layer's weights are there: by projection row, first tile, tiles of each expert, experts."""
+        index, generation = _parts(handle)
+        with self._lock:
+            entries = self._host[index, layer]
+            for projection, (row, first_tile, tiles_each, experts) in fields.items():
+                entries[projection] = (0, generation, row, first_tile, tiles_each, experts.start, experts.stop)
+            self._write(index, layer)
+            entries["ready"] = generation
+            for projection in range(len(PROJECTIONS)):
+                self._kernel.gpu.write_word(self._address(index, layer, projection), generation)
+
+    def take_back(self, handle: int, foreign: Collection[int]) -> None:
+        """Steps wait for it again; returns when no step reads what it had."""
+        index, _ = _parts(handle)
+        own = [layer for layer in range(self._layers) if layer not in foreign]
+        with self._lock:
+            self._host[index]["ready"][own] = 0
+            self._write_words(index, own)
+        self._retire(index)
+
+    def forget(self, handle: int) -> None:
+        """Steps that name it are refused; returns when no step reads what it had."""
+        index, generation = _parts(handle)
+        with self._lock:
+            if index >= len(self._host) or self._host[index]["generation"].max() != generation:
+                return
+            self._host[index] = np.zeros(1, ENTRY)
+            self._write_words(index, range(self._layers))
+            self._write(index)
+        self._retire(index)
+
+    def _retire(self, index: int) -> None:
+        mailbox = self._kernel.mailbox
+        if not mailbox.closed and self._kernel.launches:
+            mailbox.settle(mailbox.post(CommandKind.RETIRE, index))
+
+    def _address(self, index: int, layer: int = 0, projection: int = 0) -> int:
+        place = (index * self._layers + layer) * len(PROJECTIONS) + projection
+        return self._device.data_ptr() + place * ENTRY.itemsize
+
+    def _write(self, index: int, layer: int | None = None) -> None:
+        part = self._host[index] if layer is None else self._host[index, layer]
+        self._kernel.gpu.write(self._address(index, layer or 0), part.tobytes())
+
+    def _write_words(self, index: int, layers: Collection[int]) -> None:
+        """The `ready` of some layers, each at once."""
+        for layer in layers:
+            for projection in range(len(PROJECTIONS)):
+                word = int(self._host[index, layer, projection]["ready"])
+                self._kernel.gpu.write_word(self._address(index, layer, projection), word)
+
+
+def _parts(handle: int) -> tuple[int, int]:
+    return handle & ((1 << HANDLE_BITS) - 1), handle >> HANDLE_BITS

@@ -1,0 +1,220 @@
+"""An engine on a GPU and a shard whose kernel serves by itself, on one host: slots lie in GPU memory at both ends.
+
+The link's *state block* says where they are, how far it has come, and how long to wait; kernels in CUDA graphs know
+nothing but its address, so that they outlive a link: see `take_over`. Used through Link, a step is put by put.cu as any
+device's, the answer is awaited by a kernel, and a host that asks gets its header. Used by `captured` no host is asked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from kernels_cuda import routing
+from kernels_cuda.routing import Choice
+from lora_server.errors import ConfigError, LoraServerError, ProtocolError
+from lora_server.transport.device_link import DeviceLink
+from lora_server.transport.gpu.gpu import Gpu, Memory, Shared
+from lora_server.transport.gpu.layout import CLIENT, LinkStatus
+from lora_server.transport.gpu.slots import GpuRows, SlotSizes, check_dtype
+from lora_server.transport.put import Put
+from lora_server.transport.rows import Rows
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello, Welcome
+from lora_server.wire.region import PAGE_BYTES
+from lora_server.wire.slot import RequestHeader
+
+ANSWER_BYTES = 2 * slot.HEADER_BYTES  # the header, and the text of a refusal
+LATE_SECONDS = 1.0  # behind its budget, for the kernel that waits to end
+SPIN_SECONDS, LOOK_SECONDS = 100e-6, 20e-6
+
+
+class GpuLink(DeviceLink):
+    """The client's end; see Link and DeviceLink. Each step is waited for before its slot's next one is pushed."""
+
+    transport = "gpu"
+
+    def __init__(self, address: str, hello: Hello, shard: int, gpu: Gpu) -> None:
+        """Raises ConfigError where the shard has no such memory, or it cannot be mapped."""
+        self.gpu = gpu
+        for source in ("put.cu", "route.cu", "link.cu"):
+            gpu.compile(source)
+        self.queue = gpu.queue(urgent=True)
+        self._requests: Memory | None = None
+        self._responses: Shared | None = None
+        self._unpins: list[Callable[[], None]] = []
+        self._waited = 0
+        self.state = torch.zeros(CLIENT.itemsize, dtype=torch.uint8, device=gpu.device)
+        self._home = memoryview(mmap.mmap(-1, mmap.PAGESIZE))  # of the state, after each wait
+        self._pin(self._home)
+        self._client = hello.client
+        super().__init__(address, hello, shard, gpu.device, wants_twin=True, slots=True)
+
+    def _pin(self, memory: memoryview) -> None:
+        self._unpins.append(self.gpu.pin(memory)[1])
+
+    @override
+    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+        if welcome.twin != "slots":
+            raise ConfigError(
+                f"transport gpu: shard {self.shard}: {welcome.why or 'it has no kernel that serves'}; start the server "
+                "with --device cuda --gpu-transport gpu, or attach with transport='auto'"
+            )
+        self._sizes = SlotSizes.of(self.region.layout)
+        self._requests = self.gpu.map(fd, self._sizes.requests)
+        self._responses = self.gpu.create(self._sizes.responses)
+        self._pin(self.region.memory)
+        self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
+        self._offers = [self._responses.fd]
+        self._write_state(self.state)
+        return True
+
+    def _write_state(self, state: torch.Tensor) -> None:
+        """As if no step had been pushed."""
+        assert self._requests is not None and self._responses is not None
+        block, sizes = np.zeros(1, CLIENT), self._sizes
+        for name, value in {
+            "epoch": self.epoch,
+            "client": self._client,
+            "depth": sizes.depth,
+            "request_signal": self._requests.address,
+            "request_slots": self._requests.address + PAGE_BYTES,
+            "request_bytes": sizes.request,
+            "response_signal": self._responses.address,
+            "response_slots": self._responses.address + PAGE_BYTES,
+            "response_bytes": sizes.response,
+        }.items():
+            block[name] = value
+        self.gpu.write(state.data_ptr(), block.tobytes())
+
+    def take_over(self, older: GpuLink) -> None:
+        """What was captured with `older`, which is closed, is this link's from now on, at its first step."""
+        self._write_state(older.state)
+        self.state = older.state
+
+    @property
+    @override
+    def rows(self) -> Rows:
+        assert self._slot_rows is not None
+        return self._slot_rows
+
+    def response_address(self, seq: int) -> int:
+        """Where the answer to a step lies."""
+        assert self._responses is not None
+        return self._responses.address + self._sizes.response_at(seq)
+
+    # -- a step, as a host pushes it
+
+    @override
+    def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
+        check_dtype(header)
+        super().put_rows(header, x_TK, rows_M)
+
+    @override
+    def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
+        check_dtype(header)
+        super().put_routed(header, x_TK, choice, by_entry)
+
+    @override
+    def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return rows_M
+        return rows_M.pin_memory().to(self.device, non_blocking=True)
+
+    @override
+    def _address(self, seq: int | None) -> int:
+        assert self._requests is not None
+        return self._requests.address + (0 if seq is None else self._sizes.request_at(seq))
+
+    @override
+    def push(self, seq: int, nbytes: int) -> None:
+        """Tables first, in the same queue; without rows the kernel only signals."""
+        self.queue.follow_engine()
+        put = self._waiting[0] if self._waiting else None
+        routed = put is not None and put.route is not None
+        rows_bytes = 0 if put is None or put.rows_M is None else len(put.rows_M) * put.x.shape[1] * put.x.element_size()
+        tables = slot.HEADER_BYTES if routed else nbytes - rows_bytes
+        self.queue.send(self._address(seq), self.region.request(seq)[:tables])
+        super().push(seq, nbytes)
+
+    @override
+    def _launch(self, step: Put, choice: Choice | None) -> None:
+        if choice is not None:
+            assert step.route is not None
+            self.queue.launch("route", *routing.arguments(choice, step.route))
+        self.queue.launch(step.kernel, *step.arguments())
+        self.queue.keep(step.x, step.rows_M, *(choice.tensors if choice is not None else ()))
+
+    @override
+    def _ring(self) -> None:
+        """The kernel looks by itself."""
+
+    @override
+    def wait(self, seq: int, deadline: float) -> None:
+        """By a kernel, which ends at the deadline, or when the shard is gone; the headers come home behind it."""
+        assert self._requests is not None and self._responses is not None
+        budget_ns = max(0, round((deadline - time.monotonic()) * 1e9))
+        self.tell({"pushed": seq, "budget_ns": budget_ns, "status": LinkStatus.OK, "abort": 0})
+        queue, sizes = self.queue, self._sizes
+        queue.launch("link_wait", self.state.data_ptr())
+        queue.fetch(self._home[: CLIENT.itemsize], self.state.data_ptr())
+        queue.fetch(self.region.request(seq)[: slot.HEADER_BYTES], self._requests.address + sizes.request_at(seq))
+        queue.fetch(self.region.response(seq)[:ANSWER_BYTES], self.response_address(seq))
+        self._until_idle(seq, deadline + LATE_SECONDS)
+        status = LinkStatus(int(np.frombuffer(self._home, CLIENT, 1)["status"][0]))
+        if status in (LinkStatus.OK, LinkStatus.FAILED):
+            self._waited = max(self._waited, seq)
+            return
+        raise self.failure(status, seq)
+
+    def failure(self, status: LinkStatus, seq: int) -> LoraServerError:
+        """What a status means that is neither OK nor FAILED: the link is broken."""
+        return {LinkStatus.TIMEOUT: self._timeout, LinkStatus.ABORTED: self._gone}.get(status, self._broken)(seq)
+
+    def _until_idle(self, seq: int, deadline: float) -> None:
+        """The watchdog: a shard that is gone answers nothing."""
+        began = time.monotonic()
+        while not self.queue.is_idle():
+            now = time.monotonic()
+            if now - began < SPIN_SECONDS:
+                continue
+            if not self._peer_alive():
+                self.tell({"abort": 1})
+            if now > deadline:
+                self.tell({"abort": 1})
+                raise self._timeout(seq)
+            time.sleep(LOOK_SECONDS)
+
+    def _broken(self, seq: int) -> ProtocolError:
+        return ProtocolError(
+            f"shard {self.shard} seq {seq}: the answer is to another step; the next request joins anew"
+        )
+
+    def tell(self, words: dict[str, int]) -> None:
+        """Words of the state block, to kernels that run too."""
+        assert CLIENT.fields is not None
+        for name, value in words.items():
+            self.gpu.write_word(self.state.data_ptr() + CLIENT.fields[name][1], value)
+
+    @override
+    def responded(self) -> int:
+        return self._waited
+
+    # -- its end
+
+    @override
+    def close(self) -> None:
+        """Unmaps once nothing of this process uses it; the shard keeps what it mapped."""
+        self.tell({"abort": 1})
+        self.queue.close()
+        for memory in (self._requests, self._responses):
+            if memory is not None:
+                memory.close()
+        while self._unpins:
+            self._unpins.pop()()
+        super().close()

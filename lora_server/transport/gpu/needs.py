@@ -1,0 +1,119 @@
+"""What a machine must have for steps that no host touches, and the cure for what it lacks.
+
+`check` asks the machine; the rules are functions of its answers, so that they can be tried anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lora_server.errors import ConfigError
+
+LEAST_DRIVER = 12040  # as the driver counts: CUDA 12.4
+MODULES = {  # to the cure
+    "cupy": "install lora-server[cuda]",
+    "cuda.bindings": "install lora-server[cuda]",
+    "cuda.bindings.nvrtc": "install nvidia-cuda-nvrtc of the driver's CUDA, which torch for CUDA brings",
+}
+FEATURES = {  # the driver's attribute of a device, to the cure
+    "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "update the driver; a vGPU may not offer it",
+    "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": "run on Linux, outside WSL",
+    "COOPERATIVE_LAUNCH": "a GPU of compute capability 8.0 or later has it",
+    "CAN_USE_STREAM_MEM_OPS_V1": "update the driver to 535 or later, or load nvidia with NVreg_EnableStreamMemOPs=1",
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a machine said. `driver` is 0 where none answers; `failed` are modules that do not load, and why."""
+
+    driver: int
+    failed: Mapping[str, str]
+    lacking: frozenset[str] = frozenset()  # of FEATURES
+
+
+def missing(answers: Answers) -> list[str]:
+    """What `gpu` lacks: a line each, with its cure."""
+    found = [f"{name}: {why}; {MODULES[name]}" for name, why in answers.failed.items()]
+    if "cuda.bindings" in answers.failed:  # nobody could be asked
+        return found
+    if not answers.driver:
+        return [*found, "no NVIDIA driver answers; install one, or give the container the GPU (--gpus all)"]
+    if answers.driver < LEAST_DRIVER:
+        found.append(
+            f"driver: got CUDA {_version(answers.driver)}, expected {_version(LEAST_DRIVER)} or later; update it"
+        )
+    return found + [
+        f"{name.lower()}: the GPU or its driver does not have it; {FEATURES[name]}"
+        for name in FEATURES
+        if name in answers.lacking
+    ]
+
+
+def ask(index: int) -> Answers:
+    """This machine, about one of its GPUs."""
+    failed = {}
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a broken installation fails in many ways
+            failed[name] = f"{type(error).__name__}: {error}"
+    if "cuda.bindings" in failed:
+        return Answers(0, failed)
+    from lora_server.transport.virtual_memory import DriverError, call, driver
+
+    try:
+        call("cuInit", 0)
+        version = int(call("cuDriverGetVersion"))
+        attributes = driver().CUdevice_attribute
+        lacking = [
+            name
+            for name in FEATURES
+            if not call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), index)
+        ]
+    except (DriverError, RuntimeError):
+        return Answers(0, failed)
+    return Answers(version, failed, frozenset(lacking))
+
+
+def check(device: torch.device) -> None:
+    """Raises ConfigError that names all that is missing."""
+    lacks = missing(ask(device.index or 0))
+    if lacks:
+        raise ConfigError("transport gpu: " + "; and ".join(lacks) + "; cuda_ipc and shm work without")
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+# -- beyond a node
+
+
+def missing_for_network(root: Path = Path("/"), dma_buf: bool = False) -> list[str]:
+    """What NVSHMEM's IBGDA lacks on a host, whose /proc and /sys lie below `root`; `dma_buf`: the driver has it."""
+    found = []
+    if not list(root.glob("sys/class/infiniband/mlx5_*")):
+        found.append("no mlx5 network card; expected a ConnectX with its driver loaded")
+    modules = _text(root / "proc/modules")
+    if not dma_buf and not any(line.startswith("nvidia_peermem ") for line in modules.splitlines()):
+        found.append("neither DMA-BUF nor nvidia_peermem; modprobe nvidia_peermem, or use the open kernel modules")
+    options = _text(root / "proc/driver/nvidia/params")
+    if "PeerMappingOverride=1" not in options and not (root / "dev/gdrdrv").exists():
+        found.append(
+            "the network card's queues cannot be rung by the GPU, nor by GDRCopy; load nvidia with "
+            'NVreg_RegistryDwords="PeerMappingOverride=1;", or install GDRCopy'
+        )
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,87 @@
+"""The memory of a link: a signal and `depth` slots at each end, in the memory of the GPU that reads them.
+
+Slots are those of wire.slot; rows have 16 bits, so they take about half of what a region's do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from typing_extensions import override
+
+from lora_server.errors import ProtocolError
+from lora_server.transport.rows import TORCH_DTYPES, Rows
+from lora_server.wire import slot
+from lora_server.wire.region import PAGE_BYTES, RegionLayout
+from lora_server.wire.slot import RequestHeader
+
+SIGNAL_BYTES = 8
+
+
+class SlotSizes(NamedTuple):
+    """Of one link. The signal is at the start of each end's memory, slots begin a page behind it."""
+
+    depth: int
+    request: int
+    response: int
+
+    @classmethod
+    def of(cls, layout: RegionLayout) -> SlotSizes:
+        """What holds every step that the region's slots hold, in elements half as large."""
+        tables = slot.aligned(layout.table_bytes or slot.HEADER_BYTES)
+        request = tables + (layout.request_bytes - tables) // 2 + slot.ALIGN
+        response = slot.HEADER_BYTES + (layout.response_bytes - slot.HEADER_BYTES) // 2 + slot.ALIGN
+        return cls(layout.depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES))
+
+    @property
+    def requests(self) -> int:
+        """Bytes of the shard's end."""
+        return PAGE_BYTES + self.depth * self.request
+
+    @property
+    def responses(self) -> int:
+        """Bytes of the client's end."""
+        return PAGE_BYTES + self.depth * self.response
+
+    def request_at(self, seq: int) -> int:
+        """Where a step's request begins."""
+        return PAGE_BYTES + seq % self.depth * self.request
+
+    def response_at(self, seq: int) -> int:
+        """Where its response begins."""
+        return PAGE_BYTES + seq % self.depth * self.response
+
+
+class GpuRows(Rows):
+    """Of a link's slots; see Rows. `requests`, `responses`: uint8, an end's memory each."""
+
+    def __init__(self, requests: torch.Tensor, responses: torch.Tensor, sizes: SlotSizes) -> None:
+        self._requests, self._responses, self._sizes = requests, responses, sizes
+
+    @override
+    def request(self, header: RequestHeader) -> torch.Tensor:
+        """Raises ProtocolError for rows of 32 bits."""
+        rows, width = header.num_rows, header.in_end - header.in_begin
+        end = self._sizes.request_at(header.seq) + slot.HEADER_BYTES + header.payload_bytes
+        return _rows(self._requests, end - 2 * rows * width, rows, width, header)
+
+    @override
+    def response(self, header: RequestHeader) -> torch.Tensor:
+        """Raises as `request` does."""
+        begin = self._sizes.response_at(header.seq) + slot.HEADER_BYTES
+        return _rows(self._responses, begin, header.num_out_rows, header.out_width, header)
+
+
+def check_dtype(header: RequestHeader) -> None:
+    """Raises ProtocolError for rows of 32 bits."""
+    if slot.ELEMENT_BYTES[header.dtype] != 2:
+        raise ProtocolError(
+            f"{header.where}: got {slot.DTYPES[header.dtype]} rows for a GPU, expected bfloat16 or float16; run the "
+            "engine in one of them, or attach with transport='shm'"
+        )
+
+
+def _rows(memory: torch.Tensor, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
+    check_dtype(header)
+    return memory[begin : begin + 2 * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)

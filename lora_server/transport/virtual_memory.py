@@ -1,0 +1,177 @@
+"""CUDA's virtual memory management: memory that a process creates and hands over as a descriptor.
+
+The physical memory lives until the last process has unmapped it, so that no side's death takes it from under another's
+kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+def driver() -> Any:
+    """cuda.bindings; raises ImportError where lora-server[cuda] is not installed."""
+    from cuda.bindings import driver as bindings
+
+    return bindings
+
+
+def call(name: str, *arguments: object) -> Any:
+    """One function of the driver: its results without the error code. Raises DriverError."""
+    error, *results = getattr(driver(), name)(*arguments)
+    if int(error) != 0:
+        raise DriverError(f"{name}: {error.name}")
+    return results[0] if len(results) == 1 else results
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """The device's context is this thread's; CuPy sets it even where torch believes that it is."""
+    import cupy
+
+    with cupy.cuda.Device(device.index):
+        cupy.cuda.runtime.setDevice(device.index)
+        yield
+
+
+def as_tensor(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] over memory that is not torch's; it keeps `owner` alive.
+
+    It is labelled as `device`'s, whichever GPU it lies on, so that no copy makes a context on another.
+    """
+    import cupy
+
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(pointer, nbytes, owner, device.index), 0)
+    return from_dlpack(cupy.ndarray((nbytes,), cupy.uint8, memory))
+
+
+def can_share_descriptors(device: torch.device) -> bool:
+    """Whether memory of the device can be exported as a descriptor."""
+    names = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+    attributes = driver().CUdevice_attribute
+    return all(
+        call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), device.index) for name in names
+    )
+
+
+class _Mapped:
+    """Physical memory in this process's address space, readable and writable by one device."""
+
+    def __init__(self, handle: Any, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.pointer, self._mapped = nbytes, 0, False
+        try:
+            self.pointer = int(call("cuMemAddressReserve", nbytes, 0, 0, 0))
+            call("cuMemMap", self.pointer, nbytes, 0, handle, 0)
+            self._mapped = True
+            access = driver().CUmemAccessDesc()
+            access.location = _location(device)
+            access.flags = driver().CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            call("cuMemSetAccess", self.pointer, nbytes, [access], 1)
+        except DriverError:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        """Idempotent; no kernel of this process may still use it. Does not wait for the GPU."""
+        if self._mapped:
+            call("cuMemUnmap", self.pointer, self.nbytes)
+            self._mapped = False
+        if self.pointer:
+            call("cuMemAddressFree", self.pointer, self.nbytes)
+            self.pointer = 0
+
+
+def _location(device: torch.device) -> Any:
+    location = driver().CUmemLocation()
+    location.type = driver().CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = device.index
+    return location
+
+
+def _properties(device: torch.device) -> Any:
+    wanted = driver().CUmemAllocationProp()
+    wanted.type = driver().CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    wanted.location = _location(device)
+    wanted.requestedHandleTypes = _descriptor()
+    return wanted
+
+
+def _descriptor() -> Any:
+    return driver().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _whole(nbytes: int, device: torch.device) -> int:
+    """In whole units of allocation (2 MiB), which nobody else's memory shares."""
+    minimum = driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    granularity = int(call("cuMemGetAllocationGranularity", _properties(device), minimum))
+    return -(-nbytes // granularity) * granularity
+
+
+def zero(memory: torch.Tensor) -> None:
+    """What a GPU's memory held before was another's."""
+    stream = torch.cuda.Stream(memory.device)
+    with torch.cuda.stream(stream):
+        memory.zero_()
+    stream.synchronize()
+
+
+class Imported:
+    """Another process's memory, by a descriptor that stays the caller's; `tensor` is uint8 [nbytes] over it."""
+
+    def __init__(self, fd: int, nbytes: int, device: torch.device) -> None:
+        """Raises RuntimeError."""
+        physical = call("cuMemImportFromShareableHandle", fd, _descriptor())
+        try:
+            self._mapped = _Mapped(physical, _whole(nbytes, device), device)
+        finally:
+            call("cuMemRelease", physical)
+        self._device, self.pointer = device, self._mapped.pointer
+        self.tensor = as_tensor(self.pointer, nbytes, None, device)
+
+    def close(self) -> None:
+        """Unmap; idempotent. The caller has waited for its kernels."""
+        with on_device(self._device):
+            self._mapped.unmap()
+
+
+class Exported:
+    """Memory of this process, zeroed, that others map by `fd`; `tensor` is all of it, whole units of allocation."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises RuntimeError where there is no room, or it cannot be shared."""
+        self._device, self.fd, self._mapped = device, -1, None
+        nbytes = _whole(nbytes, device)
+        physical = call("cuMemCreate", nbytes, _properties(device), 0)
+        try:
+            self.fd = int(call("cuMemExportToShareableHandle", physical, _descriptor(), 0))
+            self._mapped = _Mapped(physical, nbytes, device)
+            self.pointer = self._mapped.pointer
+            self.tensor = as_tensor(self.pointer, nbytes, None, device)
+            zero(self.tensor)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            call("cuMemRelease", physical)  # the mapping and the descriptor hold it
+
+    _mapped: _Mapped | None
+
+    def close(self) -> None:
+        """Unmap, whatever others do: their own mappings hold what they map. Idempotent; raises RuntimeError."""
+        mapped, self._mapped = self._mapped, None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        with on_device(self._device):
+            if mapped is not None:
+                mapped.unmap()

@@ -1,0 +1,58 @@
+"""Steps of one adapter at one site, by hand, over any link of a session."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from lora_server.spec import PROJECTIONS, Site
+from lora_server.transport.session import Session
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader, ResponseHeader
+
+ROWS = 3
+SITE = Site(0, "qkv")
+SECONDS = 60.0
+IN_MAP, PROJECTION = slot.HAS_IN_MAP, PROJECTIONS.index(SITE.projection)
+
+
+class Steps:
+    """Of one client; `x` are the rows of each."""
+
+    def __init__(self, session: Session, handle: int, shard: int = 0) -> None:
+        self.link, self.terms, self.handle, self.seq = session.links[shard], session.terms, handle, 0
+        spec = session.terms.spec
+        self.windows = ((0, spec.out_width(SITE)),)
+        self.x = torch.randn(ROWS, spec.in_width(SITE), generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def header(self, seq: int, payload_bytes: int, seconds: float = SECONDS) -> RequestHeader:
+        client, epoch = self.terms.client, self.terms.epoch
+        where = (seq % self.link.region.layout.depth, SITE.layer, PROJECTION, slot.DTYPES.index("bfloat16"))
+        counts = (ROWS, ROWS, 1, ROWS, 0, self.x.shape[1])
+        return RequestHeader(
+            0, 0, client, epoch, seq, *where, *counts, self.windows, payload_bytes, int(seconds * 1e6), 0
+        )
+
+    def push(self, seconds: float = SECONDS) -> RequestHeader:
+        self.seq += 1
+        at = slot.request_offsets(1, ROWS, 0, ROWS * self.x.shape[1] * 2)
+        header, memory = self.header(self.seq, at.end - slot.HEADER_BYTES, seconds), self.link.region.request(self.seq)
+        header.pack_into(memory)
+        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, ROWS]
+        self.link.put_rows(header, self.x, torch.arange(ROWS))
+        self.link.push(self.seq, at.end)
+        return header
+
+    def step(self, seconds: float = SECONDS) -> torch.Tensor | str:
+        """Its rows, or the code of the error that it was answered with."""
+        sent = self.push(seconds)
+        self.link.wait(sent.seq, time.monotonic() + SECONDS)
+        memory = self.link.region.response(sent.seq)
+        header = ResponseHeader.unpack_from(memory)
+        assert (header.client, header.epoch, header.seq) == (sent.client, sent.epoch, sent.seq)
+        if header.status == slot.OK:
+            return self.link.rows.response(sent).clone()
+        text = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]).decode()
+        return text.partition("\n")[0]
