@@ -47,7 +47,10 @@ class Steps:
 
     def step(self, seconds: float = SECONDS) -> torch.Tensor | str:
         """Its rows, or the code of the error that it was answered with."""
-        sent = self.push(seconds)
+        return self.answer(self.push(seconds))
+
+    def answer(self, sent: RequestHeader) -> torch.Tensor | str:
+        """To a step that was pushed."""
         self.link.wait(sent.seq, time.monotonic() + SECONDS)
         memory = self.link.region.response(sent.seq)
         header = ResponseHeader.unpack_from(memory)

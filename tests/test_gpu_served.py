@@ -19,7 +19,7 @@ from client_connector.transformers import attach
 from lora_server.demo import children, tiny
 from lora_server.demo.engine import pad
 from lora_server.demo.launch import RunningServer, running_server
-from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.errors import ShardUnavailableError
 from tests import emulated, emulated_gpu
 from tests.gpu_steps import Steps
 from tests.serving import cli, shard_processes, status, until
@@ -149,10 +149,3 @@ def test_a_shard_that_dies_is_missed_and_its_successor_serves(served):
     steps = Steps(session, session.acquire(["fused"])[0].handle)
     assert torch.equal(steps.step(), before)
     session.leave()
-
-
-def test_a_server_without_such_a_kernel_says_so(served, tmp_path):
-    load = served.load
-    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--dtype", "bfloat16"]) as server:
-        with pytest.raises(ConfigError, match="the shard does not compute on a GPU; start the server with"):
-            RemoteServer(server.address, "gpu").join()

@@ -1,0 +1,214 @@
+"""What a shard's host does for a kernel that serves by itself, and a client's for its own; kernels run on this CPU."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from kernels_cuda.routing import Route
+from lora_server.control.registry import FIRST_HANDLE
+from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
+from lora_server.spec import Site
+from lora_server.transport.base import Grant, Port
+from lora_server.transport.gpu.captured import Captured
+from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
+from lora_server.transport.gpu.layout import CLIENT, MAX_GENERATION, SERVE, handle_of
+from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
+from lora_server.transport.shm import ShmListener
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+from tests import emulated, emulated_gpu
+from tests.gpu_host import Host
+from tests.gpu_steps import IN_MAP, ROWS, SITE
+from tests.serving import until
+from tests.workload import spec_of
+
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory, tiny_adapters):
+    """One whose kernel leaves whenever nobody has asked for 20 ms."""
+    one = Host(tmp_path_factory.mktemp("shard"), idle_ns=20_000_000)
+    yield one
+    one.close()
+
+
+@needs_emulator
+def test_a_kernel_that_leaves_is_launched_again(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    before, launches = steps.step(), host.kernel.launches
+    until(lambda: host.kernel.launches > launches + 1, "it left, twice")
+    assert torch.equal(steps.step(), before)
+    steps.link.close()
+
+
+@needs_emulator
+def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(host, tiny_adapters):
+    known = host.load(tiny_adapters["bf16"], eager=False)
+    steps = host.join(known)
+    host.store.drop(known)
+    assert steps.step() == "unknown_adapter", "a handle of nobody's"
+    never = handle_of(500, 1)
+    host.tier.know(never)
+    steps.handle = never
+    assert steps.step(seconds=0.2) == "step_timeout"
+    host.tier.forget(never)
+    steps.handle = host.load(tiny_adapters["all"], eager=False)
+    assert isinstance(steps.step(), torch.Tensor)
+    steps.link.close()
+    until(lambda: not host.port.connections, "it went")
+
+
+@needs_emulator
+def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, tiny_adapters):
+    """The directory, and the workspace of higher ranks, while a client's steps go on."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    before, stop, wrong = steps.step(), threading.Event(), list[object]()
+
+    def on_and_on() -> None:
+        while not stop.is_set():
+            got = steps.step()
+            if not (isinstance(got, torch.Tensor) and torch.equal(got, before)):
+                wrong.append(got)
+
+    thread = threading.Thread(target=on_and_on)
+    thread.start()
+    host.tier.know(handle_of(5000, 1))
+    host.kernel.reserve_rank(48)
+    stop.set()
+    thread.join(60)
+    assert not wrong and torch.equal(steps.step(), before)
+    host.tier.forget(handle_of(5000, 1))
+    steps.link.close()
+
+
+def routed(steps, entries: int) -> Route:
+    """Rows 2, 0, 1 of x, which are those of tokens 2, 0, 1."""
+    route, ints = Route.empty(ROWS, "cpu", max_rows=ROWS), torch.tensor([2, 0, 1], dtype=torch.int32)
+    route.counts.copy_(torch.tensor([1, entries, entries, entries]))
+    route.segments[0] = torch.tensor([steps.handle, 0, 0, entries], dtype=torch.int32)
+    route.token_M.copy_(ints), route.pair_N.copy_(ints), route.row_N.copy_(torch.arange(ROWS, dtype=torch.int32))
+    return route
+
+
+@needs_emulator
+def test_captured_launches_outlive_their_link(host, tiny_adapters):
+    """put, wait and add: the deltas that a host gets, or an error; nothing is sent for nobody."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    deltas = steps.step()
+    link = host.join(steps.handle).link
+    captured, route = Captured(link), routed(steps, ROWS)
+    header = steps.header(0, 0)._replace(flags=IN_MAP)
+    site = captured.site(header, steps.x, route, by_entry=False)
+
+    def run() -> torch.Tensor:
+        y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+        captured.begin(60)
+        site.put(), site.wait(), site.add(y)
+        captured.finish()
+        return y
+
+    def pushed() -> int:
+        return int(np.frombuffer(bytes(link.state.tolist()), CLIENT)["pushed"][0])
+
+    assert torch.equal(run(), deltas) and torch.equal(run(), deltas) and pushed() == 2
+    route.counts.zero_()
+    assert not run().any() and pushed() == 2
+    route.counts.copy_(routed(steps, ROWS).counts)
+    route.segments[0, 0] = handle_of(700, 1)
+    with pytest.raises(UnknownAdapterError, match="names an adapter that is not here"):
+        run()
+    route.segments[0, 0] = steps.handle
+    assert torch.equal(run(), deltas)
+    link.close()
+    link, older = host.join(steps.handle).link, link
+    link.take_over(older)
+    captured = Captured(link)
+    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+    captured.begin(60)
+    site._queue = link.queue  # the old link's has ended; a graph has none
+    site.put(), site.wait(), site.add(y)
+    captured.finish()
+    assert torch.equal(y, deltas) and pushed() == 1
+    link.close(), steps.link.close()
+
+
+@needs_emulator
+def test_at_the_end_who_waits_hears_of_it(tmp_path, tiny_adapters):
+    host = Host(tmp_path)
+    host.tier.know(handle_of(9, 1))
+    steps = host.join(handle_of(9, 1))
+    sent = steps.push()
+    until(lambda: np.frombuffer(bytes(host.kernel._serve.tolist()), SERVE)["tickets"][0] == 1, "it was taken")
+    host.stop()
+    assert steps.answer(sent) == "shard_unavailable"
+    steps.link.close()
+    host.close()
+
+
+@needs_emulator
+def test_a_kernel_without_a_heartbeat_ends_its_shard():
+    class Dead(emulated_gpu.EmulatedGpu):
+        def queue(self, urgent=False):
+            queue = super().queue(urgent)
+            queue.launch = lambda *values: None
+            return queue
+
+    spec = spec_of("mixtral")
+    kernel = ServeKernel(Dead(), spec, torch.bfloat16, RegionLayout.for_model(spec, 8, 2), 8, heartbeat_seconds=0.05)
+    kernel.start()
+    with pytest.raises(KernelLostError, match=r"no heartbeat for 0.05 s"):
+        until(kernel.look, "it is missed")
+
+
+@needs_emulator
+def test_an_adapter_of_uneven_experts_is_refused(host):
+    site = Site(0, "gate_up")
+    uneven = host.tier.directory.absent(site)
+    uneven[:, 0], uneven[:, 1] = 3, np.arange(len(uneven)) ** 2
+    with pytest.raises(AdapterLoadError, match=r"its experts differ.*--gpu-transport cuda_ipc"):
+        host.tier._regular(site, uneven)
+
+
+@needs_emulator
+def test_a_shard_without_such_memory_says_so(tmp_path):
+    port = Port(RegionLayout(2, 8192, 4096, 1024))
+    listener = ShmListener(port, tmp_path / "shard.sock")
+    port.grant(Grant(1, 1, b"key"))
+    with pytest.raises(ConfigError, match="the shard does not compute on a GPU"):
+        GpuLink(listener.address, Hello(1, 1, b"key"), 0, emulated_gpu.EmulatedGpu())
+    listener.close()
+
+
+def test_the_first_handle_is_one_that_kernels_take():
+    assert handle_of(1, 1) == FIRST_HANDLE and FIRST_HANDLE >> 16 <= MAX_GENERATION
+
+
+def test_what_a_machine_lacks_is_named_with_its_cure():
+    assert missing(Answers(13000, {})) == []
+    assert missing(Answers(0, {"cuda.bindings": "ImportError: x"})) == [
+        "cuda.bindings: ImportError: x; install lora-server[cuda]"
+    ]
+    (line,) = missing(Answers(0, {}))
+    assert "no NVIDIA driver answers" in line
+    old = missing(Answers(12020, {}, frozenset(["HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"])))
+    assert "got CUDA 12.2, expected 12.4" in old[0] and "outside WSL" in old[1]
+
+
+def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
+    lacks = missing_for_network(tmp_path)
+    assert [
+        word for word in ("mlx5", "nvidia_peermem", "PeerMappingOverride") if not any(word in line for line in lacks)
+    ] == []
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/modules").write_text("nvidia_peermem 16384 0 - Live 0x0\n")
+    (tmp_path / "proc/driver/nvidia/params").write_text('RegistryDwords: "PeerMappingOverride=1;"\n')
+    assert missing_for_network(tmp_path) == []
+    (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live 0x0\n")
+    assert len(missing_for_network(tmp_path)) == 1 and missing_for_network(tmp_path, dma_buf=True) == []
