@@ -70,7 +70,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.admission --pools 12 16 --seconds 20
 	$(BIN)/python -m bench.kernels --roofline
 
-# a GPU's host may have no network: without a .venv of ours it runs with what its own Python has (docs/gpu.md)
+# a GPU's host may have no network: without a .venv of ours it runs with what its own Python has (docs/gpu-run.md)
 BARE = $(and $(shell command -v nvidia-smi),$(if $(wildcard $(VENV)/ready),,yes))
 gpu: $(if $(BARE),,$(VENV)/ready)
 	$(if $(BARE),$(PYTHON),$(BIN)/python) -m bench.gpu_run $(ARGS)

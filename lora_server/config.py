@@ -165,10 +165,11 @@ class ServeConfig(BaseSettings):
     def _numbers(self) -> ServeConfig:
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
-        if self.gpu_transport == "gpu" and (self.device != "cuda" or self.coordination != "independent"):
+        settings = (self.device, self.coordination, self.wire)
+        if self.gpu_transport == "gpu" and settings != ("cuda", "independent", "exact"):
             raise ValueError(
-                f"gpu-transport: got gpu with --device {self.device} and --coordination {self.coordination}; expected "
-                "--device cuda and --coordination independent"
+                f"gpu-transport: got gpu with --device {self.device}, --coordination {self.coordination} and --wire "
+                f"{self.wire}; expected cuda, independent and exact"
             )
         if self.watch and self.adapters is None:
             raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu_run`: everything that wants a GPU, in stages that each end by a deadline (docs/gpu.md).
+"""`python -m bench.gpu_run`: everything that wants a GPU, in stages that each end by a deadline (docs/gpu-run.md).
 
 stages     the table                                  runner   one stage as a process, its deadline
 state      what ended, on disk, so that it resumes    record   what a stage found, line by line

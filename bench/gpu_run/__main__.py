@@ -3,7 +3,7 @@
 Runs what wants a GPU, stage by stage, and writes after each. A second call goes on where the first one stopped: what
 passed or failed is skipped, what was cut (at its deadline, or with the run) or could not run begins again, and what
 did not fit the budget follows.
-Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a wrong flag. See docs/gpu.md.
+Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a wrong flag. See docs/gpu-run.md.
 """
 
 from __future__ import annotations

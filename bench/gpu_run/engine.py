@@ -139,6 +139,7 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         case = Case(Path(scratch), torch.device(arguments.device), arguments.new_tokens)
         flags = ["--base-model", str(case.base), "--adapters", str(case.adapters), "--device", arguments.device]
         flags += ["--device-pool", "1GiB", "--max-step-rows", "1024"] if arguments.device == "cuda" else []
+        flags += ["--gpu-transport", "gpu"] if "gpu" in arguments.transports.split(",") else []
         peft = by_peft(case, case.dtype)
         exact = peft if case.dtype == torch.float32 else by_peft(case, torch.float32)
         with running_server(Path(scratch) / "log", flags) as server:

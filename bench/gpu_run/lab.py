@@ -94,6 +94,7 @@ def open_lab(work: Path, device: str, transport: str) -> Iterator[Lab]:
     base, adapters = make_files(work)
     flags = ["--base-model", str(base), "--adapters", str(adapters), "--lease-seconds", str(LEASE_SECONDS)]
     flags += ["--device", device, *(["--device-pool", "256MiB"] if device == "cuda" else [])]
+    flags += ["--gpu-transport", "gpu"] if transport == "gpu" else []
     with running_server(work / "server.log", flags) as server:
         lab = Lab(server, base, device, transport)
         try:

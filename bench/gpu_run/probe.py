@@ -47,6 +47,8 @@ COMPILED = {  # what later stages and the tests launch
        for dtype in ("bfloat16", "float16") for kernel in ("lora_step", "shrink", "expand")},
     "route": "router(device)",
     "put": "try_out(torch.cuda.Stream(device), device)",
+    "serve": "CudaGpu(device).compile('serve.cu')",
+    "link": "CudaGpu(device).compile('link.cu')",
     **{variants.name(variant): f"CudaKernels(device, {variant}).compile(torch.bfloat16)"
        for variant in variants.VARIANTS},
     **{f"test {number}": f"CudaKernels(device, {text}).compile(torch.bfloat16)" for number, text in enumerate(
@@ -58,6 +60,7 @@ import sys, cupy, torch
 from kernels_cuda.cuda import CudaKernels, kernels
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import router
+from lora_server.transport.gpu.cuda import CudaGpu
 from lora_server.transport.put import try_out
 device = torch.device("cuda", 0)
 """

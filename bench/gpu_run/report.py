@@ -60,7 +60,7 @@ def kernels_document(outcomes: dict[str, Outcome]) -> dict[str, Any]:
 
 def text(stages: Sequence[Stage], outcomes: dict[str, Outcome], gpu: str, date: str) -> str:
     """The whole report."""
-    parts = [f"# GPU run: {gpu}, {date}", "`python -m bench.gpu_run`; what its stages are: docs/gpu.md."]
+    parts = [f"# GPU run: {gpu}, {date}", "`python -m bench.gpu_run`; what its stages are: docs/gpu-run.md."]
     parts += [*_code(outcomes), _stages(stages, outcomes)]
     for title, section in SECTIONS:
         if found := section(outcomes):

@@ -20,8 +20,10 @@ class Stage:
     resumes: bool = False
 
 
-def _stage(name: str, seconds: float, about: str, module: str = "", resumes: bool = False) -> Stage:
-    return Stage(name, seconds, about, f"bench.gpu_run.{module or name}", resumes=resumes)
+def _stage(
+    name: str, seconds: float, about: str, module: str = "", resumes: bool = False, arguments: tuple[str, ...] = ()
+) -> Stage:
+    return Stage(name, seconds, about, f"bench.gpu_run.{module or name}", arguments, resumes)
 
 
 STAGES = (
@@ -30,10 +32,19 @@ STAGES = (
     _stage("correctness", 120, "every width, rank and popularity against float64, bits against bits", resumes=True),
     _stage("sanitizer", 180, "memcheck and racecheck on small cases"),
     _stage("ipc", 180, "CUDA IPC end to end; either side killed or stopped in a step: does the other's context live?"),
+    _stage("served", 120, "a kernel that serves by itself: right answers, latency by Link and captured, 10,000 steps"),
+    _stage("ipc-gpu", 180, "the same as ipc, with --gpu-transport gpu", "ipc", arguments=("--transport", "gpu")),
     _stage("put", 120, "put / serve / wait in one process: latency, overlap with a GEMM, priority on and off"),
     _stage("ours", 300, "our kernels at every cell; variants; ncu on two cells", resumes=True),
     _stage("peers", 360, "other projects' kernels at the same cells", resumes=True),
     _stage("engine", 180, "a transformers engine and its server on one GPU, beside PEFT"),
+    _stage(
+        "engine-gpu",
+        180,
+        "the same as engine, with --gpu-transport gpu",
+        "engine",
+        arguments=("--transports", "gpu,shm"),
+    ),
     _stage("nvshmem", 180, "2 to 4 PEs on the GPU: init, module init, put and signal, one killed"),
 )
 

@@ -140,11 +140,11 @@ def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["m
     try:
         import torch
 
-        from lora_server.transport.cuda_ipc import GpuLink
+        from lora_server.transport.cuda_ipc import IpcLink
 
         index = torch.device(device).index
         gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return GpuLink(endpoint.shm, hello, endpoint.shard, gpu, twin)
+        return IpcLink(endpoint.shm, hello, endpoint.shard, gpu, twin)
     except LoraServerError:
         raise
     except Exception as error:  # no CuPy, one that is too old, a driver that refuses: there are many ways

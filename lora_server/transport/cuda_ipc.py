@@ -30,7 +30,7 @@ HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch ta
 log = structlog.get_logger()
 
 
-class GpuLink(DeviceLink):
+class IpcLink(DeviceLink):
     """The client's end; see DeviceLink. `twin`: whether rows must, may or shall not lie in the shard's GPU memory."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Steps that no host touches: both ends of a link between GPUs, device code and its hosts; see docs/gpu-path.md.
+"""Steps that no host touches: both ends of a link between GPUs, device code and its hosts; see docs/gpu.md.
 
 gpu       a GPU as hosts use it                cuda       a real one
 opened    which GPU a device is

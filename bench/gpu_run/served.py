@@ -1,0 +1,193 @@
+"""Stage `served`: a server whose kernel serves by itself, and one link to it. First of all: is it right?
+
+answers      the rows that a client over shared memory gets, which a host carries, bit for bit
+by Link      push and wait of one step, as an engine without graphs does it; the host waits
+captured     put, wait and add in a CUDA graph that is replayed; by events of the GPU, and 10,000 times
+an error     a step that names nobody's adapter is refused, and the link goes on
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.gpu_run import stage
+from bench.gpu_run.lab import NAMES, Lab, open_lab
+from bench.gpu_run.record import Record
+from client_connector.remote import RemoteServer, RemoteSession
+from kernels_cuda.routing import Route
+from lora_server.errors import UnknownAdapterError
+from lora_server.spec import PROJECTIONS, Site
+from lora_server.transport.gpu.captured import Captured, CapturedSite
+from lora_server.transport.gpu.link import GpuLink
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+
+SITE, ROWS = Site(0, "qkv"), 16
+ROUNDS, WARM_UP, MANY = 300, 30, 10_000
+SECONDS = 20.0
+NOBODYS = (1 << 16) + 999
+
+
+class Steps:
+    """Of one client and one adapter."""
+
+    def __init__(self, session: RemoteSession, device: torch.device) -> None:
+        (held,) = session.acquire([NAMES[0]])
+        spec = session.terms.spec
+        self.link, self.terms, self.handle, self.seq = session.links[0], session.terms, held.handle, 0
+        self.width, self.windows = spec.in_width(SITE), ((0, spec.out_width(SITE)),)
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(ROWS, self.width, generator=generator).bfloat16().to(device)
+
+    def header(self, seq: int, flags: int, payload_bytes: int) -> RequestHeader:
+        """Of a step of all rows."""
+        return RequestHeader(
+            step_class=slot.DECODE, flags=flags, client=self.terms.client, epoch=self.terms.epoch, seq=seq,
+            slot=seq % self.link.region.layout.depth, layer=SITE.layer,
+            projection=PROJECTIONS.index(SITE.projection), dtype=slot.DTYPES.index("bfloat16"), num_rows=ROWS,
+            num_entries=ROWS, num_segments=1, num_out_rows=ROWS, in_begin=0, in_end=self.width, windows=self.windows,
+            payload_bytes=payload_bytes, budget_us=round(SECONDS * 1e6), pushed_ns=0,
+        )  # fmt: skip
+
+    def once(self) -> torch.Tensor:
+        """A step by Link; its rows, on the host."""
+        self.seq += 1
+        at = slot.request_offsets(1, ROWS, 0, 2 * ROWS * self.width)
+        header, memory = self.header(self.seq, 0, at.end - slot.HEADER_BYTES), self.link.region.request(self.seq)
+        header.pack_into(memory)
+        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, ROWS]
+        self.link.put_rows(header, self.x, torch.arange(ROWS))
+        self.link.push(self.seq, at.end)
+        self.link.wait(self.seq, time.monotonic() + SECONDS)
+        return self.link.rows.response(header).cpu()
+
+
+class Graph:
+    """The same step in a CUDA graph."""
+
+    def __init__(self, steps: Steps, link: GpuLink) -> None:
+        self.captured, device = Captured(link), link.device
+        self.route, self.steps = Route.empty(ROWS, device, max_rows=ROWS), steps
+        order = torch.arange(ROWS, dtype=torch.int32, device=device)
+        for tensor in (self.route.token_M, self.route.pair_N, self.route.row_N):
+            assert tensor is not None
+            tensor.copy_(order)
+        self.aim(steps.handle)
+        self.y = torch.zeros(ROWS, steps.windows[0][1], dtype=torch.bfloat16, device=device)
+        header = steps.header(0, slot.HAS_IN_MAP, 0)
+        self.site: CapturedSite = self.captured.site(header, steps.x, self.route, by_entry=False)
+        self.captured.begin(SECONDS)
+        self.route.counts.zero_()  # nothing is sent while it is captured
+        self.once()
+        torch.cuda.synchronize(device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.once()
+        self.aim(steps.handle)
+
+    def aim(self, handle: int) -> None:
+        """All rows have this adapter."""
+        self.route.counts.copy_(torch.tensor([1, ROWS, ROWS, ROWS], dtype=torch.int32))
+        self.route.segments[0].copy_(torch.tensor([handle, 0, 0, ROWS], dtype=torch.int32))
+
+    def once(self) -> None:
+        """put, wait, add."""
+        self.site.put()
+        self.site.wait()
+        self.site.add(self.y)
+
+    def run(self) -> torch.Tensor:
+        """A replay; what it added to zeros. Raises what went wrong in it."""
+        self.y.zero_()
+        self.graph.replay()
+        torch.cuda.synchronize()
+        self.captured.finish()
+        return self.y.cpu()
+
+    def replay_us(self) -> float:
+        """By events of the GPU."""
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        self.graph.replay()
+        ended.record()
+        ended.synchronize()
+        return 1e3 * float(began.elapsed_time(ended))
+
+
+@contextlib.contextmanager
+def joined(lab: Lab, transport: str, device: str) -> Iterator[RemoteSession]:
+    """A session that is left at the end."""
+    session = RemoteServer(lab.server.address, transport, device=device).join()
+    try:
+        yield session
+    finally:
+        session.leave()
+
+
+def note(record: Record, what: str, times: list[float]) -> None:
+    """Median and tail, in us."""
+    kept = sorted(times[WARM_UP:])
+    record.add(
+        "latency", what=what, median_us=round(statistics.median(kept), 2), p95_us=round(kept[int(0.95 * len(kept))], 2)
+    )
+
+
+def timed_us(steps: Steps) -> float:
+    """Of one step by Link, with its rows on the host."""
+    began = time.perf_counter()
+    steps.once()
+    return 1e6 * (time.perf_counter() - began)
+
+
+def told(graph: Graph) -> bool:
+    """Whether a step of nobody's adapter is an error, and the next one is right again."""
+    graph.aim(NOBODYS)
+    try:
+        graph.run()
+    except UnknownAdapterError:
+        graph.aim(graph.steps.handle)
+        return True
+    return False
+
+
+def work(record: Record, arguments: argparse.Namespace) -> bool:
+    """Whether every answer is the one that a host's client gets; times are only written down."""
+    good = True
+
+    def judge(name: str, right: bool) -> None:
+        nonlocal good
+        record.add("check", name=name, good=right)
+        good = good and right
+
+    with tempfile.TemporaryDirectory(prefix="lora-served-") as scratch, open_lab(Path(scratch), "cuda", "gpu") as lab:
+        with joined(lab, "shm", "cpu") as session:
+            expected = Steps(session, torch.device("cpu")).once()
+        with joined(lab, "gpu", "cuda") as session:
+            steps = Steps(session, torch.device("cuda", 0))
+            judge("by Link", torch.equal(steps.once(), expected))
+            note(record, "push and wait by Link", [timed_us(steps) for _ in range(WARM_UP + ROUNDS)])
+        with joined(lab, "gpu", "cuda") as session:
+            link = session.links[0]
+            assert isinstance(link, GpuLink)
+            graph = Graph(Steps(session, torch.device("cuda", 0)), link)
+            judge("captured", torch.equal(graph.run(), expected))
+            note(record, "put, wait, add in a graph", [graph.replay_us() for _ in range(WARM_UP + ROUNDS)])
+            judge("an error is told", told(graph))
+            for _ in range(MANY):  # one stream: each waits for the one before
+                graph.graph.replay()
+            judge(f"after {MANY} steps", torch.equal(graph.run(), expected))
+        print(lab.server.tail())
+    return good
+
+
+if __name__ == "__main__":
+    stage.main(work, stage.parser(__doc__).parse_args(), modules=("cupy",))
