@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -44,6 +45,12 @@ def library(name: str) -> tuple[ctypes.CDLL, threading.Lock]:
     files = put.FILES | source.FILES | {f"live-{name}": beyond}
     variant = VARIANTS.get(name, ROUTE)
     return emulated.library(f"live-{name}", variant, files), threading.Lock()
+
+
+def compile_all() -> None:
+    """Beside each other."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(library, MEMORY))
 
 
 class EmulatedMemory(gpu.Shared):

@@ -33,6 +33,7 @@ needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISS
 @pytest.fixture(scope="module")
 def host(tmp_path_factory, tiny_adapters):
     """One whose kernel leaves whenever nobody has asked for 20 ms."""
+    emulated_gpu.compile_all()
     one = Host(tmp_path_factory.mktemp("shard"), idle_ns=20_000_000)
     yield one
     one.close()

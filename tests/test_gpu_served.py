@@ -48,11 +48,11 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A server with a shard whose kernel serves, and this process's GPU. All kernels are compiled first, once."""
-    for source in ("serve.cu", "link.cu", "put.cu", "route.cu"):
-        emulated_gpu.library(source)
+    emulated_gpu.compile_all()
     load, gpu = workload("mixtral"), emulated_gpu.use()
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--dtype", "bfloat16"]
     flags += ["--max-step-rows", "32", "--data-dir", str(tmp_path_factory.mktemp("data"))]
+    flags += ["--adapter-root", str(tmp_path_factory.getbasetemp())]
     log = tmp_path_factory.mktemp("log") / "log"
     with running_server(log, flags, module="tests.gpu_serve") as server:
         yield Served(server, load, gpu)
