@@ -169,6 +169,10 @@ class EmulatedGpu(gpu.Gpu):
         library(source)
 
     @override
+    def settle(self) -> None:
+        """torch computes at once here."""
+
+    @override
     def create(self, nbytes: int) -> gpu.Shared:
         return EmulatedMemory(nbytes)
 

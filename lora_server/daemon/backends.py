@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -239,6 +240,7 @@ def _is_lost(device: torch.device) -> bool:
 def client_memory(local_index: int, transport: str) -> DeviceMemory:
     """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
     if transport == "gpu":
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # a kernel that is loaded later waits for the one that serves
         return SlotsMemory(gpu_of(_gpu(local_index)))
     from lora_server.transport.device_memory import GpuMemory
 

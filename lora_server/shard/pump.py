@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from lora_server.errors import LoraServerError
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import Counters
@@ -122,7 +123,12 @@ class Pump:
                 log.error("no link is free for another client", shard=self.index, most=MAX_LINKS)
                 self._drop(connection)
             return
-        end = connection if isinstance(connection, GpuConnection) else Carrier(self.kernel.gpu, connection)
+        try:
+            end = connection if isinstance(connection, GpuConnection) else Carrier(self.kernel.gpu, connection)
+        except LoraServerError as error:
+            log.error("a client's steps cannot be carried to the GPU", client=connection.client, error=str(error))
+            self._drop(connection)
+            return
         seat = self._seats[connection] = _Seat(self._free.pop(), connection, end)
         words = self.kernel.connect_words(seat.link, end.words())
         self._post(CommandKind.CONNECT, seat.link, words)

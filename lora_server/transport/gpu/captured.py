@@ -40,6 +40,7 @@ class CapturedSite:
         self._header = torch.frombuffer(memory, dtype=torch.uint8).to(link.device)
         self._queue, self._state, self._x, self._route, self._by_entry = link.queue, link.state, x_TK, route, by_entry
         self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
+        link.gpu.settle()
 
     def put(self) -> None:
         """Sends the rows of the entries that the route has, if it has any, behind what the engine has queued."""

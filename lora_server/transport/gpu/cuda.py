@@ -159,6 +159,10 @@ class CudaGpu(Gpu):
             self._function(kernel)((blocks,), (threads,), numbers, shared_mem=self._shared_bytes(name))
 
     @override
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    @override
     def create(self, nbytes: int) -> Shared:
         with on_device(self.device):
             try:

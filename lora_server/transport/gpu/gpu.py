@@ -87,6 +87,10 @@ class Gpu(ABC):
         """Make a source's kernels ready, which takes seconds where no cache has them."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Wait for what torch has queued on its current stream, which no queue of ours follows by itself."""
+
+    @abstractmethod
     def create(self, nbytes: int) -> Shared:
         """Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
 

@@ -140,6 +140,7 @@ class ServeKernel:
     def _launch(self) -> None:
         """What the host says of it is read anew; the rest is the kernel's."""
         self._launches += 1
+        self.gpu.settle()  # zeros and tables that torch made
         self.gpu.write(self._serve.data_ptr(), self._host.tobytes()[:HOSTS_BYTES])
         self._beat, self._beaten = self.mailbox.beat, time.monotonic()
         self._queue.launch(f"serve_{DTYPE_NAMES[self._dtype]}", self._serve.data_ptr(), self._launches)

@@ -90,6 +90,7 @@ class GpuLink(DeviceLink):
             "response_bytes": sizes.response,
         }.items():
             block[name] = value
+        self.gpu.settle()  # zeros that torch made
         self.gpu.write(state.data_ptr(), block.tobytes())
 
     def take_over(self, older: GpuLink) -> None:
