@@ -64,9 +64,15 @@ class Host:
     def join(self, handle: int) -> Steps:
         self._clients += 1
         self.port.grant(Grant(self._clients, 1, b"key"))
+        self.port.hold(self._clients, [handle])
         link = GpuLink(self.listener.address, Hello(self._clients, 1, b"key"), 0, self.gpu)
         terms = SimpleNamespace(client=self._clients, epoch=1, spec=self.spec)
         return Steps(SimpleNamespace(links=[link], terms=terms), handle)
+
+    def aim(self, steps: Steps, handle: int) -> None:
+        """Its steps name this adapter, and its client holds it."""
+        self.port.hold(steps.terms.client, [handle])
+        steps.handle = handle
 
     def stop(self) -> None:
         self._stop.set()

@@ -56,13 +56,28 @@ def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(
     assert steps.step() == "unknown_adapter", "a handle of nobody's"
     never = handle_of(500, 1)
     host.tier.know(never)
-    steps.handle = never
+    host.aim(steps, never)
     assert steps.step(seconds=0.2) == "step_timeout"
     host.tier.forget(never)
-    steps.handle = host.load(tiny_adapters["all"], eager=False)
+    host.aim(steps, host.load(tiny_adapters["all"], eager=False))
     assert isinstance(steps.step(), torch.Tensor)
     steps.link.close()
     until(lambda: not host.port.connections, "it went")
+
+
+@needs_emulator
+def test_a_client_names_what_it_holds(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    own, others = steps.handle, host.load(tiny_adapters["all"])
+    before = steps.step()
+    steps.handle = others
+    assert steps.step(seconds=0.2) == "permission_denied"
+    host.aim(steps, others)
+    assert torch.equal(steps.step(), before)
+    host.port.hold(steps.terms.client, [], fewer=[own])
+    steps.handle = own
+    until(lambda: steps.step(seconds=0.2) == "permission_denied", "its host has told the kernel")
+    steps.link.close()
 
 
 @needs_emulator

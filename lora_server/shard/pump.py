@@ -39,6 +39,7 @@ class _Seat:
     connection: Connection
     end: GpuConnection | Carrier
     leaving: int | None = None  # the command that it was revoked with
+    held: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # own, and lent
 
 
 @dataclass
@@ -112,10 +113,13 @@ class Pump:
         for seat in [one for one in self._leaving if self.kernel.mailbox.holds(one.leaving or 0)]:
             self._leaving.remove(seat)
             self._give_up(seat)
+            self.kernel.hold(seat.link, frozenset())
             self._free.append(seat.link)
         for connection in here:
             if connection not in self._seats:
                 self._seat(connection)
+        for seat in self._seats.values():
+            self._hold(seat)
 
     def _seat(self, connection: Connection) -> None:
         if not self._free:
@@ -130,8 +134,16 @@ class Pump:
             self._drop(connection)
             return
         seat = self._seats[connection] = _Seat(self._free.pop(), connection, end)
+        self._hold(seat)
         words = self.kernel.connect_words(seat.link, end.words())
         self._post(CommandKind.CONNECT, seat.link, words)
+
+    def _hold(self, seat: _Seat) -> None:
+        """What its client holds now is what its steps may name."""
+        own, lent = self.port.held(seat.connection.client)
+        if own is not seat.held[0] or lent is not seat.held[1]:
+            seat.held = own, lent
+            self.kernel.hold(seat.link, own | lent)
 
     def _post(self, kind: CommandKind, link: int, words: list[int]) -> int:
         """A kernel that has left takes nothing until it is launched again, by this very thread."""

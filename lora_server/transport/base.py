@@ -234,6 +234,10 @@ class Port:
             self._lenders[client] = holder
         self.ring()
 
+    def held(self, client: int) -> tuple[frozenset[int], frozenset[int]]:
+        """What a client holds, and what is lent to it: the same objects until that changes."""
+        return self._holds.get(client, _NOTHING), self._holds.get(self._lenders.get(client, 0), _NOTHING)
+
     def not_held(self, client: int, handles: frozenset[int]) -> frozenset[int]:
         """Which of these neither a client holds, nor who lends to it."""
         lacking = handles - self._holds.get(client, _NOTHING)

@@ -17,7 +17,7 @@ import torch
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind
+from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind, parts
 
 FIRST_PLACES = 1024
 Entries = npt.NDArray[np.void]  # [projections] of ENTRY
@@ -42,7 +42,7 @@ class DeviceDirectory:
 
         Raises AdapterLoadError where another has its index, or it has none.
         """
-        index, generation = _parts(handle)
+        index, generation = parts(handle)
         if not 0 < generation <= MAX_GENERATION:
             raise AdapterLoadError(f"handle {handle}: got generation {generation}, expected 1 to {MAX_GENERATION}")
         with self._lock:
@@ -67,7 +67,7 @@ class DeviceDirectory:
 
     def put(self, handle: int, layer: int, fields: Mapping[int, tuple[int, int, int, range]]) -> None:
         """A layer's weights are there: by projection row, first tile, tiles of each expert, experts."""
-        index, generation = _parts(handle)
+        index, generation = parts(handle)
         with self._lock:
             entries = self._host[index, layer]
             for projection, (row, first_tile, tiles_each, experts) in fields.items():
@@ -79,7 +79,7 @@ class DeviceDirectory:
 
     def take_back(self, handle: int, foreign: Collection[int]) -> None:
         """Steps wait for it again; returns when no step reads what it had."""
-        index, _ = _parts(handle)
+        index, _ = parts(handle)
         own = [layer for layer in range(self._layers) if layer not in foreign]
         with self._lock:
             self._host[index]["ready"][own] = 0
@@ -88,7 +88,7 @@ class DeviceDirectory:
 
     def forget(self, handle: int) -> None:
         """Steps that name it are refused; returns when no step reads what it had."""
-        index, generation = _parts(handle)
+        index, generation = parts(handle)
         with self._lock:
             if index >= len(self._host) or self._host[index]["generation"].max() != generation:
                 return
@@ -116,7 +116,3 @@ class DeviceDirectory:
             for projection in range(len(PROJECTIONS)):
                 word = int(self._host[index, layer, projection]["ready"])
                 self._kernel.gpu.write_word(self._address(index, layer, projection), word)
-
-
-def _parts(handle: int) -> tuple[int, int]:
-    return handle & ((1 << HANDLE_BITS) - 1), handle >> HANDLE_BITS

@@ -11,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -21,7 +23,7 @@ from lora_server.errors import ShardUnavailableError
 from lora_server.spec import PROJECTIONS, ModelSpec
 from lora_server.transport.gpu import layout
 from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.layout import LINK, MAX_LINKS, ORDER_BYTES, ORDERS, SERVE, CommandKind
+from lora_server.transport.gpu.layout import LINK, MAX_LINKS, ORDER_BYTES, ORDERS, SERVE, CommandKind, parts
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS, Mailbox, wait_until
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
@@ -30,6 +32,7 @@ IDLE_NS = 1_000_000_000
 HEARTBEAT_SECONDS = 5.0
 FIRST_RANK = 16
 TABLE_ALIGN = 128
+HELD = np.dtype("<u4")
 assert SERVE.fields is not None
 HOSTS_BYTES = SERVE.fields["turn"][1]  # what a host says; the rest is the kernel's
 log = structlog.get_logger()
@@ -66,16 +69,17 @@ class ServeKernel:
         self._orders = self._zeros(ORDERS * ORDER_BYTES)
         self._sites = self._device(self._all_sites())
         self._workspace = self._new_workspace(FIRST_RANK)
+        self._holds: dict[int, frozenset[int]] = {}  # by link
         self._serve, self._host = self._zeros(SERVE.itemsize), np.zeros(1, SERVE)
         self._fill(idle_ns)
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.gpu.device)
 
-    def _device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.void]]) -> torch.Tensor:
+    def _device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.reshape(-1).view(np.uint8).copy()).to(self.gpu.device)
 
-    def _all_sites(self) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    def _all_sites(self) -> npt.NDArray[np.void]:
         sites = np.zeros((self.spec.layers, len(PROJECTIONS)), layout.SITE)
         for site in self.spec.sites():
             place = sites[site.layer, PROJECTIONS.index(site.projection)]
@@ -119,6 +123,13 @@ class ServeKernel:
     def read_directory(self, entries: torch.Tensor, num_handles: int) -> None:
         """The directory of weights: before the kernel starts, or `between`."""
         self._host[0]["directory"], self._host[0]["num_handles"] = entries.data_ptr(), num_handles
+        held = np.zeros((MAX_LINKS, num_handles), HELD)
+        for link, handles in self._holds.items():
+            for index, generation in map(parts, handles):
+                if index < num_handles:
+                    held[link, index] = generation
+        self._held = self._device(held)
+        self._host[0]["held"] = self._held.data_ptr()
 
     def reserve_rank(self, max_rank: int) -> None:
         """Blocks of so many ranks can be computed from now on."""
@@ -129,6 +140,21 @@ class ServeKernel:
         """CONNECT's, as in LINK, with the tables of a place."""
         words = words | {"tables": self._tables.data_ptr() + link * self._table_bytes}
         return [words.get(str(name), 0) for name in (LINK.names or ())[: layout.CONNECT_WORDS - 1]]
+
+    def hold(self, link: int, handles: frozenset[int]) -> None:
+        """What the client at a link may name from now on, and nothing else; by the thread that looks."""
+        before, self._holds[link] = self._holds.get(link, frozenset()), handles
+        for handle in before - handles:
+            self._write_held(link, parts(handle)[0], 0)
+        for handle in handles - before:
+            self._write_held(link, *parts(handle))
+
+    def _write_held(self, link: int, index: int, generation: int) -> None:
+        """Beyond the directory nobody is known yet: it grows first."""
+        num_handles = int(self._host[0]["num_handles"])
+        if index < num_handles:
+            at = (link * num_handles + index) * HELD.itemsize
+            self.gpu.write(self._held.data_ptr() + at, generation.to_bytes(HELD.itemsize, "little"))
 
     # -- its life
 

@@ -155,3 +155,8 @@ def handle_of(index: int, generation: int) -> int:
     if not 0 < generation <= MAX_GENERATION or not 0 <= index < 1 << HANDLE_BITS:
         raise ValueError(f"got index {index}, generation {generation}; expected 16 and 15 bits, generations from 1 on")
     return index | generation << HANDLE_BITS
+
+
+def parts(handle: int) -> tuple[int, int]:
+    """Index and generation of a handle."""
+    return handle & ((1 << HANDLE_BITS) - 1), handle >> HANDLE_BITS
