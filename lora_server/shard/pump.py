@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import structlog
 
@@ -18,6 +19,7 @@ from lora_server.errors import LoraServerError
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import Counters
+from lora_server.shard.phases import Histogram
 from lora_server.transport.base import Connection, Port
 from lora_server.transport.gpu.carrier import Carrier
 from lora_server.transport.gpu.connection import GpuConnection
@@ -51,6 +53,7 @@ class Pump:
     store: WeightStore
     kernel: ServeKernel
     counters: Counters = field(default_factory=Counters)
+    phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
     _seats: dict[Connection, _Seat] = field(default_factory=dict)
     _leaving: list[_Seat] = field(default_factory=list)
     _complain: Repeats = field(default_factory=lambda: Repeats(log.warning))

@@ -139,7 +139,7 @@ class ServeKernel:
     def connect_words(self, link: int, words: dict[str, int]) -> list[int]:
         """CONNECT's, as in LINK, with the tables of a place."""
         words = words | {"tables": self._tables.data_ptr() + link * self._table_bytes}
-        return [words.get(str(name), 0) for name in (LINK.names or ())[: layout.CONNECT_WORDS - 1]]
+        return [words.get(str(name), 0) for name in (LINK.names or ())[: layout.CONNECT_WORDS]]
 
     def hold(self, link: int, handles: frozenset[int]) -> None:
         """What the client at a link may name from now on, and nothing else; by the thread that looks."""
