@@ -14,7 +14,7 @@ from tests.gpu_clients import BUDGET_NS, GpuClient, WildClient
 from tests.gpu_oracle import replay
 from tests.gpu_schedules import drive
 from tests.gpu_shard import Shard, Waiting
-from tests.gpu_weights import BODIES, reference
+from tests.gpu_weights import BODIES, DEPTH, reference
 from tests.gpu_world import World
 
 SEED = 11
@@ -25,10 +25,12 @@ HELD_NS = 2_000_000_000  # poller.cuh
 class Scene:
     """A shard with one adapter, and clients that have joined."""
 
-    def __init__(self, library: ctypes.CDLL, clients: int = 1, wild: int = 0, idle_ns: int = 50_000_000) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, clients: int = 1, wild: int = 0, idle_ns: int = 50_000_000, network: bool = False
+    ) -> None:
         torch.manual_seed(SEED)
         self.chooser = random.Random(SEED)
-        self.world = World(SEED, library)
+        self.world = World(SEED, library, network)
         self.shard = Shard(self.world, self.chooser, idle_ns)
         self.shard.serve["tickets"] = 0x7FFFFFFD  # ages are about to wrap
         self.shard.launch()
@@ -253,6 +255,26 @@ def more_clients_than_orders(library: ctypes.CDLL) -> None:
     replay(scene.shard.notes, scene.log, {client.index: client.id for client in scene.clients}, 0)
 
 
+def answers_keep_their_order(library: ctypes.CDLL) -> None:
+    """Beyond a network that keeps what one block put for long, and brings what another put at once."""
+    scene = Scene(library, clients=0, wild=1, network=True)
+    (client,), handles = scene.clients, (scene.handle,) * 2
+
+    def rounds() -> Waiting:
+        for _ in range(40):
+            first = client.seq + 1
+            for _ in range(DEPTH):
+                client.push(BODIES[0], handles, wrong=False, budget_us=2**60)
+            for seq in range(first, first + DEPTH):
+                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
+                    yield
+                scene.world.confirm(client.index + 1)
+                client.look(seq, BODIES[0], handles, {scene.handle})
+
+    scene.do(rounds())
+
+
+NETWORK_CASES = (answers_keep_their_order,)
 CASES = (
     more_clients_than_orders,
     nobody_answers,

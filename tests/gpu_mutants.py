@@ -34,7 +34,7 @@ def judge(mutant: Mutant) -> str:
     from tests import gpu_cases, gpu_schedules, gpu_world
 
     library = gpu_world.load(mutated(mutant), mutant.nvshmem)
-    for case in () if mutant.nvshmem else gpu_cases.CASES:
+    for case in gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_cases.CASES:
         print(f"{case.__name__}", file=sys.stderr, flush=True)
         try:
             case(library)
@@ -75,9 +75,9 @@ def _caught(command: list[str]) -> str:
 
 
 def _names() -> tuple[str, ...]:
-    from tests.gpu_cases import CASES
+    from tests.gpu_cases import CASES, NETWORK_CASES
 
-    return tuple(case.__name__ for case in CASES)
+    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES))
 
 
 def main() -> int:

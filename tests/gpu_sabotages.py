@@ -120,6 +120,8 @@ MUTANTS = (
            "m.last = (add_acq_rel(&k.arrived, 1) + 1) % gridDim.x == 0;", "m.last = blockIdx.x == 0;", True),
     Mutant("network: an answer is put before the other blocks have stored", "answer.cuh",
            "while (!far && flag && load_acquire(&s.sent) < target)", "while (false)", True),
+    Mutant("network: answers are put by the last block to store, and overtake each other", "answer.cuh",
+           "flag = far ? before + 1 == target : blockIdx.x == 0;", "flag = before + 1 == target;", True),
     Mutant("network: the header is put before it is stored", "answer.cuh", "        if (flag && !far) fence_system();\n", "", True),
     Mutant("network: a refusal is put before it is stored", "answer.cuh",
            "    if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "    put_warp", True),
@@ -151,4 +153,5 @@ SHORT = (
     "step: a barrier has no patience's end",
     "network: the poller reads what may not be there yet",
     "network: the wait returns before the rows are there",
+    "network: answers are put by the last block to store, and overtake each other",
 )

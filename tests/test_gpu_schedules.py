@@ -28,6 +28,11 @@ def test_case(case, library):
     case(library)
 
 
+@pytest.mark.parametrize("case", gpu_cases.NETWORK_CASES, ids=lambda case: case.__name__)
+def test_case_beyond_a_network(case, nvshmem):
+    case(nvshmem)
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", ["library", "nvshmem"])

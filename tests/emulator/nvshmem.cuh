@@ -1,8 +1,8 @@
 // As much of NVSHMEM as the protocol uses, for a CPU: PEs are devices, their heaps lie side by side in one mapping.
 //
 // Mapped, as between GPUs that see each other, or a network: then puts arrive late, in pieces and in any order, each
-// signal behind its own put and behind the signals of earlier puts of its block, but no further. What the network
-// brought is seen for sure only after a test that came out true.
+// signal behind its own put and behind the signals of earlier puts of its block, but no further; now and then all of a
+// block's stay away for long. What the network brought is seen for sure only after a test that came out true.
 #pragma once
 #include "memory.cuh"
 
@@ -22,6 +22,7 @@ inline std::vector<NetworkPut> network_puts;
 inline Stores arrived[16];  // at a PE, and not seen for sure
 inline uint64 heap_bytes;
 inline bool network;
+inline int stalled = -1;  // a queue whose puts do not move for a while, as long as several steps take
 
 inline unsigned char* at_pe(void* p, int pe) {
     return static_cast<unsigned char*>(p) + (pe - my_device()) * static_cast<int64>(heap_bytes);
@@ -68,6 +69,8 @@ inline void pass_network() {
     if (network_puts.empty() || once_in(2)) return;
     const size_t which = chance() % network_puts.size();
     NetworkPut& put = network_puts[which];
+    if (once_in(stalled < 0 ? 64 : 4096)) stalled = stalled < 0 ? put.queue : -1;
+    if (put.queue == stalled) return;
     if (!put.left.empty()) return bring_piece(put);
     for (size_t i = 0; i < which; i++)
         if (network_puts[i].queue == put.queue) return;

@@ -148,7 +148,7 @@ extern "C" void world_begin(uint64 seed, unsigned char* shared, uint64 shared_by
 #if NVSHMEM
 extern "C" void world_heaps(uint64 nbytes, int over_network) {  // of each PE, side by side
     heap_bytes = nbytes, network = over_network;
-    network_puts.clear();
+    network_puts.clear(), stalled = -1;
     for (Stores& stores : arrived) stores.clear();
 }
 extern "C" int world_in_flight() {
