@@ -13,6 +13,7 @@ PAGES = (
     "docs/**/*.md",
     "docs/img/*",
     "docs/js/*.js",
+    "docs/css/*.css",
     "deploy/*.md",
     "bench/results/*.md",
     "bench/results/*.png",

@@ -23,6 +23,7 @@ from provisioning.simulation.run import System, assign_greedily
 from provisioning.workload.copies import with_copies
 
 _MOST_INSTANCES = 64
+_MOST_COPIED = 100_000  # adapters: with more, copies of the hottest are not looked for, which takes as long again
 _NEIGHBOURS = (1.0, 0.85, 1.15)  # of the best split's slots
 
 
@@ -77,7 +78,7 @@ def coupled(scenario: Scenario, instances: int, seeds: int = 0, say: Callable[[s
     """So many instances with the best split, under the same load: LB, or the rate."""
     asked = loaded = _loaded(scenario, instances)
     found = splits(loaded, instances)
-    if scenario.coupled_split is None and instances <= MOST_GPUS:
+    if scenario.coupled_split is None and instances <= MOST_GPUS and loaded.workload.num_adapters <= _MOST_COPIED:
         copied = replace(loaded, workload=with_copies(loaded.workload, instances), classes=())
         other = splits(copied, instances)
         if other[0].admitted > found[0].admitted:
