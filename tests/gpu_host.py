@@ -74,6 +74,10 @@ class Host:
         self.port.hold(steps.terms.client, [handle])
         steps.handle = handle
 
+    def peers(self) -> list:
+        """The listener's."""
+        return [key.data for key in self.listener._selector.get_map().values() if hasattr(key.data, "twin")]
+
     def stop(self) -> None:
         self._stop.set()
         self.port.ring()

@@ -15,8 +15,9 @@ from lora_server.spec import Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.captured import Captured
 from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
-from lora_server.transport.gpu.layout import CLIENT, MAX_GENERATION, SERVE, handle_of
+from lora_server.transport.gpu.layout import CLIENT, COMMANDS, MAX_GENERATION, SERVE, CommandKind, handle_of
 from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
 from lora_server.transport.shm import ShmListener
 from lora_server.wire.messages import Hello
@@ -52,7 +53,9 @@ def test_a_kernel_that_leaves_is_launched_again(host, tiny_adapters):
 def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(host, tiny_adapters):
     known = host.load(tiny_adapters["bf16"], eager=False)
     steps = host.join(known)
+    mailbox, posted = host.kernel.mailbox, host.kernel.mailbox._posted
     host.store.drop(known)
+    assert mailbox._posted > posted and mailbox.is_empty, "the kernel was asked, and waited for"
     assert steps.step() == "unknown_adapter", "a handle of nobody's"
     never = handle_of(500, 1)
     host.tier.know(never)
@@ -199,6 +202,32 @@ def test_a_shard_without_such_memory_says_so(tmp_path):
     with pytest.raises(ConfigError, match="the shard does not compute on a GPU"):
         GpuLink(listener.address, Hello(1, 1, b"key"), 0, emulated_gpu.EmulatedGpu())
     listener.close()
+
+
+def test_a_command_holds_when_what_was_ordered_before_it_is_done():
+    mailbox = Mailbox(emulated_gpu.EmulatedGpu())
+    first, second = mailbox.post(CommandKind.RETIRE, 1), mailbox.post(CommandKind.REVOKE, 2, [1])
+    assert not mailbox.holds(first)
+    mailbox._box["acks"][:2], mailbox._box["taken"], mailbox._box["done"] = (7, 8), 2, 6
+    assert not mailbox.holds(first)
+    mailbox._box["done"] = 7
+    assert mailbox.holds(first) and not mailbox.holds(second)
+    others = [mailbox.try_post(CommandKind.RETIRE) for _ in range(COMMANDS + 1)]
+    assert others == [*range(2, 2 + COMMANDS), None], "there is room for as many as nobody has taken"
+    mailbox._box["done"] = 8
+    assert mailbox.holds(second) and mailbox.holds(first)
+
+
+@needs_emulator
+def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    steps.step()
+    (connection,) = host.port.connections
+    twin = next(peer.twin for peer in host.peers() if peer.connection is connection)
+    assert not twin.free() and not twin._requests.closed.is_set()
+    steps.link.close()
+    until(twin.free, "the kernel gave it up")
+    assert twin._requests.closed.is_set() and twin._responses.closed.is_set()
 
 
 def test_the_first_handle_is_one_that_kernels_take():
