@@ -67,7 +67,7 @@ def test_vllms_log_says_whom_it_is_attached_to(load, api, server):
     model, adapters = status(server.address).model, len(load.paths)
     assert told == [
         f"attached to the LoRA server connector={__version__} server={server.address} model={model} layout=ep2-pp2 "
-        f"transport=shm adapters={adapters}"
+        f"transport=shm wire=exact adapters={adapters}"
     ]
 
 
