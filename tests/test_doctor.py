@@ -85,6 +85,7 @@ def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
     nic = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "/proc/driver/nvidia/version": "580.65.06"}
     strangers = list(gpu.infiniband(machine(tmp_path, nic)))
     assert [one.state for one in strangers] == [State.OK, State.WARNING, State.WARNING]
+    assert "modprobe nvidia_peermem" in strangers[1].cure and "PeerMappingOverride" in strangers[2].cure
     friends = {"/proc/modules": "nvidia_peermem 16384 0\n", "/proc/driver/nvidia/params": "PeerMappingOverride=1\n"}
     assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [State.OK]
 

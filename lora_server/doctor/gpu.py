@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lora_server.doctor.finding import Finding, failed, ok, warning
 from lora_server.doctor.machine import Machine
+from lora_server.transport.gpu import needs
 from lora_server.units import size
 
 OLDEST_DRIVER = 580  # of CUDA 13
@@ -55,6 +56,14 @@ def _torch() -> Iterator[Finding]:
             yield failed(f"gpu {index}", text, f"take one of sm_{OLDEST_GPU[0]}{OLDEST_GPU[1]} or newer")
         else:
             yield ok(f"gpu {index}", text)
+            yield from _transport(index)
+
+
+def _transport(index: int) -> Iterator[Finding]:
+    """What --gpu-transport gpu needs beyond cuda_ipc."""
+    for lack in needs.missing(needs.ask(index)):
+        found, _, cure = lack.rpartition("; ")
+        yield warning(f"gpu {index}", f"for --gpu-transport gpu: {found}", cure)
 
 
 def _installed(check: str, package: str, cure: str) -> Finding:
@@ -98,11 +107,6 @@ def infiniband(machine: Machine) -> Iterator[Finding]:
                 yield warning("infiniband", f"{name}: {state}", "look at the cable and the subnet manager (ibstat)")
     if machine.read("/proc/driver/nvidia/version") is None:
         return
-    if "nvidia_peermem" not in (machine.read("/proc/modules") or ""):
-        cure = "modprobe nvidia_peermem on the host, unless its kernel and NIC know DMA-BUF"
-        yield warning("gpu and nic", "no nvidia_peermem", cure)
-    if "PeerMappingOverride=1" not in (machine.read("/proc/driver/nvidia/params") or ""):
-        cure = (
-            'options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in /etc/modprobe.d, then load the driver anew'
-        )
-        yield warning("gpu and nic", "PeerMappingOverride is not set", f"{cure}: a GPU rings the NIC by it (IBGDA)")
+    for lack in needs.missing_for_network(machine.root):
+        found, _, cure = lack.partition("; ")
+        yield warning("gpu and nic", found, cure)
