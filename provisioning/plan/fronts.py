@@ -65,9 +65,8 @@ def disaggregated(scenario: Scenario) -> Point | None:
 
 
 def narrow_wire(scenario: Scenario) -> Point | None:
-    """The same with rows of 8 bits: half the bytes, so links that are twice as fast."""
-    cluster = replace(scenario.model.cluster, link_gbps=2 * scenario.model.cluster.link_gbps)
-    return disaggregated(replace(scenario, model=replace(scenario.model, cluster=cluster)))
+    """The same with rows of 8 bits (--wire e4m3)."""
+    return disaggregated(replace(scenario, model=replace(scenario.model, wire="e4m3")))
 
 
 def apart(scenario: Scenario) -> Point | None:
