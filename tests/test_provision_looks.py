@@ -69,7 +69,9 @@ def test_no_word_is_broken_and_a_pipe_says_the_same(command):
         assert max(map(len, shown.splitlines())) <= columns
 
 
-@pytest.mark.parametrize("command", [[], ["models"], ["simulate"], ["table4"]], ids=lambda command: "".join(command))
+@pytest.mark.parametrize(
+    "command", [[], ["models"], ["simulate"], ["table4"], ["watch"], ["compare"]], ids=lambda command: "".join(command)
+)
 def test_help_names_every_option_in_whole_words(command):
     found = typer.main.get_command(app)
     for name in command:
