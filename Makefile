@@ -9,7 +9,7 @@ VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint docs browser bench gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint docs browser bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -69,6 +69,10 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.memory_soak
 	$(BIN)/python -m bench.admission --pools 12 16 --seconds 20
 	$(BIN)/python -m bench.kernels --roofline
+
+# long: 20 of each fault per transport and mode, 12,000 inputs per kind, floods; a few of each: ARGS=--short
+chaos: $(VENV)/ready
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 # a GPU's host may have no network: without a .venv of ours it runs with what its own Python has (docs/gpu-run.md)
 BARE = $(and $(shell command -v nvidia-smi),$(if $(wildcard $(VENV)/ready),,yes))

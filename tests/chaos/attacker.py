@@ -1,0 +1,145 @@
+"""A client or a stranger that asks for too much, as a process: `python -m tests.chaos.attacker KIND ADDRESS COUNT`.
+
+It says "busy" when it is at it, and goes on until it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from client_connector.client import Client
+from client_connector.remote import RemoteServer
+from lora_server import logs
+from lora_server.errors import LoraServerError
+from lora_server.transport.frames import HEADER, MESSAGE
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
+from tests.chaos.caller import LARGE, Caller
+from tests.serving import listening
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def busy() -> None:
+    print("busy", flush=True)
+
+
+def joined(address: str) -> Client:
+    return Client(RemoteServer(address, "shm"), timeout_seconds=60)
+
+
+def big_steps(address: str, count: int) -> None:
+    """As large as they may be, and called decode; each client has the next ready when one is answered."""
+
+    def steps(caller: Caller) -> None:
+        while True:
+            with contextlib.suppress(LoraServerError):
+                caller.step()
+
+    callers = [Caller(joined(address), LARGE) for _ in range(count)]
+    for caller in callers:
+        threading.Thread(target=steps, args=(caller,), daemon=True).start()
+    busy()
+    threading.Event().wait()
+
+
+def idle_clients(address: str, count: int) -> None:
+    """They have joined and done a step, and do nothing."""
+    kept = []
+    for _ in range(count):
+        with contextlib.suppress(LoraServerError):
+            kept.append(RemoteServer(address, "shm").join(60.0))
+    busy()
+    threading.Event().wait()
+
+
+def rings(address: str, count: int) -> None:
+    """Bells and signals for nothing, and headers that are none."""
+    links = [link for _ in range(count) for link in joined(address).session.links]
+    seqs = dict.fromkeys(range(len(links)), 0)
+    busy()
+    while True:
+        for index, link in enumerate(links):
+            link._bell.unwatched[0] = 1
+            if link.responded() >= seqs[index]:
+                seqs[index] += 1
+                link.region.request(seqs[index])[:128] = bytes(128)
+                link.push(seqs[index], 128)
+            else:
+                link._ring()
+
+
+def prefetches(address: str, count: int) -> None:
+    """Everything, all the time."""
+    client = joined(address)
+    names = [f"other-{index}" for index in range(count)]
+    held = client.acquire(names)
+    proof, wanted = client.session._proof, itertools.cycle([held, held[::-1]])
+    busy()
+    with open_channel(address) as channel:
+        stub = rpc.ClientsStub(channel)
+        while True:
+            needs = [pb.Need(handle=one.handle) for one in next(wanted)]
+            with contextlib.suppress(LoraServerError):
+                call(stub.Prefetch, pb.PrefetchRequest(proof=proof, needs=needs), server=address, seconds=10)
+
+
+def acquires(address: str, count: int) -> None:
+    """One name, again and again, and never let go."""
+    client = joined(address)
+    busy()
+    for _ in range(count):
+        with contextlib.suppress(LoraServerError):
+            client.session.acquire(["tenant"])
+    threading.Event().wait()
+
+
+def strangers(address: str, count: int) -> None:
+    """Connections that stay silent, and frames without an end, on every port."""
+    with open_channel(address) as channel:
+        reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=address, seconds=10)
+    pids = [reply.pid, *(shard.pid for shard in reply.shards)]
+    ports = sorted(port for pid in pids for port in listening(psutil.Process(pid)))
+    said = (
+        b"",
+        HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
+        b"\x16\x03\x01" + bytes(64),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    )
+    open_ones: list[socket.socket] = []
+    for turn in itertools.count():
+        while len(open_ones) >= count:
+            open_ones.pop(0).close()
+        with contextlib.suppress(OSError):
+            one = socket.create_connection(("127.0.0.1", ports[turn % len(ports)]), 5)
+            open_ones.append(one)
+            one.sendall(said[turn // len(ports) % len(said)])
+        if turn == count:
+            busy()
+        time.sleep(1e-3)
+
+
+KINDS: dict[str, Callable[[str, int], None]] = {
+    "big steps called decode": big_steps,
+    "idle clients": idle_clients,
+    "rings and signals for nothing": rings,
+    "prefetches of everything": prefetches,
+    "one name acquired": acquires,
+    "strangers on every port": strangers,
+}
+
+if __name__ == "__main__":
+    logs.configure()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    KINDS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

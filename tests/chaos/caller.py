@@ -1,0 +1,69 @@
+"""A client that behaves, as a process: `python -m tests.chaos.caller ADDRESS TRANSPORT`.
+
+It decodes: a step of 8 rows every 10 ms. A JSON line per step: what came of it, and how long it took from when it was
+due. (Of a prompt's large steps, no more than its share goes on while others send them too.)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from client_connector.client import Client
+from client_connector.packing import Activations, HostPacker
+from client_connector.remote import RemoteServer
+from client_connector.routing import Batch, route_experts
+from lora_server import logs
+from lora_server.errors import LoraServerError
+from lora_server.spec import Site
+
+SITE = Site(0, "gate_up")
+SMALL, LARGE, PERIOD = 8, 128, 10e-3  # rows; two experts each make 256 entries
+
+
+class Caller:
+    """Steps at one site with the same rows, whose deltas must not change."""
+
+    def __init__(self, client: Client, rows: int, name: str = "tenant") -> None:
+        self.client, self.model = client, client.terms.spec
+        self.batch = Batch.of(client.acquire([name]) * rows, None, decode=True)
+        generator = torch.Generator().manual_seed(rows)
+        self.x = torch.randn(rows, self.model.hidden, generator=generator)
+        self.experts = torch.rand(rows, self.model.experts, generator=generator).topk(self.model.top_k).indices
+        self.owners = torch.tensor(client.placement.owners(SITE))
+        self._first: list[torch.Tensor] = []
+
+    def step(self) -> bool:
+        """Whether the deltas are those of the first step."""
+        messages = route_experts(self.batch, self.experts, self.owners, self.client.terms.max_step_rows)
+        packer, deltas = HostPacker(self.client.terms, SITE, Activations(x=self.x, decode=self.batch.decode)), []
+        self.client.start(packer, messages).finish(lambda message, delta: deltas.append((message.shard, delta.clone())))
+        found = [delta for _, delta in sorted(deltas, key=lambda one: one[0])]
+        self._first = self._first or found
+        return all(torch.allclose(a, b, atol=1e-4) for a, b in zip(self._first, found, strict=True))
+
+
+def main() -> None:
+    logs.configure()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    client = Client(RemoteServer(sys.argv[1], sys.argv[2]), timeout_seconds=20)
+    caller, due = Caller(client, SMALL), time.monotonic()
+    while True:
+        due = max(due + PERIOD, time.monotonic())  # what was late makes none after it late
+        time.sleep(max(0.0, due - time.monotonic()))
+        try:
+            outcome = "right" if caller.step() else "wrong"
+        except LoraServerError as error:
+            outcome = error.code
+            client.recover()
+        except Exception as error:
+            outcome = f"untyped {error!r}"
+        print(json.dumps({"outcome": outcome, "seconds": time.monotonic() - due}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

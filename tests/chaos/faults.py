@@ -1,0 +1,75 @@
+"""Processes killed, and stopped for a second, under engines that check themselves against PEFT."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+
+from lora_server.demo.launch import RunningServer, running_server
+from tests.chaos.floods import held
+from tests.chaos.report import Held, Line
+from tests.fleet import Engine, Fleet, now
+from tests.serving import status, until
+from tests.workload import Workload
+
+VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
+PATIENCE = 60.0  # until everybody is right again
+STOP_SECONDS = 1.0
+
+
+def play(
+    scratch: Path, load: Workload, transport: str, mode: str, times: int, dice: random.Random
+) -> tuple[list[Line], Held]:
+    """`times` of each fault, in a seeded order."""
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
+    events = [(victim, how) for victim in VICTIMS for how in ("killed", "stopped")] * times
+    dice.shuffle(events)
+    lines = {event: Line(f"{transport}, {mode}: {' '.join(event)}", times) for event in events}
+    with (
+        running_server(scratch / "log", [*flags, "--coordination", mode]) as server,
+        Fleet(load, server.address, scratch, (transport, transport)) as fleet,
+    ):
+        fleet.all_right_again(now(), PATIENCE)
+        before = held(server)
+        for event in events:
+            counted = fleet.outcomes()
+            try:
+                _harm(server, fleet, *event, scratch)
+                until(lambda: status_or_none(server), "the server is complete", PATIENCE)
+                fleet.all_right_again(now(), PATIENCE)
+            except AssertionError:
+                lines[event].late += 1
+            lines[event].answers += fleet.outcomes() - counted
+        return list(lines.values()), Held(f"faults, {transport}, {mode}", before, held(server))
+
+
+def status_or_none(server: RunningServer) -> bool:
+    """Whether it is complete."""
+    return server.get("/readyz")[0] == 200
+
+
+def _harm(server: RunningServer, fleet: Fleet, victim: str, how: str, scratch: Path) -> None:
+    if victim == "client":
+        engine = fleet.engines[1]
+        pid = engine.process.pid
+    else:
+        reply = status(server.address)
+        shards = sorted(reply.shards, key=lambda shard: shard.shard)
+        pid = reply.pid if victim == "controller" else shards[victim == "other shard"].pid
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+        if victim == "client":
+            engine.stop()
+            anew = Engine(scratch / "engine-1.json")
+            anew.rounds[:0] = engine.rounds
+            fleet.engines[1] = anew
+        return
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(STOP_SECONDS)  # the harm itself
+    os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,108 @@
+"""Floods, one after the other, beside a client that behaves and one that is idle."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from client_connector.remote import RemoteServer
+from lora_server.demo import children, tiny
+from lora_server.demo.launch import RunningServer, running_server
+from lora_server.errors import LoraServerError
+from tests.chaos.report import Held, Line
+from tests.serving import descendants, status, until
+
+GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
+OTHERS = 64  # adapters that are prefetched
+# kind: how many in the short form, and in the long one
+FLOODS = {
+    "big steps called decode": (16, 16),
+    "idle clients": (100, 1000),
+    "rings and signals for nothing": (16, 64),
+    "prefetches of everything": (OTHERS, OTHERS),
+    "one name acquired": (5_000, 100_000),
+    "strangers on every port": (200, 1000),
+}
+
+
+class Behaved:
+    """The process of tests.chaos.caller, and its steps as they come."""
+
+    def __init__(self, address: str, transport: str) -> None:
+        command = [sys.executable, "-m", "tests.chaos.caller", address, transport]
+        self.process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
+        self.steps: list[dict[str, object]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.steps.append(json.loads(line))
+
+    def during(self, seconds: float) -> tuple[float, Counter[str]]:
+        """The p99 of the steps that end from now on, and what came of them."""
+        first, began = len(self.steps), time.monotonic()
+        until(lambda: time.monotonic() - began >= seconds and len(self.steps) - first >= 100, "steps", 120 + seconds)
+        steps = self.steps[first:]
+        p99 = statistics.quantiles([float(str(one["seconds"])) for one in steps], n=100)[98]
+        return p99, Counter(str(one["outcome"]) for one in steps)
+
+
+def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
+    """On one server, whose leases are short."""
+    model = tiny.make_model("mixtral", **GEOMETRY)
+    tiny.save_model(model, scratch / "base")
+    for name in ("tenant", *(f"other-{index}" for index in range(OTHERS))):
+        tiny.make_adapter(model, scratch / "adapters" / name, lora_rank=16, seed=0, targets="experts")
+    flags = ["--base-model", str(scratch / "base"), "--adapters", str(scratch / "adapters"), "--layout", "ep2-pp1"]
+    with running_server(scratch / "log", [*flags, "--lease-seconds", "10"]) as server:
+        behaved, bystander = Behaved(server.address, transport), RemoteServer(server.address, transport).join(60.0)
+        try:
+            until(lambda: len(behaved.steps) > 50, "the first steps", 120)
+            before = held(server)
+            lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
+            until(lambda: not _attacked(server), "the attackers' leases to end", 120)
+            return lines, Held(f"floods, {transport}", before, held(server))
+        finally:
+            behaved.process.kill()
+            behaved.process.wait(20)
+            bystander.leave()
+
+
+def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type: ignore[no-untyped-def]
+    seconds, count = (4.0, few) if short else (10.0, many)
+    alone, outcomes = behaved.during(seconds)
+    command = [sys.executable, "-m", "tests.chaos.attacker", kind, server.address, str(count)]
+    attacker = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
+    try:
+        assert attacker.stdout is not None and attacker.stdout.readline() == "busy\n", kind
+        during, more = behaved.during(seconds)
+    finally:
+        attacker.kill()
+        attacker.communicate(timeout=20)
+    try:
+        bystander.check()
+        lost = 0
+    except LoraServerError:
+        lost = 1
+    lost += sum(count for outcome, count in more.items() if outcome == "lease")
+    return Line(kind, count, outcomes + more, lost=lost, ratio=during / alone)
+
+
+def _attacked(server: RunningServer) -> bool:
+    return status(server.address).clients > 2
+
+
+def held(server: RunningServer) -> tuple[int, int]:
+    """Memory and descriptors of all of a server's processes."""
+    family = [psutil.Process(server.process.pid), *descendants(server.process.pid)]
+    return sum(one.memory_info().rss for one in family), sum(one.num_fds() for one in family)

@@ -1,0 +1,74 @@
+"""What is counted, as a table; and whether the bars hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+MOST_TIMES = 3.0  # a well-behaved client's p99 under a flood, against its own before it
+LEAK_BYTES, LEAK_DESCRIPTORS = 512 << 20, 64  # of all processes of a server, pools that fill and arenas included
+
+
+@dataclass
+class Line:
+    """One kind of harm. `answers`: outcomes of those who did nothing wrong."""
+
+    kind: str
+    times: int
+    answers: Counter[str] = field(default_factory=Counter)
+    late: int = 0  # not all right again within the deadline
+    lost: int = 0  # leases of bystanders
+    ratio: float = 0.0  # of p99
+
+    @property
+    def wrong(self) -> int:
+        """Answers that were."""
+        return self.answers["wrong"]
+
+    @property
+    def untyped(self) -> int:
+        """Errors that are none of ours."""
+        return sum(count for outcome, count in self.answers.items() if outcome.startswith("untyped"))
+
+    @property
+    def holds(self) -> bool:
+        """All bars."""
+        return not (self.wrong or self.untyped or self.late or self.lost) and self.ratio <= MOST_TIMES
+
+
+@dataclass
+class Held:
+    """Of the processes of one server, before and after."""
+
+    what: str
+    before: tuple[int, int]  # bytes, descriptors
+    after: tuple[int, int]
+
+    @property
+    def holds(self) -> bool:
+        """Nothing leaked."""
+        grown = [after - before for before, after in zip(self.before, self.after, strict=True)]
+        return grown[0] <= LEAK_BYTES and grown[1] <= LEAK_DESCRIPTORS
+
+
+def show(lines: list[Line], held: list[Held], seed: int) -> bool:
+    """Whether everything holds."""
+    console = Console()
+    table = Table(
+        title=f"Chaos, seed {seed}: leases that bystanders lost, p99 against that before", title_justify="left"
+    )
+    for column in ("kind", "times", "answers", "wrong", "untyped", "late", "leases", "p99 x", ""):
+        table.add_column(column, justify="left" if column in ("kind", "") else "right")
+    for line in lines:
+        counts = (line.wrong, line.untyped, line.late, line.lost)
+        ratio = f"{line.ratio:.2f}" if line.ratio else ""
+        cells = [f"{line.times:,}", f"{line.answers.total():,}", *map(str, counts), ratio]
+        table.add_row(line.kind, *cells, "" if line.holds else "[red]NO[/]")
+    console.print(table)
+    for one in held:
+        before, after = (f"{nbytes / 2**20:,.0f} MB and {fds:,} descriptors" for nbytes, fds in (one.before, one.after))
+        console.print(f"{one.what}: {before} before, {after} after{'' if one.holds else '  [red]a leak[/]'}")
+    return all(one.holds for one in (*lines, *held))
