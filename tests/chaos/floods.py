@@ -17,7 +17,7 @@ from client_connector.remote import RemoteServer
 from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
-from tests.chaos.report import Held, Line
+from tests.chaos.report import MOST_TIMES, SHORT_TIMES, Held, Line
 from tests.serving import descendants, status, until
 
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
@@ -95,7 +95,9 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
     except LoraServerError:
         lost = 1
     lost += sum(count for outcome, count in more.items() if outcome == "lease")
-    return Line(kind, count, outcomes + more, lost=lost, ratio=during / alone)
+    return Line(
+        kind, count, outcomes + more, lost=lost, ratio=during / alone, most=SHORT_TIMES if short else MOST_TIMES
+    )
 
 
 def _attacked(server: RunningServer) -> bool:
