@@ -54,10 +54,10 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
         ({"advertise": "10.0.0.256"}, "--advertise: got"),
         ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
         (
-            {"data_port_base": 65530, "layout": "ep2-pp2"},
-            "--data-port-base: got 65530, expected at most 65529: .* 7 ports",
+            {"data_port_base": 65531, "layout": "ep2-pp2"},
+            "--data-port-base: got 65531, expected at most 65530: .* 6 ports",
         ),
-        ({"data_port_base": 7398}, "--listen: got 127.0.0.1:7400, expected .* 7398 to 7400 for ep1-pp1: choose"),
+        ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
         ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
     ],
 )

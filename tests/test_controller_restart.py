@@ -8,6 +8,7 @@ import pytest
 from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
 from lora_server.control.refusals import Refusal, Refusals
+from lora_server.control.registry import FIRST_HANDLE
 from lora_server.control.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError
@@ -79,12 +80,17 @@ def test_what_was_dropped_stays_dropped_though_one_shard_kept_it():
     """It was away when the adapter was removed; its peers say that the handle is over, before or after it."""
     for first in (0, 1):
         controller = make_controller("ep2-pp1", settled=False)
-        tell = {0: ([pb.Kept(load=kept("law", 5))], {}), 1: ([], {"gone": [5], "last_handle": 9, "last_client": 4})}
+        tell = {
+            0: ([pb.Kept(load=kept("law", 5))], {}),
+            1: ([], {"gone": [5], "last_handle": FIRST_HANDLE + 9, "last_client": 4}),
+        }
         for shard in (first, 1 - first):
             own, fields = tell[shard]
             controller.arrivals.arrive(registration(shard, run="abc", epoch=1, **fields), own)
         assert controller.adapters.listings() == []
-        assert controller.adapters._registry.next_handle() == 10, "no handle is used twice, also of what is gone"
+        assert controller.adapters._registry.next_handle() == FIRST_HANDLE + 10, (
+            "no handle is used twice, also of what is gone"
+        )
         assert controller.clients.leases.grant("new").client == 5
 
 

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from lora_server import config
+from lora_server.control.registry import FIRST_HANDLE
 from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
 from tests.followed import SETTLE, Followed, make_contents
 from tests.serving import until
@@ -72,7 +73,7 @@ def test_a_pin_is_the_names_and_survives_a_new_version_and_a_controller(followed
     followed.adapters.pin("law", 10)
     followed.put("law", "v2")
     followed.settle()
-    until(lambda: followed.shard.memory.loads.keys() == {1, 3}, "the old one is dropped")
+    until(lambda: followed.shard.memory.loads.keys() == {FIRST_HANDLE, FIRST_HANDLE + 2}, "the old one is dropped")
     assert followed.served() == {"law": "v2", "code": "v1"} and pinned() == {"law": True, "code": False}
     followed.restart()
     assert pinned() == {"law": True, "code": False}

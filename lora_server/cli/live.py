@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ def watch(server: str, as_json: bool, show: Show) -> None:
 
     from lora_server import terminal
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell in the background had it ignored
     console = terminal.open_console()
     screen = console.is_terminal and not as_json
     with contextlib.suppress(KeyboardInterrupt):

@@ -62,7 +62,7 @@ def show(reply: pb.StatusReply, console: Console) -> None:
         terminal.say(console, reply.reason, "reason")
     for one in reply.refused:
         terminal.say(console, f"{one.name}: {one.reason}", "refused")
-    if more := reply.num_refused - len(reply.refused):
+    if (more := reply.num_refused - len(reply.refused)) > 0:
         terminal.say(console, f"{count(more)} more: see lora-server adapters list", "refused")
     if reply.warned:
         text = f"{count(reply.warned)} adapters are served with one: see lora-server adapters list"
