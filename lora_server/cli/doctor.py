@@ -23,7 +23,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at this machine before a node runs on it: what is missing or small, each with its cure. 1 if one must be."""
+    """What this machine lacks for a node, and the cure of each finding."""
 
     def command() -> None:
         from lora_server.doctor import Machine, State, diagnose
