@@ -23,7 +23,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What this machine lacks for a node, and the cure of each finding."""
+    """What this machine lacks for a node, and what to do about it."""
 
     def command() -> None:
         from lora_server.doctor import Machine, State, diagnose
