@@ -7,6 +7,6 @@ shard_main        a shard's process                         backends   what it c
                                                             host_memory  what it may take
   stream            to its controller, whenever there is one
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
-child_main        what both processes have in common
+child_main        what both processes have in common          signals    that ask a process to stop
 inproc            the same shards inside the caller's own process
 """

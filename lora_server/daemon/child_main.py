@@ -15,6 +15,7 @@ import structlog
 from lora_server import logs
 from lora_server.config import ProcessConfig
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
+from lora_server.daemon.signals import on_signals
 from lora_server.errors import LoraServerError
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.fetch import Fetcher
@@ -33,7 +34,7 @@ class Process(Protocol):
         ...
 
     def stop(self) -> None:
-        """From any thread, or a signal's handler."""
+        """From any thread."""
         ...
 
 
@@ -60,7 +61,7 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
     code = 1
     try:
         process = make(config)
-        signal.signal(signal.SIGTERM, lambda *_: process.stop())
+        on_signals((signal.SIGTERM,), process.stop)
         threading.Thread(target=_watch_parent, args=(process,), daemon=True, name="parent").start()
         code = process.run()
     except LoraServerError as error:

@@ -22,6 +22,7 @@ from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
 from lora_server.daemon.run_directory import run_directory
+from lora_server.daemon.signals import on_signals
 from lora_server.daemon.spare import Spare
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
@@ -121,8 +122,7 @@ class Node:
 def serve(config: ServeConfig) -> str:
     """Run a node until SIGINT or SIGTERM; returns '' or why it failed. A second signal changes nothing."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
     node = Node(config, stop)
     try:
         while not stop.wait(0.2) and not node.stopped.is_set():
