@@ -21,7 +21,7 @@ demo: $(VENV)/ready
 # two processes more than cores, since many tests wait for leases and deadlines; whole files each, their fixtures are dear
 TEST_PROCESSES ?= $(shell echo $$(( $$(nproc) < 5 ? $$(nproc) + 2 : 6 )))
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5 $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 30 --durations-min 5 $(ARGS)
 
 # what the page's tests look at it with; without one they skip
 browser:

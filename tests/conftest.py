@@ -15,16 +15,7 @@ hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests")  # asserts of what tests share say what they got, as those of tests do
 
 
-# files that take longest, and have few tests: begun first, so that no process is left alone with one at the end
-FIRST = (
-    *("test_failures", "test_doc_commands", "test_outages", "test_wheel", "test_serve", "test_children", "test_cli"),
-    *("test_gpu_run", "test_kernels_compile", "test_two_hosts", "test_terminal_server", "test_provision_watch"),
-    *("test_watch_served", "test_admission_served", "test_memory_soak", "test_fetching_served", "test_gpu_served"),
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no NVIDIA GPU here")
         for item in items:

@@ -51,7 +51,7 @@ def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
     return seen
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Poll something that another process or thread makes true; a deadline, not a guess."""
     deadline = time.monotonic() + seconds
     while not condition():
