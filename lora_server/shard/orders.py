@@ -97,6 +97,8 @@ class OrderSender:
         except OSError:  # it went away; or there are no descriptors, and a stranger has to go
             if self._strangers:
                 self._end(self._strangers[0])
+            else:
+                time.sleep(0.05)  # the loop of this thread must not spin
             return
         peer = _Peer(sock)
         try:
