@@ -23,9 +23,9 @@ def start(script, *arguments, pass_fds=()):
     )
 
 
-def line_of(process):
+def line_of(process, seconds=60):
     """The next line, with a deadline."""
-    timer = threading.Timer(60, process.kill)
+    timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
         return process.stdout.readline().strip()

@@ -212,7 +212,7 @@ def test_sigterm_ends_a_server_that_somebody_waits_for(tmp_path):
         RemoteServer(server.address).join(1)
     began = time.monotonic()
     assert server.stop() == 0
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 def test_a_stopped_shard_is_not_ready(tmp_path):

@@ -18,13 +18,14 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError
+from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
 from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
 FIRST_MESSAGE_SECONDS = 5.0
 MAX_CALLS, MAX_CALLS_OF_A_CONNECTION = 8192, 256
 MAX_SILENT_CALLS = 1024  # of one host, that have not sent their message yet
 START_SECONDS = 30.0
+CLOSE_SECONDS = 2.0  # beside those of the calls
 OPTIONS = (
     *KEEPALIVE,
     # without so_reuseport=0 a second server on the same port would start, and clients land on either
@@ -91,26 +92,43 @@ class Listener:
     def __init__(self, address: str, services: dict[str, Service], reflected: Sequence[str] = ()) -> None:
         """`reflected`: services that whoever asks may learn of."""
         self._silent: Counter[str] = Counter()  # by host
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._guard, self._ended = threading.Lock(), False
+        started: Future[int] = Future()
+        args = address, services, reflected, started
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(*args)), name="grpc", daemon=True)
         self._thread.start()
-        try:
-            self.run(self._start(address, services, reflected)).result(START_SECONDS)
-        except BaseException:
-            self._stop_loop()
-            raise
+        self.port = started.result(START_SECONDS)
 
-    async def _start(self, address: str, services: dict[str, Service], reflected: Sequence[str]) -> None:
-        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    async def _serve(
+        self, address: str, services: dict[str, Service], reflected: Sequence[str], started: Future[int]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closing: asyncio.Future[float] = self._loop.create_future()
+        try:
+            server, port = await self._start(address, services, reflected)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(port)
+        await server.stop(await self._closing)
+        with self._guard:
+            self._ended = True
+        await asyncio.sleep(0)  # what was begun starts, so that it can be cancelled
+
+    async def _start(
+        self, address: str, services: dict[str, Service], reflected: Sequence[str]
+    ) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         for service, of_service in services.items():
             handlers = {name: self._handler(method) for name, method in of_service.items()}
-            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         if reflected:
             from grpc_reflection.v1alpha import reflection
 
-            reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], self._server)
-        self.port = self._server.add_insecure_port(address)
-        await self._server.start()
+            reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], server)
+        port = server.add_insecure_port(address)
+        await server.start()
+        return server, port
 
     def _handler(self, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(_: object, context: Context) -> None:
@@ -158,21 +176,17 @@ class Listener:
         return _parse(kind, data)
 
     def run(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Begin it on the event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Begin it on the event loop. Raises ServerUnavailableError once that has ended."""
+        with self._guard:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise ServerUnavailableError("the server is stopping")
 
     def close(self, seconds: float) -> None:
         """Refuse new calls, give running ones `seconds`."""
-        try:
-            self.run(self._server.stop(seconds)).result(seconds + 1.0)
-        finally:
-            self._stop_loop()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(1.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._loop.call_soon_threadsafe(self._closing.set_result, seconds)
+        self._thread.join(seconds + CLOSE_SECONDS)
 
 
 def _parse(kind: type[_M], data: bytes) -> _M:

@@ -49,17 +49,19 @@ class ShardsService:
         self._door.check(registration)
         kept = [(await anext(reports)).kept for _ in range(registration.kept)]
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
+        commands: asyncio.Queue[pb.ShardCommand | None] = asyncio.Queue()
         with Mailbox() as mailbox:
             threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
-            sent = asyncio.Event()
-            args = handle, write, sent, asyncio.get_running_loop()
-            threading.Thread(target=_send, args=args, name="commands", daemon=True).start()
-            ends = [asyncio.ensure_future(_receive(reports, mailbox)), asyncio.ensure_future(sent.wait())]
+            args = handle, commands, asyncio.get_running_loop()
+            threading.Thread(target=_hand_over, args=args, name="commands", daemon=True).start()
+            ends = [asyncio.ensure_future(_receive(reports, mailbox)), asyncio.ensure_future(_send(commands, write))]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for end in ends:
                     end.cancel()
+                ended = await asyncio.gather(*ends, return_exceptions=True)
+                log.debug("shard stream ended", shard=handle.shard, how=[repr(one) for one in ended if one])
 
     def _reports(self, handle: ShardHandle, reports: Mailbox) -> None:
         try:
@@ -87,17 +89,16 @@ async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: Mailbox) -> 
         mailbox.put(report)
 
 
-def _send(
-    handle: ShardHandle,
-    write: Write,
-    sent: asyncio.Event,
-    loop: asyncio.AbstractEventLoop,
+def _hand_over(
+    handle: ShardHandle, commands: asyncio.Queue[pb.ShardCommand | None], loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Until the handle is closed, or the stream is."""
-    try:
-        for command in handle.commands():
-            asyncio.run_coroutine_threadsafe(write(command), loop).result()
-    except Exception as error:
-        log.debug("shard stream broke", shard=handle.shard, error=repr(error))
+    """To the event loop, until the handle is closed."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(sent.set)
+        for command in handle.commands():
+            loop.call_soon_threadsafe(commands.put_nowait, command)
+        loop.call_soon_threadsafe(commands.put_nowait, None)
+
+
+async def _send(commands: asyncio.Queue[pb.ShardCommand | None], write: Write) -> None:
+    while (command := await commands.get()) is not None:
+        await write(command)

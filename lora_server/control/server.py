@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from concurrent.futures import Future
 
@@ -13,6 +14,7 @@ from lora_server.control.controller import Controller
 from lora_server.control.listener import Listener, Service, Stream, Threads, Unary
 from lora_server.control.registration import Doorkeeper, ShardsService
 from lora_server.control.service import AdaptersService, ClientsService, HealthService, ServerService
+from lora_server.errors import ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
 
 _SHARDS = pb.DESCRIPTOR.services_by_name["Shards"].full_name
@@ -66,7 +68,8 @@ class ControlServer:
     def stalled(self) -> float:
         """For how many seconds no call of a client has been heard; to be asked again and again."""
         if self._heard is None or self._heard.done():
-            self._asked, self._heard = time.monotonic(), self._listener.run(self._leases.run(_nothing))
+            with contextlib.suppress(ServerUnavailableError):  # it stops
+                self._asked, self._heard = time.monotonic(), self._listener.run(self._leases.run(_nothing))
             return 0.0
         return time.monotonic() - self._asked
 
