@@ -119,7 +119,13 @@ class ServeConfig(BaseSettings):
         None, ge=1, le=HIGHEST, description="First of this server's ports for data, for firewalls; random unless given."
     )
     data_dir: Path | None = Field(
-        None, description="Where this node keeps its sockets; without it, a temporary directory."
+        None,
+        description="Where this node keeps its sockets and its registry; without it, a directory that goes with it.",
+    )
+    registry: str = Field(
+        "",
+        repr=False,
+        description="postgresql://USER@HOST/DATABASE that several servers may share; without it, a file in --data-dir.",
     )
     nodes: int = Field(1, ge=1, description="Nodes that form this server.")
     node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")

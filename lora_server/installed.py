@@ -19,7 +19,7 @@ NAMES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
 EXTRAS = {
     "server": (
         *("anyio", "grpc_health", "grpc_reflection", "packaging", "prometheus_client", "pydantic", "pydantic_settings"),
-        *("re2", "rich", "starlette", "typer", "uvicorn", "yaml"),
+        *("re2", "rich", "sqlalchemy", "starlette", "typer", "uvicorn", "yaml"),
     ),
     "provision": ("matplotlib", "prometheus_client", "rich", "scipy", "typer", "yaml"),
     "demo": ("peft", "safetensors", "tokenizers", "transformers"),

@@ -28,6 +28,7 @@ from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
+from lora_server.registry.database import database_of
 from lora_server.spec import ModelSpec
 
 SWEEP_SECONDS = 0.5
@@ -45,6 +46,8 @@ class ControllerProcess:
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
+        self.database = database_of(config)
+        self._stack.callback(self.database.close)
         spec = ModelSpec.from_json(config.spec_json)
         agreement = Agreement.of(config, spec)
         self.controller = controller = Controller(

@@ -1,0 +1,4 @@
+"""What a server keeps for good, whoever dies: in a file of SQLite, or in a PostgreSQL that several servers share.
+
+database   where it is, its schema, transactions
+"""

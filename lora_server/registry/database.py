@@ -1,0 +1,229 @@
+"""The database of a server: one file of SQLite, or a PostgreSQL. Every table stands in `metadata`, whose ever it is.
+
+A transaction is short, and is done again where the database was busy or away, within a deadline: so its `work` may run
+more than once, and does nothing but ask the database.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import structlog
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    Column,
+    Connection,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    insert,
+    select,
+    text,
+    update,
+)
+from sqlalchemy import exc as sql
+from sqlalchemy.engine import make_url
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+
+from lora_server.config import ProcessConfig
+from lora_server.errors import ConfigError, ServerUnavailableError
+
+FILE = "registry.sqlite"
+SCHEMA = 1  # higher where a table's columns mean something else than before
+OPEN_SECONDS, SECONDS = 10.0, 10.0  # for the first transaction, for a later one
+BUSY_SECONDS = 0.5  # of one try, while another process writes
+MIN_PAUSE, MAX_PAUSE = 0.02, 0.5
+_DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
+_PASSING = ("40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03")  # SQLSTATEs of what may pass
+T = TypeVar("T")
+Work = Callable[[Connection], T]
+log = structlog.get_logger()
+
+metadata = MetaData()
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+
+
+def count(connection: Connection, name: str, by: int = 1) -> int:
+    """What a counter says after it went up. Until the transaction ends, who counts the same waits."""
+    changed = update(counters).where(counters.c.name == name).values(value=counters.c.value + by)
+    value = connection.execute(changed.returning(counters.c.value)).scalar()
+    if value is None:
+        connection.execute(insert(counters).values(name=name, value=by))
+        return by
+    return int(value)
+
+
+def counted(connection: Connection, name: str) -> int:
+    """What a counter says."""
+    return int(connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar() or 0)
+
+
+def url_of(config: ProcessConfig) -> str:
+    """Of --registry; without, a file in --data-dir, or in a directory that goes with the server."""
+    return config.registry or f"sqlite:///{(config.data_dir or config.run_dir).resolve() / FILE}"
+
+
+class Database:
+    """Thread-safe; any number of processes may have the same one open."""
+
+    def __init__(self, url: str) -> None:
+        """Makes what is not there yet. Raises ConfigError for what cannot be opened, or is of a newer server."""
+        parsed, self._stopping = _parsed(url), threading.Event()
+        self.shown = parsed.render_as_string(hide_password=True)
+        self.shared = parsed.get_backend_name() != "sqlite"
+        try:
+            if not self.shared and parsed.database:
+                os.close(os.open(parsed.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._engine = create_engine(parsed, **_options(self.shared))
+        except ImportError as error:
+            raise ConfigError(f"--registry {self.shown}: {error}; install lora-server[postgres]") from error
+        except OSError as error:
+            raise ConfigError(
+                f"{self._who()}: cannot be made or written to ({error.strerror}); expected a place where this user may "
+                "create files: give --data-dir another"
+            ) from error
+        if not self.shared:
+            event.listen(self._engine, "connect", _set_up)
+            event.listen(self._engine, "begin", _begin)
+        try:
+            schema = self.write(self._prepare, OPEN_SECONDS)
+        except (ServerUnavailableError, sql.SQLAlchemyError) as error:
+            self.close()
+            raise ConfigError(f"{self._who()}: cannot be opened: {_told(error)}; {self._cure()}") from error
+        if schema > SCHEMA:
+            self.close()
+            raise ConfigError(
+                f"{self._who()}: was written by a newer server: got schema {schema}, expected {SCHEMA} at most; start "
+                "that release, or give this one another"
+            )
+
+    def read(self, work: Work[T], seconds: float = SECONDS) -> T:
+        """One transaction that changes nothing. Raises ServerUnavailableError."""
+        return self._transact(work, seconds, writes=False)
+
+    def write(self, work: Work[T], seconds: float = SECONDS) -> T:
+        """One transaction; it is on the disk when this returns. Raises ServerUnavailableError: then nothing was
+        changed, unless the connection was lost while it was told."""
+        return self._transact(work, seconds, writes=True)
+
+    def close(self) -> None:
+        """Waits for nobody; who waits for the database gives up."""
+        self._stopping.set()
+        self._engine.dispose()
+
+    def _transact(self, work: Work[T], seconds: float, writes: bool) -> T:
+        engine, deadline = self._engine.execution_options(writes=writes), time.monotonic() + seconds
+
+        def once() -> T:
+            with engine.begin() as connection:
+                return work(connection)
+
+        retrying = Retrying(
+            retry=retry_if_exception(_may_pass),
+            stop=lambda state: self._stopping.is_set() or time.monotonic() > deadline,
+            wait=wait_random_exponential(MIN_PAUSE, max=MAX_PAUSE),
+            sleep=self._pause,
+            before_sleep=self._say,
+            reraise=True,
+        )
+        try:
+            return retrying(once)
+        except sql.DBAPIError as error:
+            if not _may_pass(error):
+                raise
+            raise ServerUnavailableError(f"{self._who()}: not reached within {seconds:g} s: {_told(error)}") from error
+
+    def _pause(self, seconds: float) -> None:
+        self._stopping.wait(seconds)
+
+    def _prepare(self, connection: Connection) -> int:
+        if self.shared:  # of several that start, one makes the tables
+            connection.execute(text("SELECT pg_advisory_xact_lock(7400)"))
+        metadata.create_all(connection)
+        return counted(connection, "schema") or count(connection, "schema", SCHEMA)
+
+    def _say(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        if state.attempt_number == 3:
+            log.warning(
+                "the registry's database is busy or away; trying again", registry=self.shown, reason=_told(error)
+            )
+
+    def _who(self) -> str:
+        return (
+            f"--registry {self.shown}" if self.shared else f"registry {self.shown.removeprefix('sqlite+pysqlite:///')}"
+        )
+
+    def _cure(self) -> str:
+        if self.shared:
+            return (
+                "expected postgresql://USER@HOST/DATABASE of a server that runs, and a user who may create tables there"
+            )
+        return "expected a file of SQLite: move it away to begin anew, or give --data-dir another directory"
+
+
+def _parsed(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+        driver = _DRIVERS[parsed.drivername]
+    except (sql.ArgumentError, KeyError, ValueError):
+        scheme = url.partition("://")[0] if "://" in url else ""
+        raise ConfigError(
+            f"--registry: got {scheme + '://...' if scheme else 'no URL'}, expected postgresql://USER@HOST/DATABASE; "
+            "or leave it away: then it is a file in --data-dir"
+        ) from None
+    return parsed.set(drivername=driver)
+
+
+def _options(shared: bool) -> dict[str, Any]:
+    if not shared:
+        return {"connect_args": {"timeout": BUSY_SECONDS}}
+    limits = f"-c statement_timeout={int(SECONDS * 1000)} -c lock_timeout={int(BUSY_SECONDS * 1000)}"
+    arguments = {"connect_timeout": 5, "tcp_user_timeout": int(SECONDS * 1000), "options": limits}
+    return {"pool_pre_ping": True, "connect_args": arguments}
+
+
+def _set_up(connection: sqlite3.Connection, _: object) -> None:
+    """Of SQLite: we begin transactions ourselves, so that none begins as a reader's and fails when it writes."""
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes", True)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the same transaction may succeed later; a file that is no database never does."""
+    if not isinstance(error, sql.DBAPIError):
+        return False
+    if isinstance(error.orig, sqlite3.Error):
+        return isinstance(error, sql.OperationalError)
+    return isinstance(error, sql.OperationalError) or getattr(error.orig, "sqlstate", None) in _PASSING
+
+
+def _told(error: BaseException | None) -> str:
+    """What a driver says, on one line."""
+    original = getattr(error, "orig", None) or getattr(error, "__cause__", None) or error
+    original = getattr(original, "orig", None) or original
+    return " ".join(str(original).split())[:300]
+
+
+def database_of(config: ProcessConfig) -> Database:
+    """A controller's. Raises ConfigError."""
+    return Database(url_of(config))
