@@ -318,7 +318,7 @@ class ShardProcess:
         self.store.forget(asked.client, {need.handle for need in asked.needs})
 
     def _grant(self, grant: pb.Grant) -> None:
-        self.port.grant(Grant(grant.client, grant.epoch, grant.key))
+        self.port.grant(Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0))
 
 
 def _source(load: pb.Load) -> Source:

@@ -188,6 +188,8 @@ class Grant:
     client: int
     epoch: int
     key: bytes
+    tenant: str = ""  # the operator
+    weight: float = 1.0  # of the tenant, beside others
 
 
 class Port:

@@ -635,18 +635,24 @@ class ShardReport(_message.Message):
     def __init__(self, registration: _Optional[_Union[Registration, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., residencies: _Optional[_Union[Residencies, _Mapping]] = ..., client_gone: _Optional[_Union[ClientGone, _Mapping]] = ..., stats: _Optional[_Union[ShardStats, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ..., leaving: bool = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("client", "epoch", "key", "instance", "served_names")
+    __slots__ = ("client", "epoch", "key", "instance", "served_names", "tenant", "weight", "token")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SERVED_NAMES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     key: bytes
     instance: str
     served_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    tenant: str
+    weight: float
+    token: str
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size")
