@@ -1,30 +1,59 @@
-"""Builds the device protocol's kernels as a GPU's host does, and says what became of them: python -m bench.gpu_build.
+"""Builds every kernel as a GPU's host does, and says what became of it: python -m bench.gpu_build [--only SOURCE].
 
 NVRTC, then nvJitLink with NVSHMEM's device library where the kernels call it: wheels alone, neither nvcc, a driver nor
-a GPU. Exits with 1 if a kernel is missing, keeps anything in local memory, or takes more registers than it may.
+a GPU. Exits with 1 for what the compiler warns of, and for a kernel that is missing, keeps anything in local memory,
+takes more registers than it may, or has grown.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import struct
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from bench.gpu_run.nvshmem_build import BEFORE, BuildError, cstdint, includes, linked
-from kernels_cuda.build import STANDARD, read_source
+from bench.gpu_run.state import ROOT
+from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
 from lora_server.transport.gpu.source import FILES
 
-ARCH = "sm_90a"
-DEFINES = ("-DBULK_COPY=1", "-DWARPS=8", "-DSTAGES=2")  # heuristics.choose for an H100
-MOST_REGISTERS = 168
-CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
-KERNELS = {
-    "serve.cu": ("serve_bfloat16", "serve_float16"),
-    "link.cu": ("link_put_vectors", "link_put_halves", "link_wait", "link_add_bfloat16", "link_add_float16"),
+
+class Gpu(NamedTuple):
+    """What its kernels are compiled with; a test compares it with heuristics.choose."""
+
+    arch: str
+    bulk_copy: int
+    warps: int
+    stages: int = 2
+
+    @property
+    def defines(self) -> list[str]:
+        """The compiler's options."""
+        return [f"-DBULK_COPY={self.bulk_copy}", f"-DWARPS={self.warps}", f"-DSTAGES={self.stages}"]
+
+
+GPUS = {"H100, H200": Gpu("sm_90a", 1, 8), "A100": Gpu("sm_80", 0, 6), "A10, L40": Gpu("sm_80", 0, 4)}
+HOPPER = "H100, H200"
+EVERYWHERE = {  # what a host launches: sources, and the kernels that must be there
+    "lora_step.cu": {f"{kernel}_{dtype}" for kernel in KERNELS for dtype in DTYPES},
+    "route.cu": {"route"},
+    "put.cu": {"put_vectors", "put_halves"},
 }
+PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
+    "serve.cu": {"serve_bfloat16", "serve_float16"},
+    "link.cu": {"link_put_vectors", "link_put_halves", "link_wait", "link_add_bfloat16", "link_add_float16"},
+}
+PUT = ROOT / "lora_server/transport/put.cu"
+REGISTERS = 65536  # of a multiprocessor
+MOST_REGISTERS = 168  # for a block of nine warps
+MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
+CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
 STATE = b"nvshmemi_device_state_d"
+AT_ONCE = 2
 USAGE = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+\.\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
     r"(\d+) bytes spill loads\s+ptxas info\s+: Used (\d+) registers"
@@ -40,65 +69,104 @@ class Usage(NamedTuple):
     spill_loads: int
     registers: int
 
-    def fits(self, nvshmem: bool) -> bool:
-        """No local memory but a call's frame, and registers for a block of nine warps."""
-        most = CALL_FRAME if nvshmem else 0
-        return self.stack <= most and not (self.spill_stores or self.spill_loads) and self.registers <= MOST_REGISTERS
+
+class Job(NamedTuple):
+    """One source for one GPU."""
+
+    name: str
+    gpu: str
+    nvshmem: bool = False
+
+    @property
+    def kernels(self) -> set[str]:
+        """Those that must be there."""
+        return (EVERYWHERE | PROTOCOL)[self.name]
+
+    def complaints(self, usage: Usage, code_bytes: int) -> list[str]:
+        """What is wrong with one of them."""
+        frame = CALL_FRAME if self.nvshmem else 0
+        registers = MOST_REGISTERS if self.name in PROTOCOL else REGISTERS // (32 * GPUS[self.gpu].warps)
+        most = MOST_CODE_BYTES.get(usage.kernel.rpartition("_")[0], sys.maxsize)
+        rules = {
+            f"{usage.stack} bytes of stack": usage.stack <= frame,
+            f"spills of {usage.spill_stores} and {usage.spill_loads} bytes": not usage.spill_stores + usage.spill_loads,
+            f"{usage.registers} registers, expected at most {registers}": usage.registers <= registers,
+            f"{code_bytes} bytes of code, expected some, and at most {most}": 0 < code_bytes <= most,
+        }
+        return [f"{self}: {usage.kernel}: {rule}" for rule, holds in rules.items() if not holds]
 
 
-def compiled(name: str, nvshmem: bool, arch: str = ARCH) -> tuple[bytes, list[Usage]]:
-    """Machine code of one source. Raises BuildError with the compiler's words."""
+JOBS = [Job(name, gpu) for name in EVERYWHERE for gpu in GPUS]
+JOBS += [Job(name, HOPPER, nvshmem) for name in PROTOCOL for nvshmem in (False, True)]
+
+
+def compiled(job: Job) -> tuple[bytes, str]:
+    """Machine code of one source, and what the compiler said. Raises BuildError with its words."""
     from cuda.bindings import nvrtc
 
-    source, headers, names = read_source(name, FILES), list[bytes](), list[bytes]()
-    options = [STANDARD, f"-arch={arch}", "--ptxas-options=-v", *DEFINES]
-    if nvshmem:
+    source, headers, names = read_source(job.name, FILES | {PUT.name: PUT.read_text()}), list[bytes](), list[bytes]()
+    options = [STANDARD, f"-arch={GPUS[job.gpu].arch}", "--ptxas-options=-v", *GPUS[job.gpu].defines]
+    if job.nvshmem:
         source = BEFORE + source
         headers, names = [cstdint().encode()], [b"cuda/std/cstdint"]
         options += ["-rdc=true", "-default-device", "-DNVSHMEM=1", *(f"-I{folder}" for folder in includes())]
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(headers), headers, names)
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), job.name.encode(), len(headers), headers, names)
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    said = log.decode(errors="replace")
+    said = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
     if int(error):
         raise BuildError(said[:2000])
-    _, size = nvrtc.nvrtcGetCUBINSize(program)
-    code = b" " * size
-    nvrtc.nvrtcGetCUBIN(program, code)
-    return bytes(code), [Usage(kernel, *map(int, numbers)) for kernel, *numbers in USAGE.findall(said)]
+    return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), said
 
 
-def build(name: str, nvshmem: bool) -> list[str]:
+def _text(size_of: Callable[[object], tuple[object, int]], get: Callable[[object, bytes], object], of: object) -> bytes:
+    _, size = size_of(of)
+    text = b" " * size
+    get(of, text)
+    return text
+
+
+def code_bytes(cubin: bytes) -> dict[str, int]:
+    """Machine code of each kernel: the sections .text.KERNEL of an ELF file of 64 bits."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    strings = cubin[sections[names][4] :]
+    named = {strings[begin : strings.index(b"\0", begin)].decode(): nbytes for begin, *_, nbytes in sections}
+    return {name.removeprefix(".text."): nbytes for name, nbytes in named.items() if name.startswith(".text.")}
+
+
+def build(job: Job) -> list[str]:
     """What is wrong with a source's kernels, once linked; a line for each goes to stdout."""
     began = time.monotonic()
-    code, usages = compiled(name, nvshmem)
-    wrong = []
-    if nvshmem:
-        code = linked(code, ARCH)
+    code, said = compiled(job)
+    wrong = [f"{job}: {line}" for line in said.splitlines() if "warning" in line and not job.nvshmem]
+    sizes = code_bytes(code)
+    if job.nvshmem:
+        code = linked(code, GPUS[job.gpu].arch)
         if STATE not in code:
-            wrong.append(f"{name}: no {STATE.decode()} in the linked module")
-    for usage in usages:
-        if usage.kernel in KERNELS[name]:
-            print(f"{'nvshmem' if nvshmem else 'gpu'} {usage.kernel}: {usage.registers} registers", flush=True)
-            if not usage.fits(nvshmem):
-                wrong.append(f"{name}: {usage}")
-    for kernel in KERNELS[name]:
-        if kernel not in {usage.kernel for usage in usages} or kernel.encode() not in code:
-            wrong.append(f"{name}: no {kernel} in the module")
-    print(f"  {name}: {len(code)} bytes in {time.monotonic() - began:.0f} s", flush=True)
+            wrong.append(f"{job}: no {STATE.decode()} in the linked module")
+    usages = [Usage(kernel, *map(int, numbers)) for kernel, *numbers in USAGE.findall(said)]
+    kernels = [usage for usage in usages if usage.kernel in job.kernels]
+    for usage in kernels:
+        wrong += job.complaints(usage, sizes.get(usage.kernel, 0))
+    missing = job.kernels - {usage.kernel for usage in kernels if usage.kernel.encode() in code}
+    wrong += [f"{job}: no {kernel} in the module" for kernel in sorted(missing)]
+    registers = ", ".join(f"{usage.kernel} {usage.registers}" for usage in sorted(kernels))
+    where = f"{job.gpu}{', NVSHMEM' if job.nvshmem else ''}"
+    took = time.monotonic() - began
+    print(f"{job.name} for {where}: {len(code)} bytes in {took:.0f} s; registers: {registers}", flush=True)
     return wrong
 
 
 def main() -> int:
     """All of them, or some."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=KERNELS, help="one source")
-    arguments = parser.parse_args()
-    names = [arguments.only] if arguments.only else list(KERNELS)
-    wrong = [line for nvshmem in (False, True) for name in names for line in build(name, nvshmem)]
-    print("\n".join(wrong) or "every kernel is there, and keeps everything in registers")
+    parser.add_argument("--only", choices=[*EVERYWHERE, *PROTOCOL], help="one source")
+    only = parser.parse_args().only
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = pool.map(build, [job for job in JOBS if only in (None, job.name)])
+        wrong = [line for lines in found for line in lines]
+    print("\n".join(wrong) or "every kernel is there, is small, and keeps everything in registers")
     return 1 if wrong else 0
 
 

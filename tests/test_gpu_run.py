@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from pathlib import Path
 
 import psutil
 import pytest
@@ -199,6 +199,19 @@ def test_a_rehearsal_is_red_for_whatever_stops_a_stage_before_the_gpu(table, mon
         assert table("--rehearse") == 1, bad
     monkeypatch.setattr("bench.gpu_run.stages.STAGES", (fake("good", "rehearse"),))
     assert table("--rehearse") == 0
+
+
+def test_what_plays_in_a_rehearsal_has_to_be_right(tmp_path):
+    found = record.Record(tmp_path / "record")
+
+    def work(its, arguments):
+        its.add("check", name=arguments.name, good=arguments.good)
+        return arguments.good
+
+    given = argparse.Namespace(good=False, name="cuda")
+    stage.play(work, found, given, good=True)
+    with pytest.raises(RuntimeError, match=r"not as expected: .*'name': 'cpu', 'good': False"):
+        stage.play(work, found, given, name="cpu")
 
 
 def test_the_stages_own_rehearsal(tmp_path):
@@ -427,28 +440,3 @@ def test_the_cstdint_of_the_nvshmem_build_is_c(tmp_path):
     )
     (tmp_path / "x.cpp").write_text(nvshmem_build.cstdint() + checks)
     subprocess.run(["g++", "-std=c++17", "-w", "-fsyntax-only", str(tmp_path / "x.cpp")], check=True, timeout=60)
-
-
-def stage_alone(name, tmp_path, *flags):
-    """A real stage on this CPU; its record."""
-    found = tmp_path / "record"
-    arguments = ["-m", f"bench.gpu_run.{name}", "--record", str(found), "--device", "cpu", *flags]
-    done = subprocess.run(
-        children.own([sys.executable, *arguments]), cwd=ROOT, env={**environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stderr[-2000:], record.read(Path(found)))
-    return record.read(found)
-
-
-def test_the_ipc_stage_plays_on_a_cpu(tmp_path):
-    lines = stage_alone("ipc", tmp_path, "--transport", "shm", "--scenarios", "end_to_end,shard_killed")
-    assert [line["name"] for line in lines] == ["end_to_end", "shard_killed"] and all(line["good"] for line in lines)
-    assert lines[1]["found"]["restarts"] == 2 and lines[1]["found"]["context"] == "alive"
-
-
-def test_the_engine_stage_plays_on_a_cpu(tmp_path):
-    lines = stage_alone("engine", tmp_path, "--transports", "shm", "--new-tokens", "2")
-    (exactness,) = record.picked(lines, "exactness")
-    assert exactness["good"] and exactness["tokens_equal_to_peft"] == exactness["tokens"] > 0
-    assert record.picked(lines, "speed")[0]["ours_tokens_per_s"] > 0

@@ -1,102 +1,51 @@
-"""Every kernel, in every variant that the heuristics choose, compiles, keeps everything in registers, and is small."""
+"""Which variant a GPU gets, and which text the compiler. What it makes of every kernel: make gpu-build."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import struct
-import subprocess
 import sys
 import types
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
+from bench import gpu_build
 from kernels_cuda import build
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
 from lora_server.transport import put
-from lora_server.transport.gpu.source import FILES
+from lora_server.transport.gpu import source
 
-NVCC = shutil.which("nvcc")
-GPUS = {  # what compute capability, code and shared memory per block they have
-    "H100, H200": ((9, 0), "90a", 232448),
-    "A100": ((8, 0), "80", 166912),
-    "A10, L40": ((8, 6), "80", 101376),
+HOSTS = {  # compute capability, and shared memory per block
+    "H100, H200": ((9, 0), 232448),
+    "A100": ((8, 0), 166912),
+    "A10, L40": ((8, 6), 101376),
 }
-USAGE = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
-    r".*?Used (\d+) registers",
-    re.DOTALL,
-)
-MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than nvcc 13.0 makes
 
 
-def compiled(name: str, code: str, variant: Variant, cubin: Path) -> str:
-    """What the assembler says of one file in one variant."""
-    command = [str(NVCC), build.STANDARD, f"-gencode=arch=compute_{code},code=sm_{code}", "-cubin", "-Xptxas", "-v"]
-    command += ["-Werror", "all-warnings", *variant.defines, "-x", "cu", "-", "-o", str(cubin)]
-    source = build.read_source(name, put.FILES | FILES)
-    done = subprocess.run(command, input=source, text=True, capture_output=True, timeout=150)
-    assert done.returncode == 0, f"{name} for sm_{code}: {done.stderr}"
-    return done.stderr
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_is_built_is_the_variant_that_the_gpu_gets(name):
+    chosen, gpu = choose(*HOSTS[name]), gpu_build.GPUS[name]
+    assert list(chosen.defines) == gpu.defines and gpu.arch.startswith("sm_90" if chosen.bulk_copy else "sm_80")
+    assert chosen.shared_bytes <= HOSTS[name][1]
 
 
-def code_bytes(cubin: bytes) -> dict[str, int]:
-    """Machine code of each kernel: the sections .text.KERNEL of an ELF file of 64 bits."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    strings = cubin[sections[names][4] :]
-    named = {strings[begin : strings.index(b"\0", begin)].decode(): nbytes for begin, *_, nbytes in sections}
-    return {name.removeprefix(".text."): nbytes for name, nbytes in named.items() if name.startswith(".text.")}
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-def test_every_kernel_compiles_to_little_code_without_local_memory(tmp_path):
-    files = sorted(path.name for path in build.SOURCE.glob("*.cu"))
-    files.append("put.cu")
-    jobs = [(name, code, choose(capability, shared)) for name in files for capability, code, shared in GPUS.values()]
-    cubins = [tmp_path / f"{i}.cubin" for i in range(len(jobs))]
-    with ThreadPoolExecutor(2) as pool:
-        logs = list(pool.map(lambda job, cubin: compiled(*job, cubin), jobs, cubins))
-    kernels = set()
-    for (name, code, variant), log, cubin in zip(jobs, logs, cubins, strict=True):
-        sizes = code_bytes(cubin.read_bytes())
-        found = USAGE.findall(log)
-        assert found, log
-        for kernel, *usage in found:
-            stack, stores, loads, registers = map(int, usage)
-            assert (stack, stores, loads) == (0, 0, 0), f"{name} {kernel} sm_{code} {variant}: {log}"
-            assert registers * variant.warps * 32 <= 65536
-            most = MOST_CODE_BYTES.get(kernel.rpartition("_")[0])
-            assert sizes[kernel] > 0 and (most is None or sizes[kernel] <= most), f"{kernel} sm_{code}: {sizes[kernel]}"
-            kernels.add(kernel)
-    assert kernels >= {f"{kernel}_{dtype}" for kernel in build.KERNELS for dtype in build.DTYPES}
-
-
-@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-@pytest.mark.parametrize("name, kernel", [("serve.cu", "serve_bfloat16"), ("link.cu", "link_wait")])
-def test_the_protocol_between_gpus_compiles_without_local_memory(name, kernel, tmp_path):
-    """For NVSHMEM, and with the compiler that a GPU's host has: make gpu-build."""
-    capability, code, shared = GPUS["H100, H200"]
-    found = USAGE.findall(compiled(name, code, choose(capability, shared), tmp_path / "cubin"))
-    assert kernel in [one for one, *_ in found]
-    for one, stack, stores, loads, registers in found:
-        assert (stack, stores, loads) == ("0", "0", "0") and int(registers) <= 168, f"{one}: {registers} registers"
-
-
-def test_the_variant_of_each_gpu():
-    chosen = {name: choose(capability, shared) for name, (capability, _, shared) in GPUS.items()}
-    assert chosen["H100, H200"] == Variant(bulk_copy=True, warps=8)
-    assert not chosen["A100"].bulk_copy and chosen["A100"].warps == 6
-    assert chosen["A10, L40"].warps == 4
-    for name, (_, _, shared) in GPUS.items():
-        assert chosen[name].shared_bytes <= shared
+def test_every_source_is_built_and_held_to_its_bounds():
+    sources = {path.name for path in build.SOURCE.glob("*.cu")} | put.FILES.keys() | source.FILES.keys()
+    built = {job.name for job in gpu_build.JOBS}
+    assert {name for name in sources if name.endswith(".cu")} == built
+    job = gpu_build.Job("lora_step.cu", gpu_build.HOPPER)
+    good = gpu_build.Usage("lora_step_bfloat16", 0, 0, 0, 255)
+    assert not job.complaints(good, 1)
+    for bad, nbytes in (
+        (good._replace(stack=8), 1), (good._replace(spill_stores=4), 1), (good._replace(spill_loads=4), 1),
+        (good._replace(registers=257), 1), (good, 0), (good, 200_000),
+    ):  # fmt: skip
+        (complaint,) = job.complaints(bad, nbytes)
+        assert "lora_step_bfloat16" in complaint
+    protocol = gpu_build.Usage("serve_bfloat16", 8, 0, 0, 168)
+    assert gpu_build.Job("serve.cu", gpu_build.HOPPER).complaints(protocol, 1)
+    assert not gpu_build.Job("serve.cu", gpu_build.HOPPER, nvshmem=True).complaints(protocol, 1)
 
 
 def test_gpus_that_cannot_run_them_are_refused():

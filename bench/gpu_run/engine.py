@@ -31,6 +31,7 @@ OVERRIDES: dict[str, Any] = {
 }  # fmt: skip
 RANKS = (8, 16, 32, 64)
 SEQUENCES, PROMPT = 16, 24
+TRANSPORTS = "cuda_ipc,shm"
 RATIO, SLACK = 1.5, 1e-3  # of the mean error of logits: ours against PEFT's own
 
 
@@ -165,10 +166,16 @@ def one(case: Case, address: str, transport: str, peft: Sequence[Any], exact: Se
     return judge(case, transport, ours, peft, exact, record)
 
 
+def check(record: Record, arguments: argparse.Namespace) -> None:
+    """In a rehearsal it plays on this CPU."""
+    if arguments.rehearse and arguments.transports == TRANSPORTS:
+        stage.play(work, record, arguments, device="cpu", transports="shm", new_tokens=2)
+
+
 if __name__ == "__main__":
     own = stage.parser(__doc__)
     own.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    own.add_argument("--transports", default="cuda_ipc,shm")
+    own.add_argument("--transports", default=TRANSPORTS)
     own.add_argument("--new-tokens", type=int, default=48)
     given = own.parse_args()
-    stage.main(work, given, modules=("cupy", "peft"), gpu=given.device == "cuda")
+    stage.main(work, given, modules=("cupy", "peft"), check=check, gpu=given.device == "cuda")

@@ -23,6 +23,7 @@ from bench.gpu_run.record import Record
 VICTIMS, SHARD_KILLS = 4, 2
 STEPS, STEP_SECONDS = 20, 30.0
 RECOVERY_SECONDS = 60.0
+TRANSPORT = "cuda_ipc"
 SEED = 3
 
 
@@ -113,6 +114,8 @@ def interrupted(lab: Lab, witness: Engine, number: signal.Signals) -> dict[str, 
     lab.server.wait_ready()
     witness.right(witness.next("step", RECOVERY_SECONDS))
     witness.steps(3, STEP_SECONDS)
+    if number == signal.SIGKILL and restarts(lab) != before + 1:
+        raise RuntimeError(f"expected the shard's restart number {before + 1}, got {restarts(lab)}")
     return {**told, "context": "alive", "restarts": restarts(lab)}
 
 
@@ -141,9 +144,11 @@ SCENARIOS: dict[str, Callable[[Lab, Engine], dict[str, Any]]] = {
 }
 
 
-def check(*_: object) -> None:
-    """That an engine would take its flags."""
-    endless.parse(["model", "127.0.0.1:1", *NAMES, "--device", "cuda", "--transport", "cuda_ipc"])
+def check(record: Record, arguments: argparse.Namespace) -> None:
+    """That an engine would take its flags; in a rehearsal some of it plays on this CPU."""
+    endless.parse(["model", "127.0.0.1:1", *NAMES, "--device", "cuda", "--transport", arguments.transport])
+    if arguments.rehearse and arguments.transport == TRANSPORT:
+        stage.play(work, record, arguments, device="cpu", transport="shm", scenarios="end_to_end,shard_killed")
 
 
 def work(record: Record, arguments: argparse.Namespace) -> bool:
@@ -180,7 +185,7 @@ def replaced(lab: Lab) -> Engine:
 if __name__ == "__main__":
     flags = stage.parser(__doc__)
     flags.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    flags.add_argument("--transport", default="cuda_ipc")
+    flags.add_argument("--transport", default=TRANSPORT)
     flags.add_argument("--scenarios", default=",".join(SCENARIOS))
     given = flags.parse_args()
     stage.main(work, given, modules=("cupy",), check=check, gpu=given.device == "cuda")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from bench.gpu_run.record import Record
+from bench.gpu_run.record import Record, read
 
 EXIT_FAILED, EXIT_UNABLE = 1, 3
 NO_GPU = "no NVIDIA GPU here"
@@ -49,6 +49,16 @@ def need_gpu(rehearse: bool, modules: Sequence[str] = (), tools: Sequence[str] =
         raise Unable("; ".join(absent))
     if rehearse:
         raise Unable(REHEARSED)
+
+
+def play(
+    work: Callable[[Record, argparse.Namespace], bool], record: Record, arguments: argparse.Namespace, **instead: object
+) -> None:
+    """`work` with other flags, in a rehearsal. Raises RuntimeError if not all is as it should be."""
+    if not work(record, argparse.Namespace(**{**vars(arguments), **instead})):
+        raise RuntimeError(
+            f"not as expected: {[line for line in read(record.path) if not line.get('good', True)]}"[:500]
+        )
 
 
 def installed(module: str) -> bool:
