@@ -13,7 +13,7 @@ from client_connector.serving.settings import Settings
 from client_connector.vllm.settings import configured
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import ConfigError
-from tests.serving import ANYWHERE, HANG_SECONDS, cli, kill, status
+from tests.serving import ANYWHERE, HANG_SECONDS, cli, kill, status, until
 from tests.workload import workload
 
 
@@ -53,7 +53,9 @@ def test_a_server_that_comes_back_with_such_an_adapter_is_said_aloud(tmp_path):
     holder = engine(first.address, "fused")
     kill(first)
     with running_server(tmp_path / "second", [*flags, "--listen", first.address]) as second, capture_logs() as lines:
-        assert holder.hold("r", "experts", ()).failure is None
+        use = holder.hold("r", "experts", ())
+        until(lambda: use.held is not None or use.failure is not None, "it is joined anew")
+        assert use.failure is None
         (said,) = [line["error"] for line in lines if line["log_level"] == "error"]
         assert "['fused'] are adapters of the server" in said
         assert "hides adapters" in second.tail()

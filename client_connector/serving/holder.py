@@ -2,7 +2,7 @@
 
 A session without links: workers push the steps, under handles that they get with each step's plan.
 Holding talks to the server, so it happens in the thread that receives requests; letting go happens
-in a thread of its own, and so does waiting for a place. None is on a step's path.
+in a thread of its own, and so does waiting: for a place, or for a server that is away. None is on a step's path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from client_connector.serving.settings import BASE_MODEL, Settings
 from client_connector.serving.waiting import Use, Waiting
 from lora_server.errors import (
     AdapterLoadError,
-    AdmissionError,
     ConfigError,
     LeaseError,
     LoraServerError,
@@ -35,7 +34,8 @@ from lora_server.errors import (
 from lora_server.transport.session import Held, Session
 
 log = structlog.get_logger()
-MOMENT = 1.0  # seconds that the first request of an outage waits
+MOMENT = 1.0  # seconds in which a server answers whether a lease is good
+MAX_VOID = 3  # steps of one request that may be computed in vain
 
 
 class Holder:
@@ -55,7 +55,7 @@ class Holder:
             self._session.leave()
             raise ConfigError(self._hidden())
         self._uses: dict[str, Use] = {}
-        self._waiting = Waiting(self._ask_again)
+        self._waiting = Waiting(self._ask_again, lambda: self._directory.ready(), self._give_up)
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
         self._rejoin = Rejoin(self._regain, "scheduler")
@@ -77,12 +77,10 @@ class Holder:
     def hold(self, request_id: str, name: str, prompt: Sequence[int] | None) -> Use:
         """Acquire and prefetch for a new request, or queue it; a failure is in the Use, for the scheduler to end it
         with."""
-        use = Use(name)
+        use = Use(name, prompt)
         try:
-            held = self._ask(use)
-            self._activate(use, held, prompt)
-            if use.held is not None:
-                self._lookahead.arrived(held.handle)
+            if self._ask(use) and use.held is not None:
+                self._lookahead.arrived(use.held.handle)
         except LoraServerError as error:
             self._let_go(use)
             self._fail(use, error)
@@ -92,19 +90,6 @@ class Holder:
         if earlier is not None:
             self._let_go(earlier)
         return use
-
-    def _activate(self, use: Use, held: Held, prompt: Sequence[int] | None) -> None:
-        """Where an activated LoRA begins; one that is not invoked is let go, and the request flagged."""
-        if held.invocation is None:
-            return
-        tokens = held.invocation.tokens or tuple(self._tokenize(held.invocation.text))
-        start = invocation_start(prompt or (), tokens) if tokens else None
-        if start is not None:
-            use.start = start
-            return
-        self._let_go(use)
-        use.falls_back = True
-        use.failure = Failure("not_invoked", f"adapter {use.name!r}: the prompt lacks its invocation {list(tokens)}")
 
     def release(self, request_id: str) -> Use | None:
         """A request ended, however it did."""
@@ -117,8 +102,20 @@ class Holder:
     def pause(self, request_id: str) -> None:
         """A request was preempted; it is held again when it is scheduled again."""
         use = self._uses.get(request_id)
-        if use is not None:
+        if use is not None and use.held is not None:
             self._let_go(use)
+
+    def starts_over(self, request_id: str, failure: Failure) -> bool:
+        """A step of the request failed: whether it is to be computed anew, once there is a server that can."""
+        use = self._uses.get(request_id)
+        if use is not None and use.queued:
+            return True
+        if use is None or use.num_void == MAX_VOID or not failure.passes or self._settings.on_failure == BASE_MODEL:
+            return False
+        self._let_go(use)
+        use.void, use.num_void, self._suspect = failure, use.num_void + 1, True
+        self._await_server(use)
+        return True
 
     def fail(self, request_id: str, failure: Failure) -> Use | None:
         """A step of the request failed. Under policy base_model it goes on without its adapter."""
@@ -163,24 +160,22 @@ class Holder:
             self._lookahead.follow(one.handle for one in held if one is not None)
 
     def plan(self, scheduled: Collection[str]) -> StepPlan:
-        """For the requests of one step. A request whose adapter cannot be held again gets no rows: see `failed`."""
+        """For the requests of one step. One whose adapter cannot be held again gets no rows: void, or `failed`."""
         uses = [(name, self._uses[name]) for name in scheduled if name in self._uses]
         uses = [(name, use) for name, use in uses if use.failure is None]
         if uses and (self._suspect or self._session_lost()):
             self._check()
         for _, use in uses:
-            if use.held is None and use.failure is None:
+            if use.held is None and use.failure is None and not use.queued:
                 self._resume(use)
-            if use.queued:  # it was held under a lease that is gone, and its rows are scheduled
-                self._let_go(use)
-                self._fail(use, AdmissionError(f"adapter {use.name!r}: its place was lost; send the request again"))
         rows = {name: Assigned(use.held.handle, use.start) for name, use in uses if use.held is not None}
         held = {use.held.handle: use.held for _, use in uses if use.held is not None}
         new = tuple(one for handle, one in held.items() if handle not in self._known)
         in_use = {use.held.handle for use in list(self._uses.values()) if use.held is not None}
         gone = tuple(self._known - in_use)
         self._known = (self._known & in_use) | held.keys()
-        return StepPlan(self._session.terms.server, rows, new, gone, self._session.proof)
+        void = tuple(name for name, use in uses if use.queued)  # it was held under a lease that is gone
+        return StepPlan(self._session.terms.server, rows, new, gone, self._session.proof, void)
 
     def _resume(self, use: Use) -> None:
         try:
@@ -190,19 +185,36 @@ class Holder:
 
     def _ask_again(self, use: Use) -> bool:
         """In the thread that waits: whether its ticket is answered."""
-        if not use.queued:
-            return False
         try:
-            return self._ask(use, again=True) is not None and not use.queued
+            return use.queued and self._ask(use, again=True)
         except LoraServerError as error:
             self._let_go(use)
             self._fail(use, error)
-            return not isinstance(error, ServerUnavailableError)
+            return True
 
-    def _check_version(self, use: Use, held: Held) -> None:
-        use.version = use.version or held.version
-        if held.version != use.version:
-            self._let_go(use)
+    def _give_up(self, use: Use, is_up: bool) -> None:
+        """In the thread that waits: a request waits so long for a server that is away, and an outage has so much time
+        for all."""
+        outage, seconds = self._rejoin.away_seconds, self._settings.timeout_seconds
+        if time.monotonic() < use.until and (is_up or outage < seconds):
+            return
+        self._let_go(use)
+        use.failure = use.void
+        if use.failure is None:
+            self._fail(use, self._away())
+
+    def _away(self) -> ServerUnavailableError:
+        reason = "" if self._rejoin.error is None else f" ({self._rejoin.error})"
+        return ServerUnavailableError(
+            f"server {self._settings.address}: went away and is being joined anew{reason}; send the request again"
+        )
+
+    def _meet(self, use: Use, held: Held) -> None:
+        """What a request waited for must be what it asked for; an activated LoRA says where it begins."""
+        if not use.version:
+            use.version = held.version
+            self._activate(use, held)
+        elif held.version != use.version:
             use.failure = Failure.of(
                 AdapterLoadError(
                     f"adapter {use.name!r}: version {use.version[:12]} was replaced by {held.version[:12]} "
@@ -210,39 +222,67 @@ class Holder:
                 )
             )
 
+    def _activate(self, use: Use, held: Held) -> None:
+        """One that is not invoked is let go, and the request flagged."""
+        if held.invocation is None:
+            return
+        try:
+            tokens = held.invocation.tokens or tuple(self._tokenize(held.invocation.text))
+        except ConfigError as error:
+            self._fail(use, error)
+            return
+        start = invocation_start(use.prompt or (), tokens) if tokens else None
+        if start is not None:
+            use.start = start
+            return
+        use.falls_back = True
+        use.failure = Failure("not_invoked", f"adapter {use.name!r}: the prompt lacks its invocation {list(tokens)}")
+
     def _fail(self, use: Use, error: LoraServerError) -> None:
         use.failure = Failure.of(error)
         use.falls_back = isinstance(error, PASSING) and self._settings.on_failure == BASE_MODEL
 
     # -- the session
 
-    def _ask(self, use: Use, again: bool = False) -> Held:
-        """Acquire, or be queued; what it holds, or will hold."""
+    def _ask(self, use: Use, again: bool = False) -> bool:
+        """Acquire: whether that was answered. Otherwise it waits, for a place or for the server."""
         if not again:
             use.session = None
         with self._calls:
-            if self._session_lost():
-                self._join_anew()
             try:
-                answer = self._ask_once(use)
-            except (LeaseError, ServerUnavailableError):  # it restarted since, or is away: once more
-                try:
-                    self._join_anew()
-                    answer = self._ask_once(use)
-                except ServerUnavailableError:
-                    if not again:  # it may have been admitted all the same
-                        self._waiting.add(use)
-                    raise
-            if isinstance(answer, Queued):
-                (held,) = answer.held
+                answer = self._answer(use)
+            except (LeaseError, ServerUnavailableError):
                 if not again:
-                    use.queued = True
-                    self._waiting.add(use)
-            else:
+                    self._await_server(use)
+                use.until = use.until or time.monotonic() + self._settings.timeout_seconds
+                return False
+            use.until = 0.0
+            if not isinstance(answer, Queued):
                 (held,) = answer
+                self._meet(use, held)
                 self._take(use, held, again)
-        self._check_version(use, held)
-        return held
+                return True
+            (held,) = answer.held
+            self._meet(use, held)
+            use.queued = use.failure is None and (use.queued or not again)
+            self._waiting.add(use)
+            return False
+
+    def _answer(self, use: Use) -> list[Held] | Queued:
+        try:
+            if not self._session_lost():
+                return self._ask_once(use)
+        except (LeaseError, ServerUnavailableError):  # it restarted since, or is away
+            pass
+        if not self._rejoin.wait(0.0):
+            raise self._away()
+        return self._ask_once(use)
+
+    def _await_server(self, use: Use) -> None:
+        """Its ticket, if it had one, is none any more."""
+        use.session, use.queued = None, True
+        use.until = time.monotonic() + self._settings.timeout_seconds
+        self._waiting.add(use)
 
     def _ask_once(self, use: Use) -> list[Held] | Queued:
         if use.session is not self._session:
@@ -251,7 +291,8 @@ class Holder:
 
     def _take(self, use: Use, held: Held, again: bool) -> None:
         with self._lock:
-            wanted = use.queued or not again  # or its request ended while it was asked for
+            # or its request ended, or failed, while it was asked for
+            wanted = use.failure is None and (use.queued or not again)
             use.held, use.queued = held if wanted else None, False
         if wanted and again:
             self._lookahead.arrived(held.handle)
@@ -273,15 +314,6 @@ class Holder:
                 self._suspect = False
             except (LeaseError, ServerUnavailableError):
                 self._rejoin.wait(0.0)
-
-    def _join_anew(self) -> None:
-        """Wait while the server is there, or a moment if nobody did so far; raises ServerUnavailableError."""
-        ready = self._rejoin.waited and self._directory.ready()
-        if not self._rejoin.wait(self._settings.timeout_seconds if ready else 0.0 if self._rejoin.waited else MOMENT):
-            raise ServerUnavailableError(
-                f"server {self._settings.address}: went away and is being joined anew"
-                + (f" ({self._rejoin.error})" if self._rejoin.error is not None else "")
-            )
 
     def _regain(self) -> None:
         """The server is there: under the old lease where it is still good, else under a new one."""

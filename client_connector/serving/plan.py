@@ -34,7 +34,7 @@ class Assigned(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     """Pickled with the step. `new` are adapters that workers did not hear of; `gone` those they may forget; `holder`
-    proves whose they are.
+    proves whose they are. `void`: requests that lost theirs, for which the step is computed in vain.
 
     Handles belong to one run of the server; a worker with a session of another run must not use them.
     """
@@ -44,6 +44,7 @@ class StepPlan:
     new: tuple[Held, ...] = ()
     gone: tuple[int, ...] = ()
     holder: Proof | None = None
+    void: tuple[str, ...] = ()
 
 
 NO_PLAN = StepPlan()

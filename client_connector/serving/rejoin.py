@@ -65,6 +65,12 @@ class Rejoin:
                 self._away_since = None
                 return
 
+    @property
+    def away_seconds(self) -> float:
+        """For how long the server has been away; 0 while it is there."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """No further attempts."""
         self._closed = True

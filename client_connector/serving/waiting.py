@@ -1,9 +1,9 @@
-"""Requests whose adapters have no place yet: a thread asks again when the server says that there is one."""
+"""Requests whose adapters have no place yet, or whose server is away: a thread asks again when there is one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from client_connector.remote import RemoteSession
@@ -12,6 +12,7 @@ from lora_server.errors import LoraServerError
 from lora_server.transport.session import Held
 
 AWAIT_SECONDS = 0.1  # of one call: who comes or goes meanwhile is seen by the next
+AWAY_SECONDS = 0.05  # between two looks at a server that is away
 
 
 @dataclass(eq=False)
@@ -19,22 +20,28 @@ class Use:
     """One request's adapter. `held` is None while queued or preempted, after a failure, and for one that never acts."""
 
     name: str
-    version: str = ""
+    prompt: Sequence[int] | None = None
+    version: str = ""  # once the server has said it
     held: Held | None = None
     start: int = 0
     failure: Failure | None = None
     falls_back: bool = False  # the base model answers from now on, and the request says so
-    queued: bool = False  # there is no place for it yet
+    queued: bool = False  # there is no place for it yet, or nobody who could give it one
+    until: float = 0.0  # how long it waits for a server that is away (time.monotonic()); 0: it is there
+    void: Failure | None = None  # of its newest step that was computed in vain
+    num_void: int = 0
     session: RemoteSession | None = None  # in which it was asked for, with this ticket
     ticket: int = 0
 
 
 class Waiting:
     """Thread-safe. `again` asks for a use once more, and says whether that was answered; whoever is not queued any more
-    is cancelled."""
+    is cancelled. While the server is away, `is_up` says so, and `give_up` hears of those that wait for it."""
 
-    def __init__(self, again: Callable[[Use], bool]) -> None:
-        self._again = again
+    def __init__(
+        self, again: Callable[[Use], bool], is_up: Callable[[], bool], give_up: Callable[[Use, bool], object]
+    ) -> None:
+        self._again, self._is_up, self._give_up = again, is_up, give_up
         self._uses: list[Use] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -43,7 +50,8 @@ class Waiting:
     def add(self, use: Use) -> None:
         """From now on only this thread asks for it, or cancels it."""
         with self._changed:
-            self._uses.append(use)
+            if use not in self._uses:
+                self._uses.append(use)
             self._changed.notify()
 
     def __len__(self) -> int:
@@ -67,10 +75,18 @@ class Waiting:
                 self._cancel(use)
             done = given_up + self._look([use for use in uses if use not in given_up])
             with self._changed:
-                self._uses = [use for use in self._uses if use not in done]
+                self._uses = [use for use in self._uses if use not in done or use.queued]
 
     def _look(self, uses: list[Use]) -> list[Use]:
         """Those that are answered."""
+        away = [use for use in uses if use.until]
+        if away:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, AWAY_SECONDS)
+            is_up = self._is_up()
+            for use in away:
+                self._give_up(use, is_up)
+            return [use for use in uses if use.queued and self._again(use)] if is_up else []
         session = uses[-1].session if uses else None
         if session is None:
             return []

@@ -1,8 +1,7 @@
 """Nobody is admitted any more, and those that compute come to an end: before a node stops, or a shard is started anew.
 
 Requests wait in the queue meanwhile. With a shard's restart all leases end while nobody holds anything: engines join
-anew, transformers without a failed request; vLLM refuses requests for adapters until it has. A controller that dies
-forgets it all, and who waits goes on.
+anew, without a failed request. A controller that dies forgets it all, and who waits goes on.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def add(engine, load, name, new_tokens=NEW_TOKENS):
 
 
 def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch):
-    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log")
+    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log", {"LORA_SERVER_TIMEOUT_SECONDS": "2"})
     try:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)  # six adapters, two at a time
         until(lambda: status(crowded.address).active == 0, "all places are back")

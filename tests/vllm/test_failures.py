@@ -1,9 +1,11 @@
-"""The server dies in the middle of a generation: requests end with a clear error, or flagged; the engine lives."""
+"""The server dies in the middle of a generation: requests wait for it, and go on with their adapter; end with a clear
+error after a while; or are flagged. The engine lives."""
 
 from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engines import Engine
@@ -12,10 +14,12 @@ from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch
-from tests.serving import kill, status
+from tests.serving import HANG_SECONDS, cli, kill, status
 from tests.workload import NEW_TOKENS
 
 LONG = 40
+IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "2"}
+PATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": str(HANG_SECONDS)}
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def peft(load, name: str | None, prompt: list[int], new_tokens: int):
 
 def test_policy_error(load, killable, scratch):
     server = killable()
-    engine = Engine(load.base, server.address, scratch / "engine-error.log")
+    engine = Engine(load.base, server.address, scratch / "engine-error.log", IMPATIENT)
     try:
         adapted, base = start_two(load, engine)
         kill(server)
@@ -87,6 +91,35 @@ def test_a_killed_controller_is_not_missed(load, killable, scratch):
         after = status(server.address)
         assert (after.run, after.clients) == (before.run, before.clients)
         assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
+    finally:
+        engine.close()
+
+
+def test_no_request_fails_while_shards_are_started_anew(load, killable, scratch):
+    """One is drained and started anew between requests, one is killed in the middle of one: neither is noticed."""
+    server = killable()
+    engine = Engine(load.base, server.address, scratch / "engine-restart.log", PATIENT)
+    try:
+        before = {one.shard: one.pid for one in status(server.address).shards}
+        with ThreadPoolExecutor(1) as pool:
+            adapted, base = start_two(load, engine)
+            drained = pool.submit(cli, "drain", "--shard", "1", "--server", server.address, seconds=HANG_SECONDS)
+            answers = engine.call("step", count=0)
+            while not drained.done():
+                load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+            assert drained.result().returncode == 0, drained.result().stderr
+        load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
+        assert answers[adapted]["tokens"] == peft(load, "fused", load.batch[0].prompt, LONG)
+        assert answers[base]["tokens"] == peft(load, None, load.batch[0].prompt, LONG)
+
+        adapted, base = start_two(load, engine)
+        os.kill(before[0], signal.SIGKILL)
+        answers = engine.call("step", count=0)
+        assert answers[adapted]["stop_reason"] is None
+        assert answers[adapted]["tokens"] == peft(load, "fused", load.batch[0].prompt, LONG)
+        assert answers[base]["tokens"] == peft(load, None, load.batch[0].prompt, LONG)
+        after = {one.shard: one.pid for one in status(server.address).shards}
+        assert not before.items() & after.items(), "both were started anew"
     finally:
         engine.close()
 
@@ -130,7 +163,7 @@ def test_kv_of_a_failed_step_is_never_reused(load, killable, scratch):
     """The prompt's blocks were cached under the adapter's version when its step failed."""
     prompt = [3 + i * 7 % 240 for i in range(300)]
     server = killable()
-    engine = Engine(load.base, server.address, scratch / "engine-kv.log", max_num_batched_tokens=160)
+    engine = Engine(load.base, server.address, scratch / "engine-kv.log", IMPATIENT, max_num_batched_tokens=160)
     try:
         name = engine.call("add", request={"prompt": prompt, "adapter": "fused", "new_tokens": 8})
         engine.call("step", count=1)

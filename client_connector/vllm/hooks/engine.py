@@ -17,7 +17,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from client_connector.serving.holder import Holder
-from client_connector.serving.plan import FAILURES, PLAN, RETRY, Failure
+from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, RETRY, Failure
 from client_connector.serving.settings import KEY
 from client_connector.serving.waiting import Use
 from client_connector.vllm.settings import of_engine
@@ -86,13 +86,18 @@ def _preprocess_add_request(original: Any) -> Callable[..., Any]:
         holder: Holder | None = getattr(self.scheduler, HOLDER, None)
         if holder is None or request.lora_request is None:
             return original(self, request)
-        asked = request.lora_request
-        use = holder.hold(request.request_id, asked.lora_name, request.prompt_token_ids)
-        path = f"{KEY}:{asked.lora_name}@{use.version}#{use.start}"
-        request.lora_request = None if use.falls_back else LoRARequest(asked.lora_name, asked.lora_int_id, path)
+        use = holder.hold(request.request_id, request.lora_request.lora_name, request.prompt_token_ids)
+        request.lora_request = _identified(request.lora_request, use)
         return original(self, request)
 
     return preprocess_add_request
+
+
+def _identified(asked: Any, use: Use) -> Any:
+    """What KV blocks are hashed under: the adapter's version, and where it begins to act."""
+    if use.falls_back:
+        return None
+    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{KEY}:{asked.lora_name}@{use.version}#{use.start}")
 
 
 def start_in(lora_path: str) -> int:
@@ -145,18 +150,20 @@ def _handle_blocked_waiting_request(original: Any) -> Callable[..., Any]:
         if not original(self, request) or (holder is not None and not holder.is_ready(request.request_id)):
             return False
         use = holder.use(request.request_id) if holder is not None else None
-        if use is not None and use.falls_back and request.lora_request is not None:  # it failed while it waited
-            _give_up_adapter(request)
+        if use is not None and request.lora_request is not None:
+            _identify(request, use)
         return True
 
     return handle_blocked_waiting_request
 
 
-def _give_up_adapter(request: Request) -> None:
-    """The base model answers from now on, with KV blocks of its own."""
-    request.lora_request = None
-    request.block_hashes = []
-    request.update_block_hashes()
+def _identify(request: Request, use: Use) -> None:
+    """While it waited it failed, and the base model answers; or the version was told only then: other KV blocks."""
+    now = _identified(request.lora_request, use)
+    if now is None or now.lora_path != request.lora_request.lora_path:
+        request.lora_request = now
+        request.block_hashes = []
+        request.update_block_hashes()
 
 
 def _update_from_output(original: Any) -> Callable[..., Any]:
@@ -164,7 +171,9 @@ def _update_from_output(original: Any) -> Callable[..., Any]:
         holder: Holder | None = getattr(self, HOLDER, None)
         if holder is None:
             return original(self, scheduler_output, model_runner_output)
-        ended = [*self.lora_server_ended, *_settle(self, holder, getattr(model_runner_output, FAILURES, {}))]
+        void = {req_id: Failure(RETRY, "") for req_id in getattr(scheduler_output, PLAN, NO_PLAN).void}
+        failures = void | getattr(model_runner_output, FAILURES, {})
+        ended = [*self.lora_server_ended, *_settle(self, holder, failures)]
         self.lora_server_ended = []
         uses = {req_id: holder.use(req_id) for req_id in scheduler_output.num_scheduled_tokens}
         results: dict[int, Any] = original(self, scheduler_output, model_runner_output)
@@ -179,19 +188,21 @@ def _update_from_output(original: Any) -> Callable[..., Any]:
 
 
 def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> list[tuple[int, Any]]:
-    """After a failed step: its KV blocks are void, and its requests end, or start over with the base model."""
+    """After a failed step: its KV blocks are void, and its requests end, or start over: when there is a server again,
+    or with the base model."""
     ending = []
     for req_id, failure in failures.items():
         request = scheduler.requests.get(req_id)
-        use = holder.use(req_id) if failure.code == RETRY else holder.fail(req_id, failure)
+        again = failure.code == RETRY or holder.starts_over(req_id, failure)
+        use = holder.use(req_id) if again else holder.fail(req_id, failure)
         if request is None or use is None:
             continue
         void = {block for group in scheduler.kv_cache_manager.get_block_ids(req_id) for block in group}
         scheduler.kv_cache_manager.evict_blocks(void)
-        if failure.code == RETRY:
+        if again:
             _start_over(scheduler, request)
         elif use.falls_back:
-            _give_up_adapter(request)
+            _identify(request, use)
             _start_over(scheduler, request)
         else:
             ending.append((req_id, failure))
