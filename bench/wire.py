@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,12 @@ class Compared(HostCompute):
         self._projection = ""
 
     @override
-    def run(self, request: Request, segments: Any, connection: Connection) -> None:
+    def parts(self, request: Request, segments: Any, connection: Connection) -> Iterator[None]:
         self._projection = request.site.projection
-        super().run(request, segments, connection)
+        return super().parts(request, segments, connection)
 
-    def _both(self, step: Step, out_UO: torch.Tensor) -> None:
-        cpu.lora_step(step, out_UO)
+    def _both(self, step: Step, out_UO: torch.Tensor) -> Iterator[None]:
+        yield from cpu.lora_parts(step, out_UO)
         fields = {name: getattr(step, name) for name in step.__dataclass_fields__}
         again_UO = torch.empty(out_UO.shape)
         cpu.lora_step(Step(**fields | {"rows_TK": travelled(step.rows_TK)}), again_UO)

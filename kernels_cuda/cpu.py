@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels_cuda.ops import Step, placed
 
 FEW_ROWS = range(4, 7)  # of a segment: see bench/results/kernels_cpu-2026-11.md
+PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a millisecond or a few
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
@@ -14,35 +17,58 @@ def lora_step(step: Step, out_UO: torch.Tensor) -> None:
 
     Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the expand.
     Without an out_map and in float32 the results go straight into `out_UO`, otherwise through one
-    float32 buffer of N rows. Sums over the entries of an output row are in entry order.
+    float32 buffer of N rows, and sums that are not float32 through another. Sums over the entries of an output row are
+    in entry order.
     """
-    v_NR = _shrink(step)
+    for _ in lora_parts(step, out_UO):
+        pass
+
+
+def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
+    """The same step, which lets its caller do something else between any two parts; it is done at the end of them."""
+    v_NR = torch.empty(step.num_entries, max((s.block.a_RK.shape[0] for s in step.segments), default=0))
+    yield from _shrink(step, v_NR)
     if step.weights_N is not None:
         v_NR.mul_(step.weights_N[:, None])
-    direct = step.out_map_N is None and out_UO.dtype == torch.float32
+    exact = out_UO.dtype == torch.float32
+    direct = step.out_map_N is None and exact
     delta_NO = out_UO if direct else torch.empty(step.num_entries, step.out_width, dtype=torch.float32)
-    _expand(step, v_NR, delta_NO)
+    yield from _expand(step, v_NR, delta_NO)
     if direct:
         return
     if step.out_map_N is None:
-        out_UO.copy_(delta_NO)
+        yield from _copy(out_UO, delta_NO)
         return
-    sum_UO = torch.zeros(out_UO.shape, dtype=torch.float32)
-    out_UO.copy_(sum_UO.index_add_(0, step.out_map_N, delta_NO))
+    sum_UO = out_UO.zero_() if exact else torch.zeros(out_UO.shape, dtype=torch.float32)
+    for some in _some_rows(delta_NO):
+        sum_UO.index_add_(0, step.out_map_N[some], delta_NO[some])
+        yield
+    if not exact:
+        yield from _copy(out_UO, sum_UO)
 
 
-def _shrink(step: Step) -> torch.Tensor:
+def _some_rows(x_NO: torch.Tensor) -> Iterator[slice]:
+    """All of them, some at a time."""
+    num = max(PART_ELEMENTS // max(x_NO.shape[1], 1), 1)
+    return (slice(first, first + num) for first in range(0, x_NO.shape[0], num))
+
+
+def _copy(out_UO: torch.Tensor, from_UO: torch.Tensor) -> Iterator[None]:
+    for some in _some_rows(out_UO):
+        out_UO[some] = from_UO[some]
+        yield
+
+
+def _shrink(step: Step, v_NR: torch.Tensor) -> Iterator[None]:
     """v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     rows_NK = rows_NK.float()
-    rank = max((segment.block.a_RK.shape[0] for segment in step.segments), default=0)
-    v_NR = torch.empty(step.num_entries, rank, dtype=torch.float32)
     for block, first, num_entries in step.segments:
         if block.pairs:
             x_nK = rows_NK[first : first + num_entries]
             a_RK = _window(block.a_RK, step.in_begin, x_nK.shape[1])
             torch.mm(x_nK, a_RK.t(), out=v_NR[first : first + num_entries, : a_RK.shape[0]])
-    return v_NR
+            yield
 
 
 def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
@@ -50,7 +76,7 @@ def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
     return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
-def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> None:
+def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[None]:
     """delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
     for block, first, num_entries in step.segments:
         y_nO = delta_NO[first : first + num_entries]
@@ -61,7 +87,11 @@ def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> None:
         for pair, part in zip(block.pairs, parts, strict=True):
             v_nR = v_NR[first : first + num_entries, column : column + pair.a_RK.shape[0]]
             for b_oR, begin in part:
-                _times(v_nR, b_oR.float(), pair.scale, y_nO[:, begin : begin + b_oR.shape[0]])
+                num = max(PART_ELEMENTS // max(num_entries, 1), 1)
+                for low in range(0, b_oR.shape[0], num):
+                    b_pR = b_oR[low : low + num].float()
+                    _times(v_nR, b_pR, pair.scale, y_nO[:, begin + low : begin + low + b_pR.shape[0]])
+                    yield
             column += pair.a_RK.shape[0]
 
 

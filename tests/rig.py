@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from lora_server.shard.compute import HostCompute
 from lora_server.shard.coordination import Independent
 from lora_server.shard.loop import Shard
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.base import Grant, Port
+from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -35,10 +35,20 @@ LAYER0 = Site(0, "gate_up")
 class Client:
     """A client that fills slots by hand. `send` answers with (header, rows); raises what the shard answered."""
 
-    def __init__(self, shard: Shard, client: int, epoch: int = 1) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        client: int,
+        epoch: int = 1,
+        connect: Callable[[Hello], Link] | None = None,
+        **tenant: object,
+    ) -> None:
+        """`connect`: over a transport that does not serve the shard while it waits."""
         shard.port.grant(Grant(client, epoch, b""))
         shard.port.hold(client, range(100))
-        self.link = InprocLink(shard.port, Hello(client, epoch, b""), shard.index, shard.serve_once)
+        hello = Hello(client, epoch, b"")
+        inproc = InprocLink(shard.port, hello, shard.index, shard.serve_once) if connect is None else None
+        self.link = inproc or connect(hello)
         self.client, self.epoch, self.seq = client, epoch, 0
 
     def request(
@@ -125,7 +135,7 @@ def make_rig(layout: str = "ep1-pp1", index: int = 0, wire: slot.Wire = "exact")
     spec, gate = spec_of("mixtral"), Gate()
     store = cpu_store(Placement(spec, Layout.parse(layout)), index, torch.float32, on_layer=gate)
     port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH, wire))
-    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_step), wire), gate)
+    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_parts), wire), gate)
 
 
 @contextlib.contextmanager

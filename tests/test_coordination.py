@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from lora_server.errors import ProtocolError
 from lora_server.ports import TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
 from lora_server.shard.orders import MAX_STRANGERS
@@ -122,8 +123,8 @@ def test_a_follower_that_takes_no_orders_is_cut_off(leader):
         until(lambda: leader.followers == 1, "it to be let in")
 
         def cut_off():
-            for seq in range(1000):
-                leader.refused(1, 1, seq, 1)
+            for _ in range(1000):
+                order_of(leader, 1)
             return leader.followers == 0
 
         until(cut_off, "the leader to give it up")
@@ -199,11 +200,35 @@ def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, mak
 def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower):
     follower, began = make_follower(), time.monotonic()
     for client in (1, 2):
-        leader.refused(client, 1, 1, 50_000)
+        refused = step(client)
+        refused.header, refused.refusal = refused.header._replace(budget_us=50_000), ProtocolError("bad")
+        assert leader.next(pending(refused)) is refused, "the followers' parts of it are served"
     until(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
     until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
     assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
+
+
+def test_what_a_follower_refuses_waits_for_no_order(make_follower):
+    refused = step(1)
+    refused.refusal = ProtocolError("bad")
+    assert make_follower().next(pending(step(2), refused)) is refused
+
+
+def test_in_leader_mode_what_is_begun_is_finished(leader, make_follower):
+    """The order says what is begun, and followers may be late: a small step passes a large one before, not within."""
+    follower, large, small = make_follower(), step(1), step(2)
+    large.header = large.header._replace(num_rows=256)
+    order_of(leader, 1, 2)
+    until(lambda: len(follower._queue) == 2, "the orders to arrive")
+    for coordinator in (leader, follower):
+        large.work = iter(())
+        assert coordinator.next(pending(large, small)) is large
+        large.work = None
+        assert coordinator.next(pending(small)) is small
+    assert Independent().next(pending(large, small)) is small
+    large.work = iter(())
+    assert Independent().next(pending(large, small)) is small
 
 
 def test_a_leader_that_comes_back_at_its_address_is_followed_anew(leader, make_follower):

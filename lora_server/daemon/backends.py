@@ -108,7 +108,7 @@ def host(
     packed = memory.bytes_of(memory.host_pool or Size(), available, "--host-pool")
     tier = CpuTier(placement, shard, dtype, pool)
     store = memory.store(placement, shard, tier, MappedPool(packed) if packed else None, on_layer)
-    return Backend(store, HostCompute(cpu.lora_step))
+    return Backend(store, HostCompute(cpu.lora_parts))
 
 
 def paged(

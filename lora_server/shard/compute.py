@@ -1,13 +1,13 @@
 """From a checked request to the rows of its response: on the host, or on a GPU.
 
-A compute returns when the response's rows are where the transport takes them from. What a connection has
+At the end of a compute's parts the response's rows are where the transport takes them from. What a connection has
 on the compute's own device is read and written in place; anything else is copied there and back.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,9 @@ class Compute(ABC):
     """One shard's; used by its loop alone."""
 
     @abstractmethod
-    def run(self, request: Request, segments: Any, connection: Connection) -> None:
-        """Fill the response slot's rows; `segments` are what the store beside it gathered.
+    def parts(self, request: Request, segments: Any, connection: Connection) -> Iterator[None]:
+        """Fill the response slot's rows, and let the loop do something else now and then; `segments` are what the store
+        beside it gathered.
 
         Raises ProtocolError for rows of a dtype that it cannot serve.
         """
@@ -47,11 +48,11 @@ class Compute(ABC):
 class HostCompute(Compute):
     """Slots are the tensors."""
 
-    def __init__(self, kernel: Callable[[Step, torch.Tensor], None]) -> None:
+    def __init__(self, kernel: Callable[[Step, torch.Tensor], Iterator[None]]) -> None:
         self._kernel = kernel
 
     @override
-    def run(self, request: Request, segments: Sequence[Segment], connection: Connection) -> None:
+    def parts(self, request: Request, segments: Sequence[Segment], connection: Connection) -> Iterator[None]:
         header, rows_TK = request.header, connection.rows.request(request.header)
         exact = header.dtype != slot.E4M3
         step = Step(
@@ -66,10 +67,10 @@ class HostCompute(Compute):
             weights_N=_tensor(request.weights_N),
         )
         if exact:
-            self._kernel(step, connection.rows.response(header))
+            yield from self._kernel(step, connection.rows.response(header))
             return
         out_UO = torch.empty(header.num_out_rows, header.out_width)
-        self._kernel(step, out_UO)
+        yield from self._kernel(step, out_UO)
         connection.rows.answer(header, out_UO)
 
 
@@ -111,8 +112,14 @@ class DeviceCompute(Compute):
         )
 
     @override
+    def parts(self, request: Request, segments: PackedSegments, connection: Connection) -> Iterator[None]:
+        """All at once: a GPU is done with a step in the time of a part. Raises DeviceLostError after an error from
+        which it does not recover."""
+        self.run(request, segments, connection)
+        yield
+
     def run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
-        """Raises DeviceLostError after an error from which a GPU does not recover."""
+        """See `parts`."""
         dtype = TORCH_DTYPES[request.header.dtype]
         if dtype != self._dtype and request.header.dtype != slot.E4M3:
             raise ProtocolError(

@@ -4,7 +4,8 @@ A shard needs nothing from its peers to serve a step, so by default each picks i
 In leader mode (paper section 5.1) the first shard of each stage picks, and broadcasts (client, epoch,
 seq) to the others, which serve in that order; each still waits for its own signal, because the
 leader's payload having arrived says nothing of theirs. An order whose step does not arrive (its
-client died half-way) is kept until the client's own deadline, and holds nobody up.
+client died half-way) is kept until the client's own deadline, and holds nobody up. An order says what is
+begun, so there a step that was begun is finished: only independent shards let small ones pass it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.orders import OrderReceiver, OrderSender
-from lora_server.shard.schedule import FairShare, PendingStep
+from lora_server.shard.schedule import FairShare, PendingStep, begun
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
 
@@ -29,10 +30,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The step to serve now, or None."""
-
-    def refused(self, client: int, epoch: int, seq: int, budget_us: int) -> None:  # noqa: B027
-        """A step was answered with an error without ever being picked; Independent tells nobody."""
+        """The step to serve now, or to go on with, or None."""
 
     def close(self) -> None:  # noqa: B027  (Independent holds nothing)
         """Give up sockets."""
@@ -65,15 +63,15 @@ class Leader(Coordinator):
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The order goes out before the step is served."""
-        step = self._rule.pick(pending.values())
-        if step is not None:
-            self._orders.send(Order(step.connection.client, step.connection.epoch, step.seq, step.header.budget_us))
-        return step
-
-    def refused(self, client: int, epoch: int, seq: int, budget_us: int) -> None:
-        """The followers serve their part of it: the client waits for each."""
-        self._orders.send(Order(client, epoch, seq, budget_us))
+        """The order goes out before the step is served, or refused: its client waits for the followers' parts, too."""
+        under_way = begun(pending.values())
+        if under_way:
+            return under_way[0]
+        picked = self._rule.pick(pending.values())
+        if picked is not None:
+            client, epoch = picked.connection.client, picked.connection.epoch
+            self._orders.send(Order(client, epoch, picked.seq, picked.header.budget_us))
+        return picked
 
     @override
     def close(self) -> None:
@@ -105,7 +103,13 @@ class Follower(Coordinator):
         self._ring()
 
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The first ordered step that has arrived here; what is blocked or late keeps its place."""
+        """The first ordered step that has arrived here; what is blocked or late keeps its place.
+
+        What is refused here waits for no order, which may be gone by then.
+        """
+        first = next((one for one in pending.values() if one.work is not None or one.refusal is not None), None)
+        if first is not None:
+            return first
         queue, now = self._queue, time.monotonic_ns()
         orders = tuple(queue)
         newest = {(order.client, order.epoch): order.seq for order, _ in orders}

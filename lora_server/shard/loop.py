@@ -1,5 +1,6 @@
 """The loop of one shard: receive -> shrink -> expand -> send.
 
+It serves a step for TURN_NS at a time, and then receives again: what is less work may pass what is more.
 Clients write into their slots while earlier steps compute (receive overlaps compute); the kernel
 writes into the client's response slot, so sending is a signal (shared memory) or another thread's
 work (TCP, where they are large). One thread runs the loop; listeners and the weight loader wake it.
@@ -8,7 +9,7 @@ work (TCP, where they are large). One thread runs the loop; listeners and the we
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import structlog
@@ -24,11 +25,13 @@ from lora_server.shard.schedule import PendingStep
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
 
 IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
 HELD_NS = 2_000_000_000  # within which a shard hears what its clients hold
-REFUSED_BUDGET_US = 30_000_000  # of a step whose header cannot be read
+TURN_NS = 1_000_000  # that a step is served before others are looked at; no part of it is cut short
+UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
 log = structlog.get_logger()
 
 
@@ -70,26 +73,27 @@ class Shard:
                 self.port.wait(IDLE_SECONDS)
 
     def serve_once(self) -> bool:
-        """Serve at most one step; whether there was one."""
+        """Serve at most one step, for a turn; whether there was one."""
         self._receive()
         step = self.coordinator.next(self._pending)
         if step is None:
             return False
-        del self._pending[step.connection.client]
-        self._serve(step)
-        self._let_go(step)
+        if self._serve(step):
+            self._let_go(step)
         return True
 
     def _receive(self) -> None:
         """Take each client's oldest unanswered step, if it is new, and look again at those that wait."""
         rung = self.port.rung()
-        for client, step in list(self._pending.items()):
+        for step in list(self._pending.values()):
             if step.connection.gone:
-                del self._pending[client]
                 self._let_go(step)
             elif step.blocked:
                 self._recheck(step)
         for connection in rung:
+            older = self._pending.get(connection.client)
+            if older is not None and older.connection is not connection:  # it has just connected anew
+                self._let_go(older)
             if connection.requested() > connection.served + connection.region.layout.depth:
                 log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
                 self.port.disconnect(connection)
@@ -99,16 +103,16 @@ class Shard:
 
     def _take(self, connection: Connection) -> None:
         seq, now = connection.served + 1, time.monotonic_ns()
+        memory, client, epoch = connection.region.request(seq), connection.client, connection.epoch
         try:
-            memory, client, epoch = connection.region.request(seq), connection.client, connection.epoch
             header = requests.read_header(memory, client, epoch, seq, self.max_step_rows)
         except LoraServerError as error:
-            self._refuse(connection, seq, error, REFUSED_BUDGET_US)
+            refusal = error.with_traceback(None)  # whose frames would keep the client's memory
+            self._pending[client] = PendingStep(connection, seq, UNREADABLE, now, now, refusal=refusal)
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
-        handles = requests.handles(connection.region.request(seq), header)
-        step = PendingStep(connection, seq, header, now, expires, handles)
-        self._pending[connection.client] = step
+        step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
+        self._pending[client] = step
         self._recheck(step)
 
     def _recheck(self, step: PendingStep) -> None:
@@ -123,9 +127,7 @@ class Shard:
                     "--device-pool"
                 )
         except LoraServerError as error:
-            del self._pending[step.connection.client]
-            self._let_go(step)
-            self._refuse(step.connection, step.seq, error, step.header.budget_us)
+            step.refusal = error.with_traceback(None)
 
     def _may_use(self, step: PendingStep) -> bool:
         """Whether its client holds what it names, as far as is known yet; raises PermissionDeniedError."""
@@ -147,41 +149,60 @@ class Shard:
 
     def _let_go(self, step: PendingStep) -> None:
         """It was answered, or nobody waits for an answer."""
+        del self._pending[step.connection.client]
+        step.work = None
         if step.pin is None:
             self.store.forget(step.connection.client)
         else:
             self.store.unpin(step.pin)
 
-    def _serve(self, step: PendingStep) -> None:
-        memory, started = step.connection.region.response(step.seq), time.monotonic_ns()
+    def _serve(self, step: PendingStep) -> bool:
+        """Go on with it for a turn; whether it was answered."""
+        began = time.monotonic_ns()
+        if step.refusal is not None:
+            self._fail(step.connection, step.seq, step.refusal)
+            return True
         try:
-            request_memory = step.connection.region.request(step.seq)
-            request = requests.read_request(request_memory, step.header, self.spec, self.max_step_rows, self.wire)
-            if not request.handles <= step.handles:
-                raise ProtocolError(f"{request.header.where}: its segments changed after it was pushed")
-            segments = self.store.gather(request.site, request.segments_S4, request.header.where)
-            read = time.monotonic_ns()
-            if request.header.num_out_rows:
-                self.compute.run(request, segments, step.connection)
+            if step.work is None:
+                step.work = self._work(step)
+            for _ in step.work:
+                if time.monotonic_ns() - began >= TURN_NS:
+                    step.spent_ns += time.monotonic_ns() - began
+                    return False
         except LoraServerError as error:
             self._fail(step.connection, step.seq, error)
-            return
+            return True
         except DeviceLostError:
             raise
         except Exception as error:  # tables changed after they were checked, say: never the end of the loop
             key, where = (step.connection.client, "unexpected"), step.header.where
             self._complain(key, "step failed unexpectedly", shard=self.index, step=where, exc_info=error)
             self._fail(step.connection, step.seq, ProtocolError(f"{step.header.where}: {error!r}"))
-            return
+            return True
         done = time.monotonic_ns()
+        step.spent_ns += done - began
+        self._answer(step, done)
+        return True
+
+    def _work(self, step: PendingStep) -> Iterator[None]:
+        """All that is between a step's turn and its answer; raises LoraServerError."""
+        began, memory = time.monotonic_ns(), step.connection.region.request(step.seq)
+        request = requests.read_request(memory, step.header, self.spec, self.max_step_rows, self.wire)
+        if not request.handles <= step.handles:
+            raise ProtocolError(f"{request.header.where}: its segments changed after it was pushed")
+        segments = self.store.gather(request.site, request.segments_S4, request.header.where)
+        step.read_ns = time.monotonic_ns() - began
+        if request.header.num_out_rows:
+            yield from self.compute.parts(request, segments, step.connection)
+
+    def _answer(self, step: PendingStep, done: int) -> None:
+        """For the client, all that was not spent on its step is a wait before it."""
+        memory, started = step.connection.region.response(step.seq), done - step.spent_ns
         nbytes = requests.write_response(memory, step.header, (step.received_ns, started, done))
         self._count(step, nbytes, started, done)
         self.port.respond(step.connection, step.seq, nbytes)
-        self.phases.add(started - step.received_ns, read - started, done - read, time.monotonic_ns() - done)
-
-    def _refuse(self, connection: Connection, seq: int, error: LoraServerError, budget_us: int) -> None:
-        self.coordinator.refused(connection.client, connection.epoch, seq, budget_us)
-        self._fail(connection, seq, error)
+        sent = time.monotonic_ns() - done
+        self.phases.add(started - step.received_ns, step.read_ns, step.spent_ns - step.read_ns, sent)
 
     def _fail(self, connection: Connection, seq: int, error: LoraServerError) -> None:
         client = connection.client

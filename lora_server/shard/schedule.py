@@ -6,20 +6,25 @@ oldest of equals; the shard's time is the least start of those that are ready. S
 with many or large ones is passed by all that had less, nobody saves up for later, and nobody waits for more than
 each other client's share of what its own step costs.
 
+A step that is computed in parts is asked about again after each, and goes on while it is still the least: small steps
+pass a large one that was begun, too.
+
 Steps of one client are served in the order it pushed them, so a client is represented here by its oldest unanswered
-step alone. A GPU does the same with a warp: transport/gpu/poller.cuh.
+step alone. A GPU does the same with a warp, and finishes what it begins: transport/gpu/poller.cuh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from lora_server.errors import LoraServerError
 from lora_server.transport.base import Connection
 from lora_server.wire.slot import RequestHeader
 
 STEP_ROWS = 8
 MOST_ROWS = 65536  # that a step may claim; how many it may have is checked when it is served
+MOST_BEGUN = 4  # steps at a time: each keeps its buffers
 
 
 @dataclass
@@ -33,13 +38,22 @@ class PendingStep:
     expires_ns: int
     handles: frozenset[int] = frozenset()
     pin: int | None = None  # on its weights, from the moment on at which all are here, and its client may use them
+    refusal: LoraServerError | None = None  # all that it gets, when its turn comes
     start: int = -1  # of its share, once it is ready
     finish: int = -1
+    work: Iterator[None] | None = None  # what is left of it, once it is begun
+    read_ns: int = 0  # that reading it took
+    spent_ns: int = 0  # on it so far, reading included
 
     @property
     def blocked(self) -> bool:
         """Its weights are not here yet."""
-        return self.pin is None
+        return self.pin is None and self.refusal is None
+
+
+def begun(pending: Iterable[PendingStep]) -> list[PendingStep]:
+    """Those of which a part is done."""
+    return [step for step in pending if step.work is not None]
 
 
 class FairShare:
@@ -49,7 +63,7 @@ class FairShare:
         self._now = 0
 
     def pick(self, pending: Iterable[PendingStep]) -> PendingStep | None:
-        """The step to serve now, among those whose weights are here; None if there is none."""
+        """The step to serve now, or to go on with, among those whose weights are here; None if there is none."""
         ready = [step for step in pending if not step.blocked]
         if not ready:
             return None
@@ -58,7 +72,8 @@ class FairShare:
                 step.start = max(self._now, step.connection.finish)
                 step.finish = step.start + cost(step.header)
         self._now = min(step.start for step in ready)
-        picked = min(ready, key=_order)
+        under_way = begun(ready)
+        picked = min(under_way if len(under_way) >= MOST_BEGUN else ready, key=_order)
         picked.connection.finish = picked.finish
         return picked
 
