@@ -94,6 +94,10 @@ MUTANTS = (
     Mutant("mailbox: abort is not heard", "mailbox.cuh", "if (together(load_system(&s.mailbox->abort))) {", "if (false) {"),
     # the workers
     Mutant("work: copies do not see what copy engines wrote", "serve.cu", "        copy_acquire();\n", ""),
+    Mutant("work: a turn is read without an acquire", "serve.cu", "if (load_acquire(&s.turn) >= turn) return true;",
+           "if (load_l2(&s.turn) >= turn) return true;"),
+    Mutant("step: a barrier publishes nothing", "step.cuh", "(add_release(arrivals, 1) / grid + 1)",
+           "(add_directly(arrivals, 1) / grid + 1)"),
     Mutant("work: a live barrier is initialised again", "serve.cu", "        copy_acquire();\n",
            "        copy_acquire();\n        copy_init(&m.compute.warps[thread / LANES].barriers[0]);\n"),
     Mutant("work: an answer goes out before the block has stored its rows", "answer.cuh",
@@ -122,6 +126,11 @@ MUTANTS = (
            "while (!far && flag && load_acquire(&s.sent) < target)", "while (false)", True),
     Mutant("network: answers are put by the last block to store, and overtake each other", "answer.cuh",
            "flag = far ? before + 1 == target : blockIdx.x == 0;", "flag = before + 1 == target;", True),
+    Mutant("network: the signal is an operation of its own", "peer.cuh",
+           "    nvshmemx_putmem_signal_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes,\n"
+           "                                     reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);",
+           "    nvshmemx_putmem_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes, pe);\n"
+           "    if (threadIdx.x == 0) nvshmemx_signal_op(reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);", True),
     Mutant("network: the header is put before it is stored", "answer.cuh", "        if (flag && !far) fence_system();\n", "", True),
     Mutant("network: a refusal is put before it is stored", "answer.cuh",
            "    if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "    put_warp", True),
@@ -146,6 +155,7 @@ SHORT = (
     "weights: who holds one generation has them all",
     "weights: READY does not count",
     "mailbox: abort is not heard",
+    "work: a turn is read without an acquire",
     "work: a live barrier is initialised again",
     "work: the answer's signal overtakes its header",
     "work: the answer goes to another slot",
@@ -154,4 +164,5 @@ SHORT = (
     "network: the poller reads what may not be there yet",
     "network: the wait returns before the rows are there",
     "network: answers are put by the last block to store, and overtake each other",
+    "network: the signal is an operation of its own",
 )

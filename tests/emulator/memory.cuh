@@ -4,9 +4,10 @@
 // from a fence or release of a thread that sees it on; by other GPUs and hosts from one at system scope on. Before
 // that each store may become visible at any time, in any order. What only one GPU uses is seen by all from its first
 // fence on.
-// Loads. `load` goes through the block's L1, which may hold what it held until the block's next acquire; load_constant
-// (`.nc`) until the kernel ends. Memory that other GPUs or hosts write is, until an acquire at system scope that this
-// block has seen, directly or by way of another block's release, what it was or what it is.
+// Loads. `load` goes through the block's L1, which may hold what it held until the block next acquires something that
+// was released since; load_constant (`.nc`) until the kernel ends. Memory that other GPUs or hosts write is, until an
+// acquire at system scope that this block has seen, directly or by way of another block's release, what it was or what
+// it is. Within a GPU an acquire brings what was released at the very place that it reads.
 // Copies (cp.async.bulk) of a thread may read what was written before its last copy_acquire; else NaNs.
 #pragma once
 #include <algorithm>
@@ -170,26 +171,31 @@ inline uint64 value_of(const uint64* p, bool stale) {
     my_view(p, reinterpret_cast<unsigned char*>(&v), 8, stale);
     return v;
 }
-inline void acquired(bool system) {
+// What was released at a place comes with the acquire that reads it there, and with no other.
+inline void acquired(const void* p, bool system) {
     if (!world.modelled) return;
-    forget_l1();
-    uint64& seen = current->block->seen;
-    seen = std::max(seen, system ? written.size() : world.devices[my_device()].released);
+    const Release& release = world.devices[my_device()].releases[p];
+    uint64 &seen = current->block->seen, &heard = current->block->heard[p];
+    if (system || heard != release.number) forget_l1();
+    heard = release.number;
+    seen = std::max(seen, system ? written.size() : release.seen);
 }
-inline void released() {
-    uint64& all = world.devices[my_device()].released;
-    all = std::max(all, current->block->seen);
+inline void released(const void* p) {
+    Device& device = world.devices[my_device()];
+    Release& release = device.releases[p];
+    release.number++, release.seen = std::max(release.seen, current->block->seen);
+    device.released = std::max(device.released, release.seen);
 }
 
 // At the scope of one GPU.
 inline uint64 load_acquire(const uint64* p) {
     if (!world.modelled || once_in(2)) yield();
     const uint64 v = value_of(p, true);
-    acquired(false);
+    acquired(p, false);
     return v;
 }
 inline void store_release(uint64* p, uint64 value) {
-    fence_of_gpu(), released();
+    fence_of_gpu(), released(p);
     store(p, value);
     fence_of_gpu();
 }
@@ -207,6 +213,6 @@ inline uint64 add_release(uint64* p, uint64 value) {
         *p += value;
         return before;
     }
-    fence_of_gpu(), released();
+    fence_of_gpu(), released(p);
     return add_directly(p, value);
 }

@@ -35,11 +35,11 @@ inline void see_arrived(int pe) {
 }
 inline int nvshmem_uint64_test(uint64_t* p, int, uint64 value) {
     const bool is = value_of(reinterpret_cast<uint64*>(p), false) >= value;
-    if (is) see_arrived(my_device()), acquired(true);
+    if (is) see_arrived(my_device()), acquired(p, true);
     return is;
 }
 inline void begin_put(void* to, void* from, uint64 nbytes, uint64_t* signal, uint64 value, int pe) {
-    NetworkPut put = {at_pe(to, pe), static_cast<unsigned char*>(from), nbytes, {}, at_pe(signal, pe), value, my_device(), pe,
+    NetworkPut put = {at_pe(to, pe), static_cast<unsigned char*>(from), nbytes, {}, signal ? at_pe(signal, pe) : nullptr, value, my_device(), pe,
                       my_device() * 64 + current->block->index};
     for (uint64 at = 0; at < nbytes; at += PIECE) put.left.push_back(at);
     network_puts.push_back(put);
@@ -52,6 +52,13 @@ inline void nvshmemx_putmem_signal_nbi_warp(void* to, void* from, uint64 nbytes,
     if (lane_index() == 0) begin_put(to, from, nbytes, signal, value, pe);
     sync_warp();
 }
+
+// For a sabotage: without `putmem_signal` nothing orders the two.
+inline void nvshmemx_putmem_nbi_block(void* to, void* from, uint64 nbytes, int pe) {
+    if (current->index == 0) begin_put(to, from, nbytes, nullptr, 0, pe);
+    sync_block();
+}
+inline void nvshmemx_signal_op(uint64_t* signal, uint64 value, int, int pe) { begin_put(nullptr, nullptr, 0, signal, value, pe); }
 
 inline void bring_piece(NetworkPut& put) {
     const size_t which = chance() % put.left.size();
@@ -73,9 +80,11 @@ inline void pass_network() {
     if (put.queue == stalled) return;
     if (!put.left.empty()) return bring_piece(put);
     for (size_t i = 0; i < which; i++)
-        if (network_puts[i].queue == put.queue) return;
-    Store s = {put.signal, {}, 8};
-    std::memcpy(s.bytes, &put.value, 8);
-    land(s, -2);
+        if (network_puts[i].queue == put.queue && network_puts[i].signal && put.signal) return;
+    if (put.signal) {
+        Store s = {put.signal, {}, 8};
+        std::memcpy(s.bytes, &put.value, 8);
+        land(s, -2);
+    }
     network_puts.erase(network_puts.begin() + static_cast<long>(which));
 }

@@ -104,7 +104,7 @@ void land_all(Grid* grid) {
     current = &grid->threads[0];
     for (GridBlock& block : grid->blocks) publish(block.stores);
     fence_of_system();
-    acquired(true), released();
+    acquired(nullptr, true), released(nullptr);
 }
 
 }  // namespace

@@ -2,12 +2,12 @@
 #pragma once
 
 inline void in_order() { asm volatile("" ::: "memory"); }  // for other processes: the CPU keeps what the compiler leaves
-inline void fence_system() { in_order(), fence_of_system(), acquired(true), released(); }
+inline void fence_system() { in_order(), fence_of_system(), acquired(nullptr, true); }  // the next release tells of it
 inline unsigned add_one(unsigned* p) { return (*p)++; }
 inline uint64 add_relaxed(uint64* p, uint64 value) { return add_directly(p, value); }  // for a sabotage
 inline uint64 add_acq_rel(uint64* p, uint64 value) {
     const uint64 before = add_release(p, value);
-    acquired(false);
+    acquired(p, false);
     return before;
 }
 inline void store_release_system(uint64* p, uint64 value) {
@@ -16,7 +16,7 @@ inline void store_release_system(uint64* p, uint64 value) {
         *p = value;
         return in_order();
     }
-    fence_of_system(), released();
+    fence_of_system(), released(p);
     add_directly(p, value - value_of(p, false));
     interrupt();
 }
@@ -30,6 +30,6 @@ inline uint64 load_system(const uint64* p) {  // relaxed
 }
 inline uint64 load_acquire_system(const uint64* p) {
     const uint64 v = load_system(p);
-    in_order(), acquired(true);
+    in_order(), acquired(p, true);
     return v;
 }

@@ -47,6 +47,7 @@ struct GridBlock {
     Stores stores;
     std::unordered_map<uintptr_t, Line> l1;
     uint64 seen = 0;  // how far this block has seen what others wrote: see memory.cuh
+    std::unordered_map<const void*, uint64> heard;  // the newest release that it has acquired at each place
 };
 struct Thread {
     void* stack;
@@ -61,7 +62,8 @@ struct Thread {
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
 };
 struct Index { int x; };
-struct Device { Stores stores; uint64 released = 0; };
+struct Release { uint64 number = 0, seen = 0; };  // the newest at a place; what it tells: see memory.cuh
+struct Device { Stores stores; std::unordered_map<const void*, Release> releases; uint64 released = 0; };
 struct Grid {
     int id, device, num_blocks, num_threads;
     void (*body)(const int64*);
