@@ -1,7 +1,7 @@
 """lora-server: LoRA adapters live and run on their own shards; engines stay LoRA-free.
 
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
-ports, installed, units                    leaves too: which data port is whose; which extras are here; numbers
+ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
 wire/ transport/                           what travels, and how
 adapters/ memory/ shard/                   from files to weights to deltas
 control/ daemon/                           the control plane, and the processes

@@ -186,7 +186,7 @@ def test_a_small_one_goes_first_only_until_the_head_has_waited():
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
     assert admission.counters.immediate == 2 and admission.counters.queued == 1
-    assert admission.counters.wait_seconds == FIRST_SECONDS
+    assert admission.counters.waits.sum_ns == FIRST_SECONDS * 1e9
 
 
 def test_nobody_waits_for_one_that_no_shard_has_measured():

@@ -20,6 +20,7 @@ LEAVES = {
     "lora_server.logs",
     "lora_server.installed",
     "lora_server.units",
+    "lora_server.histogram",
 }
 ENGINES = ("transformers", "vllm")
 # who may import what of ours; a longer prefix goes before a shorter one

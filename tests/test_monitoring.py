@@ -38,8 +38,8 @@ QUERIES = list(queries())
 
 
 @pytest.fixture(scope="module")
-def exposed(tmp_path_factory):
-    """Sample name -> label names, of a server that has served."""
+def scrape(tmp_path_factory):
+    """Sample name -> label names, and (sample name, label values) -> value, of a server that has served."""
     load = workload("mixtral")
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
     with running_server(tmp_path_factory.mktemp("server") / "log", flags) as server:
@@ -59,7 +59,22 @@ def exposed(tmp_path_factory):
             return "lora_server_adapter_hold_seconds_count" in found
 
         until(scraped, "the hold was counted")
-    return found | ELSEWHERE
+    return found, samples
+
+
+@pytest.fixture(scope="module")
+def exposed(scrape):
+    return scrape[0] | ELSEWHERE
+
+
+def test_what_happened_is_counted(scrape):
+    _, samples = scrape
+    acquired = samples["lora_server_adapter_hits_total",] + samples["lora_server_adapter_misses_total",]
+    assert acquired == samples["lora_server_admissions_total", "immediate"] == 1
+    loads = sum(samples["lora_server_load_seconds_count", "0", tier] for tier in ("disk", "host"))
+    assert loads == samples["lora_server_loads_total", "0"] > 0
+    assert samples["lora_server_load_seconds_sum", "0", "disk"] > 0
+    assert samples["lora_server_admission_wait_seconds_bucket", "+Inf"] == 0
 
 
 @pytest.mark.parametrize(("where", "query", "legend"), QUERIES, ids=[where for where, *_ in QUERIES])

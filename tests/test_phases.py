@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_server.shard.phases import BOUNDS_NS, PHASES, Phases
+from lora_server.histogram import BOUNDS_NS
+from lora_server.shard.phases import PHASES, Phases
 
 EDGES = st.sampled_from([0, *(bound + change for bound in BOUNDS_NS for change in (-1, 0, 1))])
 STEP = st.tuples(*[EDGES | st.integers(0, 1 << 45)] * len(PHASES))

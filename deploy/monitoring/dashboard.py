@@ -69,7 +69,9 @@ ROWS: dict[str, Panels] = {
             *("How long those that wait, wait", "s", 8),
             {
                 "mean": f"rate(lora_server_admission_wait_seconds_sum[{RATE}]) "
-                f"/ (rate(lora_server_admission_wait_seconds_count[{RATE}]) > 0)"
+                f"/ (rate(lora_server_admission_wait_seconds_count[{RATE}]) > 0)",
+                "99th percentile": "histogram_quantile(0.99, sum by (le) "
+                f"(rate(lora_server_admission_wait_seconds_bucket[{RATE}])))",
             },
         ),
         (
@@ -81,6 +83,20 @@ ROWS: dict[str, Panels] = {
         (
             *("Pools, of what they hold", "percentunit", 8),
             {"{{tier}}, shard {{shard}}": "lora_server_weight_bytes / (lora_server_pool_bytes > 0)"},
+        ),
+        (
+            *("Hit rate: adapters that were there when asked for", "percentunit", 8),
+            {
+                "": f"rate(lora_server_adapter_hits_total[{RATE}]) / "
+                f"(rate(lora_server_adapter_hits_total[{RATE}]) + rate(lora_server_adapter_misses_total[{RATE}]) > 0)"
+            },
+        ),
+        (
+            *("How long a load takes: the 95th percentile", "s", 8),
+            {
+                "from {{tier}}": "histogram_quantile(0.95, sum by (le, tier) "
+                f"(rate(lora_server_load_seconds_bucket[{RATE}])))"
+            },
         ),
         ("Adapters by state", "none", 8, {"{{state}}": "lora_server_adapters_in_state"}),
         (

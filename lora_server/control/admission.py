@@ -20,6 +20,7 @@ from typing import NamedTuple
 from lora_server.control.holds import Holds
 from lora_server.control.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
+from lora_server.histogram import Histogram
 
 FIRST_SECONDS = 3.0
 MAX_NAMES, MAX_TICKETS = 4096, 16_384  # of one call; of one client that are not settled
@@ -53,7 +54,9 @@ class Counters:
 
     immediate: int = 0
     queued: int = 0  # admitted after they had waited
-    wait_seconds: float = 0.0  # of those
+    waits: Histogram = field(default_factory=Histogram)  # of those
+    hits: int = 0  # adapters that were whole in the device pools when somebody got them
+    misses: int = 0
 
 
 @dataclass
@@ -69,6 +72,7 @@ class Admission:
     holds: Holds = field(default_factory=Holds)
     changed: Callable[[Collection[int], Collection[int]], object] = lambda more, fewer: None
     told: Callable[[int, Collection[int], Collection[int], bool], object] = lambda client, more, fewer, anew: None
+    is_resident: Callable[[int], bool] = lambda handle: True  # whether all its weights are in device pools
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     paused: str = ""  # why nobody is admitted, whatever room there is
@@ -217,11 +221,14 @@ class Admission:
     def _admit(self, key: Key, ticket: Ticket, handles: list[int], now: float) -> None:
         del self._queue[key]
         ticket.handles = handles
+        hits = sum(map(self.is_resident, handles))
+        self.counters.hits += hits
+        self.counters.misses += len(handles) - hits
         if more := self.holds.acquire(key[0], handles):
             self.told(key[0], more, (), False)
         if ticket.waited:
             self.counters.queued += 1
-            self.counters.wait_seconds += now - ticket.since
+            self.counters.waits.add(int((now - ticket.since) * 1e9))
         else:
             self.counters.immediate += 1
         self._update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -22,7 +22,7 @@ from lora_server.control.metrics_disk import disk_metrics
 from lora_server.control.shards import ShardHandle
 from lora_server.control.tally import Tally
 from lora_server.errors import AdapterFormatError
-from lora_server.shard.phases import BOUNDS_NS
+from lora_server.histogram import BOUNDS_NS
 
 STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
 
@@ -80,7 +80,10 @@ class ControllerCollector(Collector):
             for shard, handle in live.items():
                 family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
             yield family
-        yield _phases(live)
+        text = "Time of steps at their shard, by phase"
+        yield _durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(live, "phases"))
+        text = "Time from when an adapter got its memory until it was whole, by where it came from"
+        yield _durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(live, "load_times"))
         ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
         for why, times in sorted(controller.clients.prefetches.ignored.items()):
             ignored.add_metric([why], times)
@@ -100,26 +103,35 @@ class ControllerCollector(Collector):
         yield refused
 
 
-def _phases(live: dict[int, ShardHandle]) -> Metric:
-    text = "Time of steps at their shard, by phase"
-    family = HistogramMetricFamily("lora_server_step_seconds", text, labels=["shard", "phase"])
+Durations = Iterable[tuple[list[str], Sequence[int], int]]  # labels, counts, nanoseconds
+
+
+def _of_shards(live: dict[int, ShardHandle], field: str) -> Durations:
+    each = ((shard, one) for shard, handle in live.items() for one in getattr(handle.stats, field))
+    return (([str(shard), one.phase], one.counts, one.sum_ns) for shard, one in each)
+
+
+def _durations(name: str, text: str, labels: Sequence[str], durations: Durations) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
     bounds = [*(f"{bound * 1e-9:.6g}" for bound in BOUNDS_NS), "+Inf"]
-    for shard, handle in live.items():
-        for one in handle.stats.phases:
-            buckets = list(zip(bounds, map(float, itertools.accumulate(one.counts)), strict=True))
-            family.add_metric([str(shard), one.phase], buckets, one.sum_ns * 1e-9)
+    for values, counts, sum_ns in durations:
+        buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
+        family.add_metric(values, buckets, sum_ns * 1e-9)
     return family
 
 
 def _admission(admission: Admission) -> Iterable[Metric]:
     counters = admission.counters
+    hits, misses, waits = counters.hits, counters.misses, counters.waits
     admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
     admitted.add_metric(["immediate"], counters.immediate)
     admitted.add_metric(["queued"], counters.queued)
     waited = "Time that queued requests waited until they were admitted"
     yield from (
         admitted,
-        SummaryMetricFamily("lora_server_admission_wait_seconds", waited, counters.queued, counters.wait_seconds),
+        _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
+        CounterMetricFamily("lora_server_adapter_hits", "Adapters that were whole in device pools when held", hits),
+        CounterMetricFamily("lora_server_adapter_misses", "Adapters that were not", misses),
         GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
         GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
     )

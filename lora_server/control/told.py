@@ -54,7 +54,12 @@ class ToldAdapters:
         self.tally = Tally(self._name_of)
         self._holds = Holds(self.tally.changed)
         self.admission = Admission(
-            self._resolve, self._room, self._holds, changed=self._tell_active, told=self._tell_holds
+            self._resolve,
+            self._room,
+            self._holds,
+            changed=self._tell_active,
+            told=self._tell_holds,
+            is_resident=lambda handle: self._residency.state(handle) == "ready",
         )
         self._refusals = self._registry.refusals
         self._gone: set[int] = set()  # handles that an earlier controller dropped

@@ -229,6 +229,10 @@ class ShardProcess:
                 clients=len(connections),
                 followers=followers,
                 phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self.shard.phases],
+                load_times=[
+                    pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
+                    for tier, h in self.store.load_times.items()
+                ],
                 disk=pb.DiskStats(**self.fetcher.use()._asdict()),
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
             )

@@ -124,6 +124,7 @@ class Entry:
     dropped: bool = False
     withdrawn: object = None  # of the tier, until the last pin goes
     began: float = 0.0  # when it got its memory
+    came_from: str = ""  # host or disk, the last time
     whole_since: float = 0.0
     usage: Usage = field(default_factory=Usage)
 

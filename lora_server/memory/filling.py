@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from lora_server.errors import AdapterLoadError, LoraServerError
+from lora_server.histogram import Histogram
 from lora_server.memory.entry import Entry
 from lora_server.memory.eviction import Policy, lru
 from lora_server.memory.fetching import Fetching
@@ -59,6 +60,7 @@ class Filling:
         self._starved = False  # the thread waits for memory
         self._moved: set[int] = set()
         self._loads = self._loaded_bytes = self._orders = 0
+        self.load_times = {"host": Histogram(), "disk": Histogram()}  # of whole adapters, by where they came from
         self._closing = threading.Event()
         self._fetching = Fetching(fetcher, self._fetched, self._closing.is_set)
         self._on_disk: frozenset[str] = frozenset()  # versions that the disk cache has
@@ -195,6 +197,8 @@ class Filling:
                 if not (entry.dropped or self._room.make(entry, time.monotonic())):
                     self._tidy(entry)
             return False
+        if not entry.ready:
+            entry.came_from = "host" if entry.is_packed() else "disk"
         layer = entry.next_layer()
         nbytes = self._loader.bring(entry, layer)
         with self._changed:
@@ -208,6 +212,7 @@ class Filling:
             entry.arrived(time.monotonic())
             if entry.is_whole():
                 self._loads += 1
+                self.load_times[entry.came_from].add(int(entry.usage.load_seconds * 1e9))
                 self._preload.note_whole(entry)
                 self._whole.add(entry.handle)
                 self._loader.close(entry)

@@ -16,10 +16,10 @@ from typing import ClassVar
 import structlog
 
 from lora_server.errors import LoraServerError
+from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import Counters
-from lora_server.shard.phases import Histogram
 from lora_server.transport.base import Connection, Port
 from lora_server.transport.gpu.carrier import Carrier
 from lora_server.transport.gpu.connection import GpuConnection

@@ -435,7 +435,7 @@ class ClientStatus(_message.Message):
     def __init__(self, client: _Optional[int] = ..., instance: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., silent_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk", "preloads", "preload_hits", "phases")
+    __slots__ = ("steps", "failed", "entries", "request_bytes", "response_bytes", "wait_ns", "compute_ns", "weight_bytes", "clients", "followers", "attached", "device", "free_bytes", "total_bytes", "host_bytes", "host_total_bytes", "loads", "loaded_bytes", "evictions", "disk", "preloads", "preload_hits", "phases", "load_times")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +459,7 @@ class ShardStats(_message.Message):
     PRELOADS_FIELD_NUMBER: _ClassVar[int]
     PRELOAD_HITS_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_TIMES_FIELD_NUMBER: _ClassVar[int]
     steps: int
     failed: int
     entries: int
@@ -482,7 +483,8 @@ class ShardStats(_message.Message):
     preloads: int
     preload_hits: int
     phases: _containers.RepeatedCompositeFieldContainer[PhaseStats]
-    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., disk: _Optional[_Union[DiskStats, _Mapping]] = ..., preloads: _Optional[int] = ..., preload_hits: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ...) -> None: ...
+    load_times: _containers.RepeatedCompositeFieldContainer[PhaseStats]
+    def __init__(self, steps: _Optional[int] = ..., failed: _Optional[int] = ..., entries: _Optional[int] = ..., request_bytes: _Optional[int] = ..., response_bytes: _Optional[int] = ..., wait_ns: _Optional[int] = ..., compute_ns: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., clients: _Optional[int] = ..., followers: _Optional[int] = ..., attached: _Optional[_Iterable[_Union[Attached, _Mapping]]] = ..., device: _Optional[str] = ..., free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_total_bytes: _Optional[int] = ..., loads: _Optional[int] = ..., loaded_bytes: _Optional[int] = ..., evictions: _Optional[int] = ..., disk: _Optional[_Union[DiskStats, _Mapping]] = ..., preloads: _Optional[int] = ..., preload_hits: _Optional[int] = ..., phases: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ..., load_times: _Optional[_Iterable[_Union[PhaseStats, _Mapping]]] = ...) -> None: ...
 
 class PhaseStats(_message.Message):
     __slots__ = ("phase", "counts", "sum_ns")
