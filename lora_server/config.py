@@ -127,6 +127,10 @@ class ServeConfig(BaseSettings):
         repr=False,
         description="postgresql://USER@HOST/DATABASE that several servers may share; without it, a file in --data-dir.",
     )
+    no_copy: bool = Field(
+        False,
+        description="Leave files of added adapters where they are; else a single node copies them into --data-dir.",
+    )
     nodes: int = Field(1, ge=1, description="Nodes that form this server.")
     node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")
     controller: Listens | None = Field(None, description="Node 0's --listen, for the other nodes.")

@@ -37,7 +37,7 @@ def test_a_name_that_is_taken_by_another_version_is_refused():
     registry = Registry()
     registry.add(Record.decode(kept("law", 1).record))
     assert registry.existing("law", "v1").handle == 1 and registry.existing("code", "v1") is None
-    with pytest.raises(AdapterExistsError, match="remove it first"):
+    with pytest.raises(AdapterExistsError, match="adapters update law SOURCE"):
         registry.existing("law", "v2")
     assert registry.next_handle() == FIRST_HANDLE, "handles are never used twice, and fit a shard's kernel"
 

@@ -146,7 +146,7 @@ def test_adapters_while_serving(tmp_path):
         assert again.returncode == 0, "the same content under the same name is no error"
         clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
         assert clash.returncode == 1
-        assert "remove it first" in clash.stderr
+        assert "adapters update" in clash.stderr
         law = listed(server)["law"]
         assert (law["lora_rank"], law["resident_layers"]) == (8, 4)
 
@@ -185,7 +185,7 @@ def _check_log(lines: list[dict]) -> None:
         12,
         True,
     )
-    assert "remove it first" in mine[2]["error"]
+    assert "adapters update" in mine[2]["error"]
     assert mine[3]["holders"] == 1
     assert events.count("shard left") == 2
     assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]

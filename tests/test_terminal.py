@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lora_server import terminal, units
-from lora_server.cli import adapters, app, status
+from lora_server.cli import app, rows, status
 from lora_server.demo import tiny
 from lora_server.demo.check import Verdict
 from lora_server.demo.engine import Result, Times
@@ -38,14 +38,14 @@ def rendered(draw, *values, width=80, **settings):
 
 
 def row(name, **fields):
-    return adapters._adapter(pb.Adapter(name=name, layers=32, **fields))
+    return rows.adapter_row(pb.Adapter(name=name, layers=32, **fields))
 
 
 LOADING = {"lora_rank": 64, "bytes": 33_000_000, "resident_layers": 12, "version": "3f" * 32, "uri": f"/srv/{LONG}"}
 ROWS = [
     row("law", state="ready", lora_rank=8, bytes=3 * GIB // 2, holders=1234, warnings=["its rank is above 64"]),
     row(LONG, state="loading", **LOADING),
-    adapters._refused(pb.Refusal(name="tenant-043", uri="/srv/tenant-043", reason=REASON)),
+    rows.refused_row(pb.Refusal(name="tenant-043", uri="/srv/tenant-043", reason=REASON)),
 ]
 
 LIST = """\
@@ -73,10 +73,10 @@ tenant-042-legal-contracts-germany-v2.1a
 
 
 def test_adapters_at_80_columns():
-    assert rendered(adapters.show_list, ROWS) == LIST
-    assert rendered(adapters.show_one, ROWS[1]) == SHOW
+    assert rendered(rows.show_list, ROWS) == LIST
+    assert rendered(rows.show_one, ROWS[1]) == SHOW
     long = row("x", state="ready", uri=f"/srv/adapters/europe-west/production/{LONG}/checkpoint-12000")
-    assert rendered(adapters.show_one, long).endswith(
+    assert rendered(rows.show_one, long).endswith(
         "  directory\n    /srv/adapters/europe-west/production/tenant-042-legal-contracts-germany-\n"
         "    v2.1a/checkpoint-12000\n"
     )
@@ -148,7 +148,7 @@ def test_status_at_80_columns():
     assert rendered(status.show, reply()) == STATUS
 
 
-DRAWN = [lambda console: adapters.show_list(ROWS, console), lambda console: status.show(reply(), console)]
+DRAWN = [lambda console: rows.show_list(ROWS, console), lambda console: status.show(reply(), console)]
 
 DEMO = """\
 Mean microseconds per layer, experts' gate_up + down (slowest shard)

@@ -22,13 +22,14 @@ from lora_server.adapters.files import (
 from lora_server.adapters.limits import Limits
 from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import Part
-from lora_server.adapters.scan import Scan, scan, stamp_of
+from lora_server.adapters.scan import Scan, is_watched, scan, stamp_of
 from lora_server.adapters.weights import Weights, reopen
 
 __all__ = [
     "CONFIG",
     "INDEX",
     "Limits",
+    "is_watched",
     "WEIGHTS",
     "Adapter",
     "Outline",

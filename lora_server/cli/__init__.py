@@ -1,6 +1,6 @@
 """The `lora-server` command. Heavy imports happen inside commands, so that --help is quick.
 
-command    what it is made of; serve, demo         adapters   of a running server: list, show, add, remove
+command    what it is made of; serve, demo         adapters   of a running server: list, add, update (rows)
 call       one call to a running server            loading    the bar of an adapter that is added
 status     what a running server does              complete   adapters' names for a shell
 doctor     what a machine lacks for a node         live       status, again and again

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, print_json, run
 from lora_server.cli.complete import adapter_names
+from lora_server.cli.rows import adapter_row, all_rows, more, show_list, show_one
 from lora_server.units import size
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from lora_server.wire import lora_server_pb2 as pb
-
-COLUMNS = {"name": "<", "rank": ">", "size": ">", "state": "<", "clients": ">"}
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapters of a running server.")
 
@@ -26,6 +20,11 @@ SourceUrl = Annotated[
     str,
     typer.Argument(metavar="SOURCE", help="Its PEFT directory, as the server sees it, or a URL, s3:// and the like."),
 ]
+WaitOption = Annotated[float, typer.Option(help="Seconds for validation and loading on every shard.")]
+DrainOption = Annotated[
+    float | None,
+    typer.Option(help="Seconds that those who hold what goes may keep it; not given: as long as they need.", min=0.0),
+]
 
 
 @app.command("list")
@@ -33,7 +32,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
     """All adapters, what is wrong with some, who uses them."""
 
     def command() -> None:
-        rows = _rows(server)
+        rows = all_rows(server)
         if as_json:
             print_json(rows)
             return
@@ -52,10 +51,10 @@ def show_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json
         from lora_server import terminal
         from lora_server.errors import UnknownAdapterError
 
-        found = [row for row in _rows(server) if row["name"] == name]
+        found = [row for row in all_rows(server) if row["name"] == name]
         if not found:
             raise UnknownAdapterError(f"adapter {name!r}: not registered at {server}; see lora-server adapters list")
-        row = found[0] | {"shards": _shards(server, found[0])}
+        row = found[0] | more(server, found[0])
         if as_json:
             print_json(row)
         else:
@@ -70,32 +69,68 @@ def add_adapter(
     source: SourceUrl,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
-    wait: Annotated[float, typer.Option(help="Seconds for validation and loading on every shard.")] = 120.0,
+    wait: WaitOption = 120.0,
 ) -> None:
     """Validate an adapter, load it on every shard, then serve it."""
 
     def command() -> None:
-        from lora_server import terminal
-        from lora_server.cli.loading import loading
         from lora_server.wire import lora_server_pb2 as pb
 
-        path = source if "://" in source else str(Path(source).absolute())
-        request = pb.AddAdapterRequest(name=name, uri=path, wait_seconds=wait)
-        with loading(server, name):
-            row = _adapter(ask(server, "Adapters", "Add", request, wait + 10))
-        if as_json:
-            print_json(row)
-        else:
-            text = f"{name}: rank {row['lora_rank']}, {size(row['bytes'])}, version {row['version'][:12]}"
-            terminal.say(terminal.open_console(), text)
-        for warning in row["warnings"]:
-            terminal.say(terminal.open_console(stderr=True), warning, "warning")
+        _change(server, "Add", pb.AddAdapterRequest(name=name, uri=_source(source), wait_seconds=wait), as_json)
+
+    run(command)
+
+
+@app.command("update")
+def update_adapter(
+    name: KnownName,
+    source: SourceUrl,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    wait: WaitOption = 120.0,
+    seconds: DrainOption = None,
+) -> None:
+    """Put another version under a name.
+
+    It is loaded beside the one that serves, then the name means it. One that is refused, or not loaded in time, changes
+    nothing.
+    """
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        request = pb.UpdateAdapterRequest(name=name, uri=_source(source), wait_seconds=wait, drain_seconds=seconds)
+        _change(server, "Update", request, as_json)
+
+    run(command)
+
+
+@app.command("rollback")
+def rollback_adapter(
+    name: KnownName,
+    to: Annotated[
+        str, typer.Option(help="A version of `adapters show`, or how it begins; not given: the one before.")
+    ] = "",
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+    wait: WaitOption = 120.0,
+    seconds: DrainOption = None,
+) -> None:
+    """Put an earlier version under its name again."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        request = pb.RollbackAdapterRequest(name=name, version=to, wait_seconds=wait, drain_seconds=seconds)
+        _change(server, "Rollback", request, as_json)
 
     run(command)
 
 
 @app.command("remove")
-def remove_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+def remove_adapter(
+    name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False, seconds: DrainOption = None
+) -> None:
     """Stop serving an adapter at once.
 
     Its weights go when the last request that holds it has ended.
@@ -104,7 +139,7 @@ def remove_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_js
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        reply = ask(server, "Adapters", "Remove", pb.RemoveAdapterRequest(name=name))
+        reply = ask(server, "Adapters", "Remove", pb.RemoveAdapterRequest(name=name, drain_seconds=seconds))
         if as_json:
             print_json({"name": name, "holders": reply.holders})
         else:
@@ -130,7 +165,7 @@ def pin_adapter(
         from lora_server.wire import lora_server_pb2 as pb
 
         with loading(server, name):
-            row = _adapter(
+            row = adapter_row(
                 ask(server, "Adapters", "Pin", pb.PinAdapterRequest(name=name, wait_seconds=wait), wait + 10)
             )
         _show_pinned(row, as_json)
@@ -145,9 +180,32 @@ def unpin_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_jso
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        _show_pinned(_adapter(ask(server, "Adapters", "Unpin", pb.UnpinAdapterRequest(name=name))), as_json)
+        _show_pinned(adapter_row(ask(server, "Adapters", "Unpin", pb.UnpinAdapterRequest(name=name))), as_json)
 
     run(command)
+
+
+# -- what is asked for
+
+
+def _source(text: str) -> str:
+    return text if "://" in text else str(Path(text).absolute())
+
+
+def _change(server: str, method: str, request: Any, as_json: bool) -> None:
+    """Another version under a name; how far it is, then what it is."""
+    from lora_server import terminal
+    from lora_server.cli.loading import loading
+
+    with loading(server, request.name):
+        row = adapter_row(ask(server, "Adapters", method, request, request.wait_seconds + 10))
+    if as_json:
+        print_json(row)
+    else:
+        text = f"{row['name']}: rank {row['lora_rank']}, {size(row['bytes'])}, version {row['version'][:12]}"
+        terminal.say(terminal.open_console(), text)
+    for warning in row["warnings"]:
+        terminal.say(terminal.open_console(stderr=True), warning, "warning")
 
 
 # -- what is shown
@@ -158,117 +216,3 @@ def _show_pinned(row: dict[str, Any], as_json: bool) -> None:
         print_json(row)
     else:
         typer.echo(f"{row['name']}: {'pinned' if row['pinned'] else 'not pinned any more'}")
-
-
-def show_list(rows: list[dict[str, Any]], console: Console) -> None:
-    """One line each; what is wrong stands below."""
-    from lora_server import terminal
-
-    terminal.table(console, COLUMNS, [_cells(row) for row in rows], wrapped="name")
-    for row in rows:
-        for warning in row["warnings"]:
-            terminal.say(console, f"{row['name']}: {warning}", "warning")
-        if row["error"]:
-            terminal.say(console, f"{row['name']}: {row['error']}", row["state"])
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    if row["state"] == "refused":
-        return [row["name"], "-", "-", "refused", "-"]
-    return [row["name"], str(row["lora_rank"]), size(row["bytes"]), _state(row), f"{row['holders']:,}"]
-
-
-def _state(row: dict[str, Any]) -> str:
-    state = f"loading {row['resident_layers']}/{row['layers']}" if row["state"] == "loading" else row["state"]
-    return f"{state}, pinned" if row["pinned"] else state
-
-
-def show_one(row: dict[str, Any], console: Console) -> None:
-    """A line for each thing that there is to say."""
-    from lora_server import terminal
-
-    tokens = " ".join(map(str, row["invocation_tokens"] or ()))
-    lines = {
-        "state": f"{row['state']}, pinned" if row["pinned"] else row["state"],
-        "layers": f"{row['resident_layers']} of {row['layers']}" if row["layers"] else "",
-        "rank": str(row["lora_rank"] or ""),
-        "size": size(row["bytes"]) if row["bytes"] else "",
-        "clients": f"{row['holders']:,}" if row["bytes"] else "",
-        "version": row["version"],
-        "handle": str(row["handle"] or ""),
-        "invoked by": row["invocation_text"] or tokens,
-        "directory": row["uri"],
-    } | {f"shard {one['shard']}": _where(one) for one in row.get("shards", ())}
-    console.print(row["name"], style="bold", markup=False)
-    terminal.pairs(console, {name: value for name, value in lines.items() if value})
-    for warning in row["warnings"]:
-        terminal.say(console, warning, "warning")
-    if row["error"]:
-        terminal.say(console, row["error"], row["state"])
-
-
-def _where(one: dict[str, Any]) -> str:
-    """What a shard has where."""
-    device, host, layers = one["device_layers"], one["host_layers"], one["layers"]
-    below = "remote" if one["remote"] else "disk"
-    places = {"device": device, "host": host, below: layers - max(device, host)}
-    return ", ".join(f"{place} {num}/{layers}" for place, num in places.items() if num) or "nothing of it"
-
-
-# -- replies as plain values
-
-
-def _rows(server: str) -> list[dict[str, Any]]:
-    """What is served, and then what was refused, in the same form."""
-    from lora_server.wire.listing import all_pages
-
-    reply = all_pages(lambda request: ask(server, "Adapters", "List", request))
-    return [*map(_adapter, reply.adapters), *map(_refused, reply.refused)]
-
-
-def _shards(server: str, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """How much of its layers each shard has in its device pool, and in its host pool."""
-    from lora_server.wire import lora_server_pb2 as pb
-
-    if row["state"] in ("refused", "draining"):
-        return []
-    reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"]))
-    return [
-        {
-            "shard": one.shard,
-            "device_layers": one.ready,
-            "host_layers": one.host,
-            "layers": one.layers,
-            "remote": one.remote,
-        }
-        for one in reply.shards
-    ]
-
-
-def _refused(refusal: pb.Refusal) -> dict[str, Any]:
-    from lora_server.wire import lora_server_pb2 as pb
-
-    unserved = pb.Adapter(name=refusal.name, uri=refusal.uri, state="refused", error=refusal.reason)
-    return _adapter(unserved) | {"error_code": refusal.code}
-
-
-def _adapter(message: pb.Adapter) -> dict[str, Any]:
-    return {
-        "name": message.name,
-        "version": message.version,
-        "lora_rank": message.lora_rank,
-        "bytes": message.bytes,
-        "state": message.state,
-        "resident_layers": message.resident_layers,
-        "layers": message.layers,
-        "holders": message.holders,
-        "pinned": message.pinned,
-        "tenant": None,
-        "handle": message.handle,
-        "uri": message.uri,
-        "invocation_tokens": list(message.invocation.tokens) or None,
-        "invocation_text": message.invocation.text or None,
-        "warnings": list(message.warnings),
-        "error": message.error,
-        "error_code": "",
-    }

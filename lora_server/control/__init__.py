@@ -1,12 +1,14 @@
 """The control plane. Nothing here is on a step's path.
 
 controller   puts together:                       server      its gRPC services at one address
-  adapters     registered, removed, pinned          service       what it answers
-    told         what shards were told of them
+  adapters     registered, removed                  service       what it answers
+    updates      another version, a pin           registration  the shards' streams
+    reconciled   as the ledger has them
+    told         what shards were told of them    listener      sockets, threads, limits
     held         what clients hold of them
-    registry     what there is (durable)            registration  the shards' streams
+    registry     what there is
     origins      where they come from (allowed)
-    refusals     what is not served, and why        listener      sockets, threads, limits
+    refusals     what is not served, and why
     followed     what is taken from it            http        health and metrics (http_limits, metrics_disk)
     admission    who may use it now, who waits    prefetch    signals before a request's first step
     room         what fits into the pools         watch       a directory that is followed

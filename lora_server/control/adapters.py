@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
+from lora_server import __version__
+from lora_server.adapters import open_adapter, stamp_of
 from lora_server.adapters.refusal import clip
 from lora_server.control.held import HeldAdapters
 from lora_server.control.origins import Origin, local_path, opened, uri_of
 from lora_server.control.refusals import REMOVED, Refusal
-from lora_server.control.registry import Record, check_name
+from lora_server.control.registry import Record, check_name, version_of
 from lora_server.control.shards import PendingCommand, wait_all
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
     AdapterSourceError,
     LoraServerError,
-    UnknownAdapterError,
-    rebuild,
 )
+from lora_server.registry.versions import Seen
 from lora_server.sources.fetch import FETCH_SECONDS
+from lora_server.sources.remote import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 
 NOTE_SECONDS = 5.0
@@ -36,7 +40,7 @@ class Adapters(HeldAdapters):
     # -- registering
 
     def register(
-        self, name: str, uri: str, eager: bool = False, seconds: float = FETCH_SECONDS
+        self, name: str, uri: str, eager: bool = False, seconds: float = FETCH_SECONDS, of_directory: bool = False
     ) -> tuple[Record, list[PendingCommand], bool]:
         """Validate and list an adapter, and tell every live shard of it; True if it is new.
 
@@ -44,22 +48,63 @@ class Adapters(HeldAdapters):
         read the whole file, which is fetched within `seconds` if it is far. Shards that register later are told then.
         """
         check_name(name)
-        with opened(uri, self._spec, self._fetcher, seconds) as origin, self._lock:
+        with (
+            opened(uri, self._spec, self._fetcher, seconds) as found,
+            self._owned(found, name, of_directory) as origin,
+            self._changing,
+        ):
             self._require_settled()
-            existing = self._registry.existing(name, origin.version)
-            if existing is None:
-                self._check_not_a_base_models(name)
-            record = existing or self._record(name, origin)
-            if existing is None:
-                self._registry.add(record)
-            self._take_back_refusal(name)
-            # under the lock: a removal comes wholly before or after, so no shard loads what it was told to drop
-            loads = self._load_everywhere(record, eager)
+            self._registry.prepare()
+            with self._lock:
+                existing = self._registry.existing(name, origin.version)
+                if existing is None:
+                    self._check_not_a_base_models(name)
+                record = existing or self._record(name, origin, of_directory=of_directory)
+            if existing is not None or of_directory:
+                loads = self._offer(record, eager)
+            else:
+                loads = self._keep_and_offer(record, eager)
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
         return record, loads, existing is None
 
-    def _record(self, name: str, origin: Origin, found: str = "") -> Record:
+    @contextlib.contextmanager
+    def _owned(self, origin: Origin, name: str, of_directory: bool = False) -> Iterator[Origin]:
+        """As the server's own copy, which nobody changes; a directory's stays where it is, and so does what is far."""
+        served = self._registry.find(name)
+        known = served is not None and served.version == origin.version
+        if self._copies is None or of_directory or known or is_remote(origin.path):
+            yield origin
+            return
+        path = self._copies.take(Path(origin.path), origin.version)
+        try:
+            with open_adapter(path, self._spec) as adapter:
+                stamp = adapter.stamp
+            yield origin._replace(path=str(path), stamp=stamp)
+        finally:
+            self._copies.done(origin.version)
+
+    def _keep_and_offer(self, record: Record, eager: bool) -> list[PendingCommand]:
+        """First it is kept for good: whoever is told of it is told the truth, whatever is killed then."""
+        if self._ledger is None:
+            return self._offer(record, eager)
+        self._ledger.list(version_of(record))
+        try:
+            return self._offer(record, eager)
+        except AdapterExistsError:
+            self._ledger.remove(record.name)
+            raise
+
+    def _offer(self, record: Record, eager: bool) -> list[PendingCommand]:
+        """From now on its name means it."""
+        with self._lock:  # a removal comes wholly before or after, so no shard loads what it was told to drop
+            if self._registry.by_handle(record.handle) is None:
+                self._check_not_a_base_models(record.name)
+                self._registry.add(record)
+            self._take_back_refusal(record.name)
+            return self._load_everywhere(record, eager)
+
+    def _record(self, name: str, origin: Origin, found: str = "", of_directory: bool = False) -> Record:
         adapter = origin.adapter
         return Record(
             handle=self._registry.next_handle(),
@@ -74,6 +119,7 @@ class Adapters(HeldAdapters):
             invocation=adapter.invocation,
             uri=origin.uri,
             found=found,
+            of_directory=of_directory,
         )
 
     def _check_not_a_base_models(self, name: str) -> None:
@@ -93,18 +139,37 @@ class Adapters(HeldAdapters):
         """
         if self.registered.is_set():
             return
-        said = time.monotonic()
+        said, read = time.monotonic(), list[Seen]()
+        seen = self._ledger.seen() if self._ledger is not None else {}
         for done, (name, path) in enumerate(found.items()):
             self.progress = done, len(found)
             if time.monotonic() - said > PROGRESS_SECONDS:
                 log.info("registering", done=done, total=len(found))
                 said = time.monotonic()
             try:
-                self.register(name, str(path))
+                self._register_of_directory(name, path, seen.get(uri_of(path)), read)
             except (AdapterError, OSError) as error:
                 self._refuse(name, local_path(str(path)), error)
+        if self._ledger is not None:
+            self._ledger.see(read)
         self.tell_refused()
         self.registered.set()
+
+    def _register_of_directory(self, name: str, path: Path, seen: Seen | None, read: list[Seen]) -> None:
+        """What was read before, and not touched since, is not read again; what is read goes to `read`."""
+        stamp = f"{__version__}/{self._spec_digest}/{stamp_of(path)}"
+        pinned = seen is not None and seen.pinned
+        if seen is not None and seen.stamp == stamp:
+            record = Record.decode(seen.record.encode())
+            with self._changing:
+                self._registry.prepare()
+                existing = self._registry.existing(name, record.version)
+                handle = existing.handle if existing is not None else self._registry.next_handle()
+                self._offer(existing or replace(record, name=name, handle=handle, pinned=pinned), eager=False)
+            return
+        record, _, new = self.register(name, str(path), of_directory=True)
+        if new:
+            read.append(Seen(uri_of(path), stamp, pinned, record.encode().decode()))
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
@@ -136,23 +201,40 @@ class Adapters(HeldAdapters):
     def _say_not_added(self, name: str, uri: str, error: Exception) -> None:
         log.warning("adapter not added", name=clip(name), uri=clip(uri), error=str(error))
 
-    def remove(self, name: str) -> int:
-        """Unlist at once; weights go with the last holder. Returns how many hold it now."""
-        with self._lock:
-            self._require_settled()
-            served, refusal = self._registry.find(name), self._refusals.get(name)
-            if served is None and (refusal is None or refusal.code == REMOVED):
-                self._registry.get(name)  # raises, and says why there is none
-            # every shard notes it, so that no later controller lists the name, or its refusal, again
-            self._dismiss(name, refusal)
-            notes, holders = self.tell_refused(), 0
-            if served is not None:
-                holders = self._holds.count(served.handle)
-                notes += self._unlist(served)
-        _wait_noted(notes, name)
+    def remove(self, name: str, drain_seconds: float | None = None) -> int:
+        """Unlist at once; weights go with the last holder, or after so many seconds, whoever holds it then. Returns how
+        many hold it now."""
+        with self._changing:
+            with self._lock:
+                self._require_settled()
+                served, refusal = self._registry.find(name), self._refusals.get(name)
+                if served is None and (refusal is None or refusal.code == REMOVED):
+                    self._registry.get(name)  # raises, and says why there is none
+            self._forget(served)
+            with self._lock:
+                # every shard notes it, so that no later controller lists the name, or its refusal, again
+                self._dismiss(name, refusal)
+                notes, holders = self.tell_refused(), 0
+                if served is not None:
+                    holders = self._holds.count(served.handle)
+                    notes += self._unlist(served)
+                    self._drain(served, drain_seconds)
+        wait_noted(notes, name)
         with self._lock:
             self._collect()
         return holders
+
+    def _forget(self, record: Record | None) -> None:
+        """Its name means nothing any more, for good."""
+        if self._ledger is not None and record is not None:
+            if record.of_directory:
+                self._ledger.pin_seen(record.uri, False)
+            else:
+                self._ledger.remove(record.name)
+
+    def _drain(self, record: Record, seconds: float | None) -> None:
+        if seconds is not None:
+            self._until[record.handle] = time.monotonic() + max(0.0, seconds)
 
     def _dismiss(self, name: str, refusal: Refusal | None) -> None:
         """Content of a followed directory that is not wanted stays away, though it is there, until it changes."""
@@ -168,44 +250,6 @@ class Adapters(HeldAdapters):
         self._registry.unlist(record.name)
         log.info("adapter removed", **described(record), holders=self._holds.count(record.handle), **why)
         return self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
-
-    # -- pins
-
-    def pin(self, name: str, seconds: float) -> None:
-        """Bring it in on every shard, where it makes room for nobody from now on; a new version under the name neither.
-
-        Raises AdapterLoadError, and changes nothing, where all that are pinned do not fit a shard together.
-        """
-        self._shards.require_up()
-        with self._lock:
-            self._require_settled()
-            record = self._registry.get(name)
-            sent = self._shards.broadcast(pb.ShardCommand(pin=record.handle))
-        try:
-            wait_all(sent, seconds, f"pinning {name!r}")
-        except LoraServerError as error:
-            self._note(record)
-            log.warning("adapter not pinned", name=name, error=str(error))
-            raise rebuild(error.code, f"adapter {name!r} was not pinned: {error}") from error
-        self._set_pinned(record, True)
-
-    def unpin(self, name: str) -> None:
-        """It makes room as others do."""
-        with self._lock:
-            self._require_settled()
-            record = self._registry.get(name)
-        self._set_pinned(record, False)
-
-    def _set_pinned(self, record: Record, pinned: bool) -> None:
-        """Shards keep it, for themselves and for the next controller."""
-        with self._lock:
-            if not self._registry.is_listed(record):
-                raise UnknownAdapterError(f"adapter {record.name!r}: was removed or replaced meanwhile; try again")
-            self._registry.update(replace(self._registry.get(record.name), pinned=pinned))
-            notes = self._note(record)
-            self._collect()
-        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
-        _wait_noted(notes, record.name)
 
     # -- refusals
 
@@ -228,7 +272,8 @@ class Adapters(HeldAdapters):
             self.tell_refused()
 
 
-def _wait_noted(notes: list[PendingCommand], name: str) -> None:
+def wait_noted(notes: list[PendingCommand], name: str) -> None:
+    """Until every shard keeps a change."""
     try:
         wait_all(notes, NOTE_SECONDS, f"noting {name!r}")
     except LoraServerError as error:  # it is going away: it is told when it registers

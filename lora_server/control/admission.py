@@ -142,6 +142,15 @@ class Admission:
         self._release(client, handles)
         self.admit()
 
+    def revoke(self, handle: int) -> list[int]:
+        """Let go for all that hold it: who they were."""
+        clients = [client for client, handles in self.holds.by_client().items() if handle in handles]
+        for client in clients:
+            self._release(client, [handle] * self.holds.times(handle))
+        if clients:
+            self.admit()
+        return clients
+
     def _release(self, client: int, handles: Iterable[int]) -> None:
         if fewer := self.holds.release(client, handles):
             self.told(client, (), fewer, False)

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import structlog
 
-from lora_server.control.adapters import Adapters
 from lora_server.control.agreement import Agreement
 from lora_server.control.clients import Clients
+from lora_server.control.reconciled import ReconciledAdapters
 from lora_server.control.shards import ShardHandle, ShardTable
 from lora_server.errors import ConfigError
+from lora_server.registry.versions import Version
 from lora_server.wire import lora_server_pb2 as pb
 
 log = structlog.get_logger()
@@ -31,13 +32,15 @@ class Arrivals:
         self,
         agreement: Agreement,
         shards: ShardTable,
-        adapters: Adapters,
+        adapters: ReconciledAdapters,
         clients: Clients,
         settled: threading.Event,
         restarted: bool,
+        listed: Sequence[Version] | None = None,
     ) -> None:
+        """`listed`: what the ledger says, if there is one."""
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.settled, self._restarted = settled, restarted
+        self.settled, self._restarted, self._listed = settled, restarted, listed
         self.run = ""
         self._lock = threading.Lock()
 
@@ -96,6 +99,8 @@ class Arrivals:
 
     def _settle(self) -> None:
         self.run = self.run or secrets.token_hex(8)
+        if self._listed is not None:
+            self._adapters.reconcile(self._listed)
         self.settled.set()
         self.announce()
         self._adapters.settle()

@@ -12,6 +12,8 @@ from lora_server.control.drain import Drain
 from lora_server.control.followed import FollowedAdapters
 from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
+from lora_server.registry.versions import Ledger
+from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 
 
@@ -27,18 +29,24 @@ class Controller:
         max_active_adapters: int = 0,
         fetcher: Fetcher | None = None,
         allowed: Allowed = NOWHERE,
+        ledger: Ledger | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
-        adapters from far; `allowed`: where those that are added may lie."""
+        adapters from far; `allowed`: where those that are added may lie; `ledger`: where those are kept for good,
+        `copies`: where their files are."""
         settled = threading.Event()
         self.agreement, self._require_all = agreement, require_all_adapters
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
-        self.adapters = FollowedAdapters(agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed)
+        self.adapters = FollowedAdapters(
+            agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed, ledger, copies
+        )
         self.fetcher = fetcher
         self.clients = Clients(leases, self.shards, self.adapters, settled)
         self.drain = Drain(self.shards, self.clients, self.adapters)
-        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted)
+        listed = ledger.listed() if ledger is not None else None
+        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted, listed)
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,10 +11,10 @@ from pathlib import Path
 import structlog
 
 from lora_server.adapters import Adapter, stamp_of, validate_adapter
-from lora_server.control.adapters import Adapters, described
+from lora_server.control.adapters import described
 from lora_server.control.origins import local, uri_of
-from lora_server.control.registry import Record, check_name
-from lora_server.control.shards import PendingCommand, wait_all
+from lora_server.control.reconciled import ReconciledAdapters
+from lora_server.control.registry import Record, check_name, version_of
 from lora_server.errors import AdapterError, AdapterExistsError
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -21,7 +22,7 @@ REPLACE_SECONDS = 600.0  # for every shard to load what replaces another version
 log = structlog.get_logger()
 
 
-class FollowedAdapters(Adapters):
+class FollowedAdapters(ReconciledAdapters):
     """A name is the directory's where its record's `uri` lies there; what was added by hand is never touched."""
 
     def judged(self, directory: Path) -> dict[str, str]:
@@ -59,61 +60,56 @@ class FollowedAdapters(Adapters):
         return served
 
     def _take(self, name: str, where: Path, stamp: str, adapter: Adapter, version: str) -> None:
-        with self._lock:
-            self._require_settled()
-            served = self._check_found_here(name, where)
+        with self._changing:
+            self._registry.prepare()
+            with self._lock:
+                self._require_settled()
+                served = self._check_found_here(name, where)
+                if served is None:
+                    self._check_not_a_base_models(name)
             if served is not None and served.version == version:
                 self._touched(served, adapter, stamp)
                 return
+            record = self._record(name, local(where, adapter, version), stamp, of_directory=True)
             if served is None:
-                self._check_not_a_base_models(name)
-            record = self._record(name, local(where, adapter, version), stamp)
-            if served is not None:
-                self._coming.add(record.handle)
-            self._registry.add(record, listed=served is None)
-            loads = self._load_everywhere(record, eager=served is not None)
-            if served is None:
-                self._take_back_refusal(name)
+                self._offer(replace(record, pinned=record.uri in self._pinned_places()), eager=False)
                 log.info("adapter registered", **described(record))
+            else:
+                with self._lock:
+                    loads = self._load_beside(record)
         for warning in record.warnings:
             log.warning("adapter", name=name, warning=warning)
         if served is not None:
-            self._replace(served, record, loads)
+            with contextlib.suppress(AdapterExistsError):  # it was removed meanwhile
+                self._replace(served, record, loads, REPLACE_SECONDS)
+
+    def _pinned_places(self) -> set[str]:
+        return {one.uri for one in self._ledger.seen().values() if one.pinned} if self._ledger is not None else set()
 
     def _touched(self, served: Record, adapter: Adapter, stamp: str) -> None:
         """The same content, in other files or elsewhere."""
         path, warnings = str(adapter.path), adapter.warnings
         record = replace(served, path=path, stamp=adapter.stamp, warnings=warnings, found=stamp)
-        self._registry.update(record)
-        self._take_back_refusal(record.name)
-        self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
-
-    def _replace(self, served: Record, record: Record, loads: list[PendingCommand]) -> None:
-        try:
-            wait_all(loads, REPLACE_SECONDS, f"loading {record.name!r}")
-            with self._lock:
-                if self._registry.is_listed(served):  # it may have been removed meanwhile
-                    record = replace(record, pinned=self._registry.get(record.name).pinned)
-                    self._registry.add(record)
-                    self._take_back_refusal(record.name)
-                    for one in (served, record):  # first the old one makes room
-                        self._shards.broadcast(pb.ShardCommand(note=self._load(one)))
-                    was = {"replaced": served.version[:12], "holders": self._holds.count(served.handle)}
-                    log.info("adapter replaced", **described(record), **was)
-        finally:
-            with self._lock:
-                self._coming.discard(record.handle)
-                self._collect()
+        if self._ledger is not None and not record.of_directory:
+            self._ledger.rewrite(version_of(record))
+        with self._lock:
+            self._registry.update(record)
+            self._take_back_refusal(record.name)
+            self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
 
     def forget(self, directory: Path, names: Iterable[str]) -> None:
         """They are gone from a followed directory: so are their refusals, and what was served from there."""
-        with self._lock:
+        with self._changing:
             for name in names:
-                self._refusals.pop(name)
                 served = self._registry.find(name)
                 if served is not None and served.uri == uri_of(directory / name):
-                    self._unlist(served, why=f"{served.uri} is gone")
-            self._collect()
+                    self._forget(served)
+                    with self._lock:
+                        self._unlist(served, why=f"{served.uri} is gone")
+                with self._lock:
+                    self._refusals.pop(name)
+            with self._lock:
+                self._collect()
 
 
 def _is_unchanged(where: Path, stamp: str) -> bool:

@@ -43,7 +43,7 @@ def adapter(listing: Listing) -> pb.Adapter:
         name=record.name,
         version=record.version,
         handle=record.handle,
-        uri=record.path,
+        uri=record.uri or record.path,
         lora_rank=record.lora_rank,
         bytes=record.nbytes,
         state=listing.state,

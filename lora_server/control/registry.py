@@ -1,4 +1,5 @@
-"""Which adapters there are: what a restarted server has to know again. Shards keep it for their controller.
+"""Which adapters there are, as their controller knows it. The ledger keeps those that were added by name for good
+(lora_server/registry/versions.py); shards keep what each was told, for the next controller.
 
 Not thread-safe: `adapters` calls it under its lock.
 """
@@ -6,13 +7,16 @@ Not thread-safe: `adapters` calls it under its lock.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from lora_server.adapters.refusal import shown
 from lora_server.control.refusals import REMOVED, Refusals
 from lora_server.errors import AdapterExistsError, AdapterFormatError, UnknownAdapterError
+from lora_server.registry.versions import Version
 from lora_server.spec import Invocation, Site
 
 FIRST_HANDLE = (1 << 16) + 1  # a shard's kernel takes one as 16 bits of index, and a generation from 1 on
@@ -26,6 +30,7 @@ class Record:
 
     `path` is what shards read; `uri` is where it was found, which may be a link to it. `found` is the stamp of
     what lay there (adapters/scan.py), empty where nobody follows it. `pinned`: it never makes room for others.
+    `of_directory`: it is one of --adapters, and not in the ledger.
     """
 
     handle: int
@@ -41,6 +46,7 @@ class Record:
     uri: str = ""
     found: str = ""
     pinned: bool = False
+    of_directory: bool = False
 
     def encode(self) -> bytes:
         """For a shard to keep."""
@@ -50,6 +56,17 @@ class Record:
     def decode(cls, data: bytes) -> Record:
         """What `encode` made."""
         return msgspec.json.decode(data, type=cls)
+
+
+def version_of(record: Record) -> Version:
+    """As the ledger keeps it, added now."""
+    text = record.encode().decode()
+    return Version(record.handle, record.name, record.version, True, record.pinned, time.time(), text)
+
+
+def record_of(kept: Version) -> Record:
+    """What the ledger kept."""
+    return replace(Record.decode(kept.record.encode()), pinned=kept.pinned)
 
 
 def check_name(name: str) -> str:
@@ -65,22 +82,31 @@ def check_name(name: str) -> str:
 class Registry:
     """Handles are never used twice, so a late step of a removed adapter meets nobody else's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_handles: Callable[[int], range] | None = None) -> None:
+        """`take_handles` gives some above a number that nobody ever had; without it only this registry counts."""
         self._by_name: dict[str, Record] = {}
         self._by_handle: dict[int, Record] = {}
-        self._next_handle = FIRST_HANDLE
+        self._take_handles, self._handles, self._highest = take_handles, range(0), FIRST_HANDLE - 1
         self.refusals = Refusals()
         self.unlisted: set[int] = set()  # handles: what comes to replace another, and what drains
         self.pinned: set[int] = set()  # of the listed ones
 
     def next_handle(self) -> int:
         """One that nobody had."""
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        return handle
+        self.prepare()
+        self._highest, self._handles = self._handles[0], self._handles[1:]
+        return self._highest
+
+    def prepare(self) -> None:
+        """Have a next handle; may ask the database, so that who has a lock that others wait for does it before."""
+        self._handles = range(max(self._handles.start, self._highest + 1), self._handles.stop)
+        if not self._handles:
+            own = range(self._highest + 1, self._highest + 2)
+            self._handles = self._take_handles(self._highest) if self._take_handles is not None else own
 
     def reserve(self, handle: int) -> None:
         """Handles up to this one were used by an earlier controller."""
-        self._next_handle = max(self._next_handle, handle + 1)
+        self._highest = max(self._highest, handle)
 
     def existing(self, name: str, version: str) -> Record | None:
         """The listed record of that name; raises AdapterExistsError if its content is another."""
@@ -88,7 +114,7 @@ class Registry:
         if record is not None and record.version != version:
             raise AdapterExistsError(
                 f"adapter {name!r}: version {record.version[:12]} is served under this name, got {version[:12]}; "
-                "remove it first, or take another name"
+                f"lora-server adapters update {name} SOURCE puts another in its place"
             )
         return record
 
@@ -102,6 +128,17 @@ class Registry:
         for one in (record, other):
             if one is not None:
                 self._sort(one)
+
+    def make_listed(self, record: Record) -> Record | None:
+        """Its name means this record, whichever came later; what it meant instead, which drains."""
+        other = self._by_name.get(record.name)
+        self.reserve(record.handle)
+        self._by_handle[record.handle] = self._by_name[record.name] = record
+        replaced = other if other is not None and other.handle != record.handle else None
+        for one in (record, replaced):
+            if one is not None:
+                self._sort(one)
+        return replaced
 
     def _sort(self, record: Record) -> None:
         listed, handle = self.is_listed(record), record.handle

@@ -5,11 +5,11 @@ from __future__ import annotations
 import structlog
 from grpc_health.v1 import health_pb2
 
-from lora_server.control.adapters import Adapters
 from lora_server.control.controller import Controller
 from lora_server.control.listing import adapter, invocation, page
-from lora_server.control.registry import Record
+from lora_server.control.registry import Record, record_of
 from lora_server.control.status import status
+from lora_server.control.updates import UpdatedAdapters
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 class AdaptersService:
     """The RPCs of this service, as the proto describes them."""
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: UpdatedAdapters) -> None:
         self._adapters = adapters
 
     def Add(self, request: pb.AddAdapterRequest) -> pb.Adapter:
@@ -36,10 +36,23 @@ class AdaptersService:
         reply = adapter(self._adapters.get(request.name))
         for shard, ready, host, layers, remote in self._adapters.by_shard(request.name):
             reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
+        for one in self._adapters.versions(request.name):
+            uri = record_of(one).uri
+            reply.versions.add(version=one.version, uri=uri, added=one.added, listed=one.listed)
         return reply
 
     def Remove(self, request: pb.RemoveAdapterRequest) -> pb.RemoveAdapterReply:
-        return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name))
+        return pb.RemoveAdapterReply(holders=self._adapters.remove(request.name, _drain_seconds(request)))
+
+    def Update(self, request: pb.UpdateAdapterRequest) -> pb.Adapter:
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        self._adapters.update(request.name, request.uri, seconds, _drain_seconds(request))
+        return adapter(self._adapters.get(request.name))
+
+    def Rollback(self, request: pb.RollbackAdapterRequest) -> pb.Adapter:
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        self._adapters.rollback(request.name, request.version, seconds, _drain_seconds(request))
+        return adapter(self._adapters.get(request.name))
 
     def Pin(self, request: pb.PinAdapterRequest) -> pb.Adapter:
         self._adapters.pin(request.name, min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS))
@@ -116,6 +129,12 @@ class ClientsService:
     def Borrow(self, request: pb.BorrowRequest) -> pb.BorrowReply:
         self._clients.borrow(_proof(request.proof), _proof(request.holder))
         return pb.BorrowReply()
+
+
+def _drain_seconds(
+    request: pb.RemoveAdapterRequest | pb.UpdateAdapterRequest | pb.RollbackAdapterRequest,
+) -> float | None:
+    return request.drain_seconds if request.HasField("drain_seconds") else None
 
 
 def _proof(told: pb.Proof) -> Proof:

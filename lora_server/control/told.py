@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import threading
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -25,6 +28,8 @@ from lora_server.errors import (
     ShardUnavailableError,
 )
 from lora_server.placement import Placement
+from lora_server.registry.versions import Ledger
+from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -44,12 +49,18 @@ class ToldAdapters:
         most_active: int = 0,
         fetcher: Fetcher | None = None,
         allowed: Allowed = NOWHERE,
+        ledger: Ledger | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
-        `fetcher` brings adapters from far; `allowed`: where those that are added may lie."""
+        `fetcher` brings adapters from far; `allowed`: where those that are added may lie; `ledger`: what is added by
+        name is kept there for good; `copies`: its files are copied there."""
         self._fetcher, self._allowed = fetcher, allowed
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
-        self._registry = Registry()
+        self._ledger, self._copies = ledger, copies
+        self._untidy = True  # there may be copies that nobody needs
+        self._spec_digest = hashlib.sha256(agreement.spec.to_json().encode()).hexdigest()[:16]
+        self._registry = Registry(ledger.take_handles if ledger is not None else None)
         self._room = Room(most_active)
         self.tally = Tally(self._name_of)
         self._holds = Holds(self.tally.changed)
@@ -62,9 +73,12 @@ class ToldAdapters:
             is_resident=lambda handle: self._residency.state(handle) == "ready",
         )
         self._refusals = self._registry.refusals
+        self._told_listed, self._told_not = set[int](), set[int]()  # handles, as shards keep them
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
+        self._until: dict[int, float] = {}  # handles that drain, and when whoever holds them still is cut off
+        self._changing = threading.RLock()  # one change of the list at a time; taken before the next, never after it
         self._lock = threading.RLock()  # outcomes of commands may come while it is held
         self._admitted = threading.Condition(self._lock)
         self.registered = threading.Event()
@@ -140,6 +154,7 @@ class ToldAdapters:
             for load in kept:
                 record = Record.decode(load.record)
                 known = self._registry.by_handle(record.handle)
+                (self._told_listed.add if load.listed else self._told_not.add)(record.handle)
                 if known is None:
                     self._registry.add(record, load.listed)
                 elif load.pinned and not known.pinned:  # the other shard was away
@@ -215,6 +230,16 @@ class ToldAdapters:
                 raise AdapterLoadError(f"adapter {record.name!r}: {error}")
         return [record.handle for record in records]
 
+    def cut_off(self) -> None:
+        """What drains longer than it may goes, whoever holds it. To be called about once a second."""
+        with self._lock:
+            over = [handle for handle, until in self._until.items() if until <= time.monotonic()]
+            for handle in over:
+                if cut := self.admission.revoke(handle):
+                    log.warning("adapter taken from clients", name=self._name_of(handle), handle=handle, clients=cut)
+            if over:
+                self._collect()
+
     def _admit(self) -> None:
         self.admission.admit()
         self._admitted.notify_all()
@@ -227,8 +252,10 @@ class ToldAdapters:
             self.admission.admit()
         self._admitted.notify_all()
         for handle in sorted(self._registry.unlisted - self._coming):
-            if not self._holds.is_held(handle):
+            if not self._holds.is_held(handle) or self._until.get(handle, math.inf) <= time.monotonic():
+                self._until.pop(handle, None)
                 self._registry.remove(handle)
+                self._untidy = True
                 self._residency.forget(handle)
                 self._room.forget(handle)
                 self._shards.broadcast(pb.ShardCommand(drop=handle))

@@ -29,9 +29,13 @@ from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
 from lora_server.registry.database import database_of
+from lora_server.registry.versions import Ledger
+from lora_server.sources.copies import Copies
 from lora_server.spec import ModelSpec
 
 SWEEP_SECONDS = 0.5
+REGISTRY_SECONDS = 1.0
+COPIES = "adapters"  # in --data-dir
 STALL_SECONDS = 1.0  # what is heard later is heard late
 GRACE_SECONDS = 1.0
 log = structlog.get_logger()
@@ -58,6 +62,8 @@ class ControllerProcess:
             config.max_active_adapters,
             open_fetcher(config, spec),
             Allowed.of(config),
+            Ledger(self.database, config.spec_json),
+            _copies(config, spec),
         )
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
@@ -93,6 +99,8 @@ class ControllerProcess:
         say(Up(listen=str(listen._replace(port=control.port)), http=str(http._replace(port=self.http.port))))
         registering = threading.Thread(target=self._register, daemon=True, name="register")
         registering.start()
+        following = threading.Thread(target=self._follow_registry, daemon=True, name="registry")
+        following.start()
         swept = time.monotonic()
         while not self._stopping.wait(SWEEP_SECONDS):
             late, swept = time.monotonic() - swept - SWEEP_SECONDS, time.monotonic()
@@ -102,6 +110,7 @@ class ControllerProcess:
                 log.exception("sweep failed; it goes on")
         self._stack.close()
         registering.join(GRACE_SECONDS)
+        following.join(GRACE_SECONDS)
         return 0
 
     def _sweep(self, control: ControlServer, late: float) -> None:
@@ -111,6 +120,7 @@ class ControllerProcess:
         if max(stalled, late) > STALL_SECONDS:
             self.controller.clients.leases.excuse(SWEEP_SECONDS + max(0.0, late))
         self.controller.clients.expire()
+        self.controller.adapters.cut_off()
         control.set_ready(not self._not_ready())
 
     def _not_ready(self) -> str:
@@ -135,6 +145,20 @@ class ControllerProcess:
         self.controller.adapters.register_directory(self._found)
         self._registered()
 
+    def _follow_registry(self) -> None:
+        """What other servers change in a database that they share; and what nobody needs on this disk."""
+        adapters, said = self.controller.adapters, ""
+        while not self._stopping.wait(REGISTRY_SECONDS):
+            try:
+                if self.controller.arrivals.settled.is_set() and self.database.shared:
+                    adapters.refresh()
+                adapters.tidy()
+                said = ""
+            except Exception as error:
+                if str(error) != said:
+                    log.warning("the registry is not followed; trying again", reason=str(error))
+                said = str(error)
+
     def _registered(self) -> None:
         adapters = self.controller.adapters
         self.controller.arrivals.announce()
@@ -152,6 +176,13 @@ class ControllerProcess:
             log.warning("adapter files beside the adapters' directories; ignored", directory=str(directory))
         if not self._found:
             log.warning("no adapters in the start-up directory", directory=str(directory))
+
+
+def _copies(config: ProcessConfig, spec: ModelSpec) -> Copies | None:
+    """With --data-dir alone: what outlives the server has files that outlive their owner. Several nodes have no disk
+    in common, so they read what they all see."""
+    wanted = config.data_dir is not None and not config.no_copy and config.nodes == 1
+    return Copies(config.data_dir.resolve() / COPIES, spec) if wanted and config.data_dir is not None else None
 
 
 if __name__ == "__main__":

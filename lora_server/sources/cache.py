@@ -115,8 +115,8 @@ class DiskCache:
         """It is whole, and has been looked at."""
         os.write(claim.descriptor, stamp.encode())
         for file in claim.path.iterdir():
-            _sync(file)
-        _sync(claim.path)
+            sync(file)
+        sync(claim.path)
         with self._alone():
             lease = self._lease(version)
             if lease is not None:  # the same content under another name
@@ -124,7 +124,7 @@ class DiskCache:
                 return lease
             path = self.directory / f"{version}.{claim.nbytes}"
             claim.path.rename(path)
-            _sync(self.directory)
+            sync(self.directory)
             fcntl.flock(claim.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return Lease(path, version, claim.descriptor)
 
@@ -248,7 +248,8 @@ def _parse(path: Path) -> Kept | None:
     return Kept(path, version, int(numbers[0]), not coming)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """It is on the disk: the content of a file, the names in a directory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards", "pinned")
+    __slots__ = ("name", "version", "handle", "uri", "lora_rank", "bytes", "state", "resident_layers", "warnings", "error", "holders", "invocation", "layers", "shards", "pinned", "versions")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class Adapter(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     handle: int
@@ -38,7 +39,8 @@ class Adapter(_message.Message):
     layers: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardLayers]
     pinned: bool
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[AdapterVersion]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., handle: _Optional[int] = ..., uri: _Optional[str] = ..., lora_rank: _Optional[int] = ..., bytes: _Optional[int] = ..., state: _Optional[str] = ..., resident_layers: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., error: _Optional[str] = ..., holders: _Optional[int] = ..., invocation: _Optional[_Union[Invocation, _Mapping]] = ..., layers: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardLayers, _Mapping]]] = ..., pinned: bool = ..., versions: _Optional[_Iterable[_Union[AdapterVersion, _Mapping]]] = ...) -> None: ...
 
 class ShardLayers(_message.Message):
     __slots__ = ("shard", "ready", "layers", "host", "remote")
@@ -117,10 +119,12 @@ class Refusals(_message.Message):
     def __init__(self, refusals: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
 
 class RemoveAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "drain_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    drain_seconds: float
+    def __init__(self, name: _Optional[str] = ..., drain_seconds: _Optional[float] = ...) -> None: ...
 
 class RemoveAdapterReply(_message.Message):
     __slots__ = ("holders",)
@@ -141,6 +145,42 @@ class UnpinAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UpdateAdapterRequest(_message.Message):
+    __slots__ = ("name", "uri", "wait_seconds", "drain_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    uri: str
+    wait_seconds: float
+    drain_seconds: float
+    def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., drain_seconds: _Optional[float] = ...) -> None: ...
+
+class RollbackAdapterRequest(_message.Message):
+    __slots__ = ("name", "version", "wait_seconds", "drain_seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    wait_seconds: float
+    drain_seconds: float
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., drain_seconds: _Optional[float] = ...) -> None: ...
+
+class AdapterVersion(_message.Message):
+    __slots__ = ("version", "uri", "added", "listed")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    uri: str
+    added: float
+    listed: bool
+    def __init__(self, version: _Optional[str] = ..., uri: _Optional[str] = ..., added: _Optional[float] = ..., listed: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("instance", "served_names")

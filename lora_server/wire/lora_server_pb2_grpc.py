@@ -64,6 +64,16 @@ class AdaptersStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
                 _registered_method=True)
+        self.Update = channel.unary_unary(
+                '/lora_server.v1.Adapters/Update',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.UpdateAdapterRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+                _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/lora_server.v1.Adapters/Rollback',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RollbackAdapterRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class AdaptersServicer(object):
@@ -110,6 +120,20 @@ class AdaptersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Update(self, request, context):
+        """Load another version beside the one that serves, then let the name mean it; one that fails changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rollback(self, request, context):
+        """Let the name mean again what it meant before; likewise.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdaptersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +165,16 @@ def add_AdaptersServicer_to_server(servicer, server):
             'Unpin': grpc.unary_unary_rpc_method_handler(
                     servicer.Unpin,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
+            ),
+            'Update': grpc.unary_unary_rpc_method_handler(
+                    servicer.Update,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.UpdateAdapterRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
+            ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RollbackAdapterRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Adapter.SerializeToString,
             ),
     }
@@ -305,6 +339,60 @@ class Adapters(object):
             target,
             '/lora_server.v1.Adapters/Unpin',
             lora__server_dot_wire_dot_lora__server__pb2.UnpinAdapterRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Update(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Adapters/Update',
+            lora__server_dot_wire_dot_lora__server__pb2.UpdateAdapterRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Adapters/Rollback',
+            lora__server_dot_wire_dot_lora__server__pb2.RollbackAdapterRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.Adapter.FromString,
             options,
             channel_credentials,

@@ -1,0 +1,143 @@
+"""Adapters as the command shows them: a row of plain values each, as a table, or a line for each thing."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Any
+
+from lora_server.cli.call import ask
+from lora_server.units import size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lora_server.wire import lora_server_pb2 as pb
+
+COLUMNS = {"name": "<", "rank": ">", "size": ">", "state": "<", "clients": ">"}
+
+
+def show_list(rows: list[dict[str, Any]], console: Console) -> None:
+    """One line each; what is wrong stands below."""
+    from lora_server import terminal
+
+    terminal.table(console, COLUMNS, [_cells(row) for row in rows], wrapped="name")
+    for row in rows:
+        for warning in row["warnings"]:
+            terminal.say(console, f"{row['name']}: {warning}", "warning")
+        if row["error"]:
+            terminal.say(console, f"{row['name']}: {row['error']}", row["state"])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["state"] == "refused":
+        return [row["name"], "-", "-", "refused", "-"]
+    return [row["name"], str(row["lora_rank"]), size(row["bytes"]), _state(row), f"{row['holders']:,}"]
+
+
+def _state(row: dict[str, Any]) -> str:
+    state = f"loading {row['resident_layers']}/{row['layers']}" if row["state"] == "loading" else row["state"]
+    return f"{state}, pinned" if row["pinned"] else state
+
+
+def show_one(row: dict[str, Any], console: Console) -> None:
+    """A line for each thing that there is to say."""
+    from lora_server import terminal
+
+    tokens = " ".join(map(str, row["invocation_tokens"] or ()))
+    lines = {
+        "state": f"{row['state']}, pinned" if row["pinned"] else row["state"],
+        "layers": f"{row['resident_layers']} of {row['layers']}" if row["layers"] else "",
+        "rank": str(row["lora_rank"] or ""),
+        "size": size(row["bytes"]) if row["bytes"] else "",
+        "clients": f"{row['holders']:,}" if row["bytes"] else "",
+        "version": row["version"],
+        "handle": str(row["handle"] or ""),
+        "invoked by": row["invocation_text"] or tokens,
+        "directory": row["uri"],
+    } | {f"shard {one['shard']}": _where(one) for one in row.get("shards", ())}
+    earlier = [one for one in row.get("versions", ()) if not one["listed"]]
+    lines |= {f"before, {number}" if number > 1 else "before": _earlier(one) for number, one in enumerate(earlier, 1)}
+    console.print(row["name"], style="bold", markup=False)
+    terminal.pairs(console, {name: value for name, value in lines.items() if value})
+    for warning in row["warnings"]:
+        terminal.say(console, warning, "warning")
+    if row["error"]:
+        terminal.say(console, row["error"], row["state"])
+
+
+def _earlier(one: dict[str, Any]) -> str:
+    when = datetime.datetime.fromtimestamp(one["added"], datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"{one['version'][:12]}, {when}, {one['uri']}"
+
+
+def _where(one: dict[str, Any]) -> str:
+    """What a shard has where."""
+    device, host, layers = one["device_layers"], one["host_layers"], one["layers"]
+    below = "remote" if one["remote"] else "disk"
+    places = {"device": device, "host": host, below: layers - max(device, host)}
+    return ", ".join(f"{place} {num}/{layers}" for place, num in places.items() if num) or "nothing of it"
+
+
+# -- replies as plain values
+
+
+def all_rows(server: str) -> list[dict[str, Any]]:
+    """What is served, and then what was refused, in the same form."""
+    from lora_server.wire.listing import all_pages
+
+    reply = all_pages(lambda request: ask(server, "Adapters", "List", request))
+    return [*map(adapter_row, reply.adapters), *map(refused_row, reply.refused)]
+
+
+def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
+    """How much of its layers each shard has in its device pool, and in its host pool; its versions."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    if row["state"] in ("refused", "draining"):
+        return {"shards": [], "versions": []}
+    reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"]))
+    shards = [
+        {
+            "shard": one.shard,
+            "device_layers": one.ready,
+            "host_layers": one.host,
+            "layers": one.layers,
+            "remote": one.remote,
+        }
+        for one in reply.shards
+    ]
+    versions = [
+        {"version": one.version, "uri": one.uri, "added": one.added, "listed": one.listed} for one in reply.versions
+    ]
+    return {"shards": shards, "versions": versions}
+
+
+def refused_row(refusal: pb.Refusal) -> dict[str, Any]:
+    """Of one that is not served."""
+    from lora_server.wire import lora_server_pb2 as pb
+
+    unserved = pb.Adapter(name=refusal.name, uri=refusal.uri, state="refused", error=refusal.reason)
+    return adapter_row(unserved) | {"error_code": refusal.code}
+
+
+def adapter_row(message: pb.Adapter) -> dict[str, Any]:
+    """Of one that is."""
+    return {
+        "name": message.name,
+        "version": message.version,
+        "lora_rank": message.lora_rank,
+        "bytes": message.bytes,
+        "state": message.state,
+        "resident_layers": message.resident_layers,
+        "layers": message.layers,
+        "holders": message.holders,
+        "pinned": message.pinned,
+        "tenant": None,
+        "handle": message.handle,
+        "uri": message.uri,
+        "invocation_tokens": list(message.invocation.tokens) or None,
+        "invocation_text": message.invocation.text or None,
+        "warnings": list(message.warnings),
+        "error": message.error,
+        "error_code": "",
+    }

@@ -1,0 +1,124 @@
+"""The server's own copies of adapters that were added from this host, by version: nobody changes them behind it.
+
+    DIR/VERSION/           whole
+    DIR/coming-RANDOM/     one that comes, or that a killed process left
+
+Like the disk cache's, but nothing makes room: a copy stays as long as a name means it, or meant it (`keep`).
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+from lora_server.adapters import is_watched, validate_adapter
+from lora_server.errors import AdapterSourceError, ConfigError
+from lora_server.sources.cache import sync
+from lora_server.spec import ModelSpec
+from lora_server.units import size
+
+COMING = "coming-"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Copies:
+    """Thread-safe; of one process."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        """Raises ConfigError for a directory that cannot be used."""
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in directory.glob(f"{COMING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--data-dir: {directory} cannot be made or written to ({error.strerror}); expected a directory where "
+                "this user may create files: choose another"
+            ) from error
+        self._directory, self._spec, self._lock = directory, spec, threading.Lock()
+        self._wanted: dict[str, int] = {}  # versions that somebody is about to list
+
+    def take(self, path: Path, version: str) -> Path:
+        """The copy of an adapter of this version, made where there is none; `done` once it is listed, or given up.
+
+        Raises AdapterSourceError where it does not fit on the disk, or its files changed meanwhile.
+        """
+        with self._lock:
+            self._wanted[version] = self._wanted.get(version, 0) + 1
+        try:
+            return self._take(path, version)
+        except BaseException:
+            self.done(version)
+            raise
+
+    def find(self, version: str) -> Path | None:
+        """Where there is one."""
+        found = self._directory / version
+        return found if found.is_dir() else None
+
+    def done(self, version: str) -> None:
+        """Whether it stays is for `keep` to say from now on."""
+        with self._lock:
+            left = self._wanted.pop(version) - 1
+            if left:
+                self._wanted[version] = left
+
+    def keep(self, versions: Collection[str]) -> None:
+        """Others go, but for those that are wanted now."""
+        with self._lock:
+            for one in self._directory.iterdir():
+                if one.name not in versions and one.name not in self._wanted and not one.name.startswith(COMING):
+                    going = self._directory / f"{COMING}{secrets.token_hex(8)}"
+                    one.rename(going)  # first: half of it is nothing
+                    shutil.rmtree(going, ignore_errors=True)
+
+    def _take(self, path: Path, version: str) -> Path:
+        target = self._directory / version
+        if target.is_dir():
+            return target
+        coming = self._directory / f"{COMING}{secrets.token_hex(8)}"
+        files = [one for one in path.iterdir() if is_watched(one.name) and one.is_file()]
+        nbytes = sum(one.stat().st_size for one in files)
+        try:
+            self._check_room(nbytes)
+            coming.mkdir(mode=0o700)
+            for one in files:
+                shutil.copyfile(one, coming / one.name)
+                sync(coming / one.name)
+            self._check_same(coming, version, path)
+            sync(coming)
+            self._put(coming, target)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise self._no_room(nbytes) from error
+            raise
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
+        return target
+
+    def _put(self, coming: Path, target: Path) -> None:
+        with self._lock:
+            if not target.is_dir():  # somebody else brought the same meanwhile
+                coming.rename(target)
+                sync(self._directory)
+
+    def _check_same(self, coming: Path, version: str, path: Path) -> None:
+        adapter, found = validate_adapter(coming, self._spec)
+        adapter.close()
+        if found != version:
+            raise AdapterSourceError(f"adapter source {path}: its files were changed while they were copied; try again")
+
+    def _check_room(self, nbytes: int) -> None:
+        if nbytes > shutil.disk_usage(self._directory).free:
+            raise self._no_room(nbytes)
+
+    def _no_room(self, nbytes: int) -> AdapterSourceError:
+        free = shutil.disk_usage(self._directory).free
+        return AdapterSourceError(
+            f"no room for the server's own copy of it: {size(nbytes)}, and {self._directory} has {size(free)} left; "
+            "make room there, or start the server with --no-copy, which leaves files where they are"
+        )
