@@ -46,7 +46,7 @@ def test_a_killed_shard_is_named_and_restarted(tmp_path, transport, coordination
     load = workload("mixtral")
     more = ("--layout", "ep2-pp2", "--coordination", coordination)
     with running_server(tmp_path / "log", flags(load, *more)) as server:
-        with attach(load.model, server=server.address, transport=transport, timeout_seconds=20) as lora:
+        with attach(load.model, server=server.address, transport=transport, timeout_seconds=60) as lora:
             for shard in (2, 3):  # a leader and a follower
                 with lora.adapters(load.names):
                     load.check(generate(load.model, load.batch, NEW_TOKENS))
