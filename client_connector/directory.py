@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from client_connector.remote import CALL_SECONDS
+from client_connector.retry import while_busy
 from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import call, open_channel
 
-ADD_SECONDS, READY_SECONDS = 120.0, 0.5
+ADD_SECONDS, BRING_SECONDS, READY_SECONDS = 120.0, 120.0, 0.5
 
 
 class Directory:
@@ -19,6 +20,7 @@ class Directory:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._while_busy = while_busy(BRING_SECONDS)
         self._channel = open_channel(address)
         self._adapters = rpc.AdaptersStub(self._channel)
         self._server = rpc.ServerStub(self._channel)
@@ -27,8 +29,9 @@ class Directory:
         return call(method, request, server=self._address, seconds=seconds)
 
     def get(self, name: str) -> pb.Adapter:
-        """A listed adapter. Raises UnknownAdapterError with the reason, ServerUnavailableError."""
-        found: pb.Adapter = self._call(self._adapters.Get, pb.GetAdapterRequest(name=name))
+        """A listed adapter; one that the server is just bringing is waited for. Raises UnknownAdapterError with the
+        reason, ServerUnavailableError."""
+        found: pb.Adapter = self._while_busy(self._call, self._adapters.Get, pb.GetAdapterRequest(name=name))
         return found
 
     def list(self) -> list[pb.Adapter]:

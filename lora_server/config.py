@@ -72,6 +72,11 @@ class ServeConfig(BaseSettings):
         description="What a URL of `adapters add` has to begin with, such as s3://adapters; may be given again. Not "
         "given: any URL.",
     )
+    resolve: str = Field(
+        "",
+        description="Where adapters are that nobody registered, such as s3://adapters/{tenant}/{name}: who asks for "
+        "one brings it in.",
+    )
     layout: str = Field("ep1-pp1", description="epX-ppY: X shards per stage, Y stages.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="cpu, or cuda: weights and kernels on GPUs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

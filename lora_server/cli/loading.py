@@ -45,7 +45,7 @@ def follow(server: str, name: str, progress: Progress, ended: threading.Event) -
     with open_channel(server) as channel:
         while not ended.wait(POLL_SECONDS):
             try:
-                request = pb.GetAdapterRequest(name=name)
+                request = pb.GetAdapterRequest(name=name, registered=True)
                 adapter = call(rpc.AdaptersStub(channel).Get, request, server=server, seconds=CALL_SECONDS)
             except LoraServerError:  # it is listed once it is validated
                 continue

@@ -95,7 +95,7 @@ def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
 
     if row["state"] in ("refused", "draining"):
         return {"shards": [], "versions": []}
-    reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"]))
+    reply = ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=row["name"], registered=True))
     shards = [
         {
             "shard": one.shard,

@@ -8,6 +8,7 @@ controller   puts together:                       server      its gRPC services 
     held         what clients hold of them
     registry     what there is
     origins      where they come from (allowed)
+    resolver     names that nobody registered
     refusals     what is not served, and why
     followed     what is taken from it            http        health and metrics (http_limits, metrics_disk)
     admission    who may use it now, who waits    prefetch    signals before a request's first step

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lora_server.control.admission import Queued
 from lora_server.control.refusals import Refusal
 from lora_server.control.registry import Record
+from lora_server.control.resolver import Resolver
 from lora_server.control.told import ToldAdapters
 
 Place = tuple[str, int]  # name, handle
@@ -27,7 +28,9 @@ class Listing(NamedTuple):
 
 
 class HeldAdapters(ToldAdapters):
-    """Thread-safe."""
+    """Thread-safe. `resolver` brings in names that nobody registered, where there is one."""
+
+    resolver: Resolver | None = None
 
     # -- what there is
 
@@ -55,8 +58,9 @@ class HeldAdapters(ToldAdapters):
             refused = {one.name for one in self._refusals.listed()}
             return sum(bool(one.warnings) or one.name in refused for one in self._registry.records())
 
-    def get(self, name: str) -> Listing:
-        """One listed adapter; UnknownAdapterError says why there is none."""
+    def get(self, name: str, brings: bool = False) -> Listing:
+        """One listed adapter; UnknownAdapterError says why there is none, ServerBusyError that it is being brought."""
+        self._bring([name] if brings else ())
         with self._lock:
             self._require_settled()
             return self._listing(self._registry.get(name))
@@ -96,7 +100,9 @@ class HeldAdapters(ToldAdapters):
     # -- holds
 
     def acquire(self, client: int, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
-        """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load."""
+        """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load,
+        ServerBusyError while one is being brought."""
+        self._bring(names)
         with self._lock:
             self._require_settled()
             self._try_failed_again(names)
@@ -108,6 +114,16 @@ class HeldAdapters(ToldAdapters):
                 if self._room.unmeasured([record.handle]) is not None:  # it is looked at before the others
                     self._load_everywhere(record, eager=False)
             return records, queued
+
+    def _bring(self, names: Iterable[str]) -> None:
+        if self.resolver is None:
+            return
+        with self._lock:
+            self._require_settled()
+            known = self._registry.find, self._refusals.get
+            unknown = sorted(name for name in set(names) if not any(find(name) for find in known))
+        for name in unknown:
+            self.resolver.ask(name)
 
     def _try_failed_again(self, names: Iterable[str]) -> None:
         """Why a shard could not read its files may be over; whoever asks next is told."""

@@ -33,7 +33,7 @@ class AdaptersService:
         return page(self._adapters, request.page_token, request.page_size)
 
     def Get(self, request: pb.GetAdapterRequest) -> pb.Adapter:
-        reply = adapter(self._adapters.get(request.name))
+        reply = adapter(self._adapters.get(request.name, brings=not request.registered))
         for shard, ready, host, layers, remote in self._adapters.by_shard(request.name):
             reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
         for one in self._adapters.versions(request.name):

@@ -22,6 +22,7 @@ from lora_server.control.controller import Controller
 from lora_server.control.leases import Leases
 from lora_server.control.metrics import ControllerCollector
 from lora_server.control.registration import Doorkeeper
+from lora_server.control.resolver import Resolver
 from lora_server.control.server import ControlServer
 from lora_server.control.watch import Watcher
 from lora_server.daemon.child_main import open_fetcher, run_child
@@ -65,6 +66,9 @@ class ControllerProcess:
             Ledger(self.database, config.spec_json),
             _copies(config, spec),
         )
+        if config.resolve:
+            controller.adapters.resolver = resolver = Resolver(config.resolve, controller.adapters.add)
+            self._stack.callback(resolver.close)
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
         self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller))

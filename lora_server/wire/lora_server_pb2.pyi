@@ -83,10 +83,12 @@ class ListAdaptersRequest(_message.Message):
     def __init__(self, page_token: _Optional[str] = ..., page_size: _Optional[int] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "registered")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    registered: bool
+    def __init__(self, name: _Optional[str] = ..., registered: bool = ...) -> None: ...
 
 class ListAdaptersReply(_message.Message):
     __slots__ = ("adapters", "refused", "next_page_token")

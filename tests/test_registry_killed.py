@@ -1,0 +1,142 @@
+"""A controller that is killed at each stage of an update: one version serves, whole, the one that was kept."""
+
+import itertools
+
+import pytest
+
+from lora_server.control.agreement import Agreement
+from lora_server.control.controller import Controller
+from lora_server.errors import AdapterLoadError, LoraServerError
+from lora_server.placement import Layout
+from lora_server.registry.database import FILE, Database
+from lora_server.registry.versions import Ledger
+from tests.controllers import ToldShard
+from tests.workload import spec_of, workload
+
+SECONDS = 30.0
+
+
+class Killed(BaseException):
+    """What nothing of ours catches, as nothing survives a SIGKILL."""
+
+
+class Server:
+    """A controller with a ledger, and one shard that lives on when it is killed."""
+
+    def __init__(self, directory):
+        self.directory, self.shard, self.database = directory, None, None
+        self.paths = workload("mixtral").paths
+        self.start()
+
+    def start(self):
+        self.database = Database(f"sqlite:///{self.directory / FILE}")
+        spec = spec_of("mixtral")
+        ledger = Ledger(self.database, spec.to_json())
+        agreement = Agreement(spec, Layout(1, 1), "float32", "independent", 64)
+        memory = self.shard.memory if self.shard is not None else None
+        self.controller = Controller(agreement, restarted=memory is not None, ledger=ledger)
+        self.adapters = self.controller.adapters
+        self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
+        self.shard = ToldShard(self.controller, memory)
+        self.shard.lives()
+
+    def kill(self):
+        self.shard.close()
+        self.database.close()
+        self.start()
+
+    def close(self):
+        self.shard.close()
+        self.database.close()
+
+    def served(self):
+        return {one.record.name: one.record.version for one in self.adapters.listings() if one.state != "draining"}
+
+
+@pytest.fixture
+def server(tmp_path):
+    one = Server(tmp_path)
+    yield one
+    one.close()
+
+
+def dies(server, monkeypatch, where, method, after):
+    """The first call of a method is the last thing that this controller does; after: it is done yet."""
+    original = getattr(where, method)
+
+    def last(*arguments, **named):
+        if after:
+            original(*arguments, **named)
+        raise Killed
+
+    monkeypatch.setattr(where, method, last)
+
+
+STAGES = [
+    # what is the last to be begun, or done; whether the new version serves then
+    ("_record", False, False),  # it was read
+    ("_load_beside", False, False),
+    ("_load_beside", True, False),  # shards load it
+    ("_keep_replaced", False, False),  # shards have it
+    ("_keep_replaced", True, True),  # and it is kept
+    ("_take_back_refusal", False, True),  # and it is listed
+    ("_collect", False, True),  # and shards were told
+]
+
+
+@pytest.mark.parametrize(("method", "after", "new"), STAGES, ids=lambda value: str(value))
+def test_a_controller_that_is_killed_in_an_update(server, monkeypatch, method, after, new):
+    first = server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    server.adapters.pin("law", SECONDS)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        dies(server, patch, server.adapters, method, after)
+        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+    server.kill()
+    (record,) = [one.record for one in server.adapters.listings()]
+    assert (record.version != first.version, record.pinned) == (new, True)
+    assert set(server.shard.memory.loads) == {record.handle}, "and nothing is left of the other"
+    updated = server.adapters.update("law", str(server.paths["attention"]), SECONDS)
+    assert server.served() == {"law": updated.version} and updated.handle > record.handle
+
+
+def test_a_directorys_adapter_serves_on_when_its_update_by_hand_is_killed(server, monkeypatch):
+    server.adapters.register_directory({"law": server.paths["fused"]})
+    server.controller.arrivals.announce()
+    before = server.served()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        dies(server, patch, server.adapters, "_keep_replaced", False)
+        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+    server.kill()
+    assert server.served() == before and server.adapters.registered.is_set()
+
+
+def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server):
+    before = server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    server.shard.failure = "no memory"
+    with pytest.raises(AdapterLoadError, match=f"no memory; version {before.version[:12]} of adapter 'law' serves on"):
+        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+    server.shard.failure = ""
+    assert server.served() == {"law": before.version}
+    server.kill()
+    assert server.served() == {"law": before.version}
+    assert [one.version for one in server.adapters.versions("law")] == [before.version]
+
+
+def test_what_a_directory_had_is_not_read_again_unless_it_was_touched(server, monkeypatch):
+    """By the stamps of its files; a whole restart, whose shards know nothing."""
+    found = dict(itertools.islice(server.paths.items(), 2))
+    server.adapters.register_directory(found)
+    before = server.served()
+    server.adapters.pin(next(iter(found)), SECONDS)
+    server.shard.close()
+    server.shard = None
+    server.database.close()
+    server.start()
+
+    def read(*_, **__):
+        raise LoraServerError("it was read")
+
+    monkeypatch.setattr("lora_server.control.adapters.opened", read)
+    server.adapters.register_directory(found)
+    assert server.served() == before and not server.adapters.refused()
+    assert server.adapters.get(next(iter(found))).record.pinned
