@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import track
 
 from lora_server.demo.launch import running_server
-from tests.chaos import faults, floods, fuzz
+from tests.chaos import changes, faults, floods, fuzz
 from tests.chaos.report import Held, Line, show
 from tests.workload import workload
 
 TRANSPORTS, MODES = ("shm", "tcp"), ("independent", "leader")
-PARTS = ("fuzz", "floods", "faults")
+PARTS = ("fuzz", "floods", "faults", "changes")
 
 
 def main() -> int:
@@ -38,6 +38,9 @@ def main() -> int:
                 lines += _fuzz(Path(scratch), inputs, dice)
             for transport in TRANSPORTS[: 1 if given.short else 2] if part == "floods" else ():
                 more, one = floods.play(_made(scratch, part, transport), transport, given.short)
+                lines, held = [*lines, *more], [*held, one]
+            if part == "changes":
+                more, one = changes.play(_made(scratch, part), load, given.short, dice)
                 lines, held = [*lines, *more], [*held, one]
             for transport, mode in setups if part == "faults" else ():
                 more, one = faults.play(_made(scratch, transport, mode), load, transport, mode, times, dice)

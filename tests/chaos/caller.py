@@ -29,12 +29,13 @@ class Caller:
 
     def __init__(self, client: Client, rows: int, name: str = "tenant") -> None:
         self.client, self.model = client, client.terms.spec
-        self.batch = Batch.of(client.acquire([name]) * rows, None, decode=True)
+        self.held = client.acquire([name])
+        self.batch = Batch.of(self.held * rows, None, decode=True)
         generator = torch.Generator().manual_seed(rows)
         self.x = torch.randn(rows, self.model.hidden, generator=generator)
         self.experts = torch.rand(rows, self.model.experts, generator=generator).topk(self.model.top_k).indices
         self.owners = torch.tensor(client.placement.owners(SITE))
-        self._first: list[torch.Tensor] = []
+        self.first: list[torch.Tensor] = []
 
     def step(self) -> bool:
         """Whether the deltas are those of the first step."""
@@ -42,8 +43,8 @@ class Caller:
         packer, deltas = HostPacker(self.client.terms, SITE, Activations(x=self.x, decode=self.batch.decode)), []
         self.client.start(packer, messages).finish(lambda message, delta: deltas.append((message.shard, delta.clone())))
         found = [delta for _, delta in sorted(deltas, key=lambda one: one[0])]
-        self._first = self._first or found
-        return all(torch.allclose(a, b, atol=1e-4) for a, b in zip(self._first, found, strict=True))
+        self.first = self.first or found
+        return all(torch.allclose(a, b, atol=1e-4) for a, b in zip(self.first, found, strict=True))
 
 
 def main() -> None:
