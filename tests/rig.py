@@ -41,10 +41,11 @@ class Client:
         client: int,
         epoch: int = 1,
         connect: Callable[[Hello], Link] | None = None,
-        **tenant: object,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         """`connect`: over a transport that does not serve the shard while it waits."""
-        shard.port.grant(Grant(client, epoch, b""))
+        shard.port.grant(Grant(client, epoch, b"", tenant, weight))
         shard.port.hold(client, range(100))
         hello = Hello(client, epoch, b"")
         inproc = InprocLink(shard.port, hello, shard.index, shard.serve_once) if connect is None else None

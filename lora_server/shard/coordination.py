@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.orders import OrderReceiver, OrderSender
-from lora_server.shard.schedule import FairShare, PendingStep, begun
+from lora_server.shard.schedule import PendingStep, TenantShare, begun
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
 
@@ -40,18 +40,18 @@ class Independent(Coordinator):
     """Each shard for itself."""
 
     def __init__(self) -> None:
-        self._rule = FairShare()
+        self._rule = TenantShare()
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        return self._rule.pick(pending.values())
+        return self._rule.pick(pending)
 
 
 class Leader(Coordinator):
     """Picks, and tells the followers of its stage, which know its badge."""
 
     def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
-        self._rule = FairShare()
+        self._rule = TenantShare()
         self.badge = secrets.token_bytes(messages.NONCE_BYTES)
         self._orders = OrderSender(self.badge, host, advertise, port)
         self.address = self._orders.address
@@ -67,7 +67,7 @@ class Leader(Coordinator):
         under_way = begun(pending.values())
         if under_way:
             return under_way[0]
-        picked = self._rule.pick(pending.values())
+        picked = self._rule.pick(pending)
         if picked is not None:
             client, epoch = picked.connection.client, picked.connection.epoch
             self._orders.send(Order(client, epoch, picked.seq, picked.header.budget_us))

@@ -1,10 +1,13 @@
-"""Which step a shard serves next: fair queueing between clients, whatever they call their steps.
+"""Which step a shard serves next: fair queueing between tenants, and between the clients of each.
 
 A step costs its rows, and STEP_ROWS for being one. Each client has a time of its own: a step starts where the one
 before it finished, but not before the shard's time, and finishes its cost later. The least finish is served first, the
 oldest of equals; the shard's time is the least start of those that are ready. So small steps pass large ones, a client
 with many or large ones is passed by all that had less, nobody saves up for later, and nobody waits for more than
-each other client's share of what its own step costs.
+each other client's share of what its own step costs. What a client calls its steps does not count.
+
+Tenants are to the shard what clients are to a tenant, but that a tenant of twice the weight finishes in half the time:
+so much of a shard is a tenant's, however many clients it has.
 
 A step that is computed in parts is asked about again after each, and goes on while it is still the least: small steps
 pass a large one that was begun, too.
@@ -15,8 +18,9 @@ step alone. A GPU does the same with a warp, and finishes what it begins: transp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lora_server.errors import LoraServerError
 from lora_server.transport.base import Connection
@@ -57,13 +61,16 @@ def begun(pending: Iterable[PendingStep]) -> list[PendingStep]:
 
 
 class FairShare:
-    """The rule above; what each client has had is kept with its connection."""
+    """The rule between the clients of a tenant; what each has had is kept with its connection."""
 
     def __init__(self) -> None:
         self._now = 0
 
-    def pick(self, pending: Iterable[PendingStep]) -> PendingStep | None:
-        """The step to serve now, or to go on with, among those whose weights are here; None if there is none."""
+    def pick(self, pending: Iterable[PendingStep], begin: bool = True) -> PendingStep | None:
+        """The step to serve now, or to go on with, among those whose weights are here; None if there is none.
+
+        `begin`: it may be one that is not begun yet.
+        """
         ready = [step for step in pending if not step.blocked]
         if not ready:
             return None
@@ -72,10 +79,69 @@ class FairShare:
                 step.start = max(self._now, step.connection.finish)
                 step.finish = step.start + cost(step.header)
         self._now = min(step.start for step in ready)
-        under_way = begun(ready)
-        picked = min(under_way if len(under_way) >= MOST_BEGUN else ready, key=_order)
-        picked.connection.finish = picked.finish
+        picked = min(ready if begin else begun(ready), key=_order, default=None)
+        if picked is not None:
+            picked.connection.finish = picked.finish
         return picked
+
+
+@dataclass
+class _Tenant:
+    had: float = 0.0  # of its share, up to where its next step starts
+    clients: FairShare = field(default_factory=FairShare)
+
+
+class _Picked(NamedTuple):
+    """A step that was picked; not the step itself, which would keep its client's memory."""
+
+    epoch: int
+    seq: int
+    tenant: str
+    cost: float
+
+
+class TenantShare:
+    """The rule between tenants, and within each: what the loop asks."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._tenants: dict[str, _Tenant] = {}
+        self._ready: set[str] = set()  # tenants, when it was asked last
+        self._picked: dict[int, _Picked] = {}  # by client, until it is answered
+
+    def pick(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
+        """The step to serve now, or to go on with; None if there is none. What was picked before, and is not pending
+        any more, was answered."""
+        self._count(pending)
+        ready: dict[str, list[PendingStep]] = {}
+        for step in pending.values():
+            if not step.blocked:
+                ready.setdefault(step.connection.tenant, []).append(step)
+        for name in ready.keys() - self._ready:
+            tenant = self._tenants.setdefault(name, _Tenant())
+            tenant.had = max(tenant.had, self._now)
+        self._ready = set(ready)
+        if not ready:
+            return None
+        self._now = min(self._tenants[name].had for name in ready)
+        begin = len(self._picked) < MOST_BEGUN
+        firsts = [self._tenants[name].clients.pick(steps, begin) for name, steps in ready.items()]
+        step = min((step for step in firsts if step is not None), key=self._order)
+        connection = step.connection
+        picked = _Picked(connection.epoch, step.seq, connection.tenant, cost(step.header) / connection.weight)
+        self._picked[connection.client] = picked
+        return step
+
+    def _order(self, step: PendingStep) -> tuple[float, int]:
+        connection = step.connection
+        return self._tenants[connection.tenant].had + cost(step.header) / connection.weight, step.received_ns
+
+    def _count(self, pending: Mapping[int, PendingStep]) -> None:
+        for client, picked in list(self._picked.items()):
+            step = pending.get(client)
+            if step is None or (step.connection.epoch, step.seq) != picked[:2]:
+                self._tenants[picked.tenant].had += picked.cost
+                del self._picked[client]
 
 
 def cost(header: RequestHeader) -> int:

@@ -126,6 +126,8 @@ class Connection(End, ABC):
     transport: ClassVar[str]  # as transport.connect names it
     client: int
     epoch: int
+    tenant: str = ""  # as in its grant, and
+    weight: float = 1.0
     served: int = 0  # the newest seq that was answered
     finish = 0  # of its share of the loop, see shard.schedule
     gone = False  # nobody waits for answers any more
@@ -264,6 +266,7 @@ class Port:
             grant = self._grants.get(connection.client)
             if grant is None or grant.epoch != connection.epoch:
                 raise LeaseError(f"client {connection.client}: its lease was revoked while it connected")
+            connection.tenant, connection.weight = grant.tenant, grant.weight
             replaced = [c for c in self.connections if c.client == connection.client]
             kept = tuple(c for c in self.connections if c.client != connection.client)
             self.connections = (*kept, connection)
