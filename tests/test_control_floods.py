@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 import threading
 
 import grpc
@@ -22,7 +23,7 @@ from lora_server.errors import AdmissionError, ConfigError, LeaseError, LoraServ
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel, translate
-from tests.controllers import make_controller, registration
+from tests.controllers import ToldShard, make_controller, registration
 from tests.serving import HANG_SECONDS, until
 
 SECRET = "that of this run"
@@ -94,6 +95,48 @@ def test_as_many_silent_calls_as_may_be(server, monkeypatch):
     with open_channel(address) as channel:
         until(lambda: not control._listener._silent, "they went")
         assert not beat(controller, address, channel).forgot
+
+
+class StoppedShard(ToldShard):
+    """It hears its controller, and answers when `go` is set."""
+
+    def __init__(self, controller):
+        self.go = threading.Event()
+        super().__init__(controller)
+
+    def _run(self):
+        self.go.wait()
+        super()._run()
+
+
+def test_bystanders_keep_their_leases_beside_adds_and_joins_without_number(server, tmp_path):
+    """While a shard is stopped, so that what was begun cannot end: heartbeats are answered all the same."""
+    _, controller, address = server
+    shard, dice = StoppedShard(controller), random.Random(20261122)
+    leases = [controller.clients.leases.grant(f"engine {number}") for number in range(10)]
+    kinds = ["add"] * 150 + ["join"] * 50
+    dice.shuffle(kinds)
+    with open_channel(address) as channel, contextlib.ExitStack() as stack:
+        own = (("grpc.use_local_subchannel_pool", 1),)
+        flood = [stack.enter_context(grpc.insecure_channel(address, own)) for _ in range(4)]
+        calls = []
+        for number, kind in enumerate(kinds):
+            if kind == "add":
+                request = pb.AddAdapterRequest(name=f"a{number}", uri=str(tmp_path / "none"), wait_seconds=HANG_SECONDS)
+                method = rpc.AdaptersStub(flood[number % 4]).Add
+            else:
+                request, method = pb.JoinRequest(instance="flood"), rpc.ClientsStub(flood[number % 4]).Join
+            calls.append(method.future(request, timeout=HANG_SECONDS))
+        for lease in leases * 3:
+            beating = pb.HeartbeatRequest(proof=proven(lease))
+            assert not call(rpc.ClientsStub(channel).Heartbeat, beating, server=address, seconds=HANG_SECONDS).forgot
+        assert not all(one.done() for one in calls), "all that was beside the flood"
+        shard.go.set()
+        for one in calls:
+            error = one.exception(HANG_SECONDS)
+            assert error is None or isinstance(translate(error, address), LoraServerError)
+        assert all(controller.clients.leases.proven(lease.proof) is lease for lease in leases)
+    shard.close()
 
 
 def test_what_does_not_parse_is_refused_and_leaves_nothing(server):
