@@ -1,18 +1,21 @@
 """A client or a stranger that asks for too much, as a process: `python -m tests.chaos.attacker KIND ADDRESS COUNT`.
 
-It says "busy" when it is at it, and goes on until it is killed.
+It says "busy" when it is at it, and goes on until it is killed. An attacker has a machine of its own: here it takes
+what server and bystanders leave of theirs (nice 19), so that what they notice is what the server lets it do to them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import grpc
 import psutil
 import torch
 
@@ -24,7 +27,7 @@ from lora_server.transport.frames import HEADER, MESSAGE
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
-from tests.chaos.caller import LARGE, Caller
+from tests.chaos.caller import LARGE, MANY, Caller
 from tests.serving import listening
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -51,6 +54,16 @@ def big_steps(address: str, count: int) -> None:
         threading.Thread(target=steps, args=(caller,), daemon=True).start()
     busy()
     threading.Event().wait()
+
+
+def full_slots(address: str, count: int) -> None:
+    """As large as they may be, and as many at a time as there are slots."""
+    callers = [Caller(joined(address), MANY) for _ in range(count)]
+    busy()
+    while True:
+        for caller in callers:
+            with contextlib.suppress(LoraServerError):
+                caller.step()
 
 
 def idle_clients(address: str, count: int) -> None:
@@ -104,12 +117,62 @@ def acquires(address: str, count: int) -> None:
     threading.Event().wait()
 
 
-def strangers(address: str, count: int) -> None:
-    """Connections that stay silent, and frames without an end, on every port."""
+def giant_messages(address: str, count: int) -> None:
+    """Of a stranger, more than may be said; of a client, 400,000 names in one call; both over and over."""
+    client = joined(address)
+    request = pb.AcquireRequest(proof=client.session._proof, names=["tenant"] * 400_000)
+    with open_channel(address) as channel:
+        stub = rpc.ClientsStub(channel)
+        says = channel.unary_unary("/lora_server.v1.Clients/Heartbeat")
+        for turn in itertools.count():
+            for one, message in (
+                (says, bytes(8 << 20)),
+                (says, b"\x0a" + b"\xff" * 4_000_000),
+                (stub.Acquire, request),
+            ):
+                with contextlib.suppress(LoraServerError):
+                    call(one, message, server=address, seconds=10)
+            if turn == count:
+                busy()
+
+
+def silent_streams(address: str, count: int) -> None:
+    """Calls that never send a message, and others when they are ended."""
+
+    def nothing() -> Iterator[bytes]:
+        threading.Event().wait()
+        yield b""
+
+    def hold() -> None:
+        with open_channel(address) as channel:
+            while True:
+                with contextlib.suppress(grpc.RpcError, StopIteration):
+                    next(channel.stream_stream("/lora_server.v1.Shards/Register")(nothing()))
+
+    for _ in range(count):
+        threading.Thread(target=hold, daemon=True).start()
+    busy()
+    threading.Event().wait()
+
+
+def servers(address: str) -> list[psutil.Process]:
+    """The processes that listen."""
     with open_channel(address) as channel:
         reply = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server=address, seconds=10)
-    pids = [reply.pid, *(shard.pid for shard in reply.shards)]
-    ports = sorted(port for pid in pids for port in listening(psutil.Process(pid)))
+    return [psutil.Process(pid) for pid in (reply.pid, *(shard.pid for shard in reply.shards))]
+
+
+def no_descriptors(address: str, count: int) -> None:
+    """Connections on every port of a server that may have eight descriptors more than it has."""
+    for process in servers(address):
+        _, most = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 8, most))
+    strangers(address, count)
+
+
+def strangers(address: str, count: int) -> None:
+    """Connections that stay silent, and frames without an end, on every port."""
+    ports = sorted(port for process in servers(address) for port in listening(process))
     said = (
         b"",
         HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
@@ -131,15 +194,20 @@ def strangers(address: str, count: int) -> None:
 
 KINDS: dict[str, Callable[[str, int], None]] = {
     "big steps called decode": big_steps,
+    "every slot full of the largest": full_slots,
     "idle clients": idle_clients,
     "rings and signals for nothing": rings,
     "prefetches of everything": prefetches,
     "one name acquired": acquires,
+    "giant messages": giant_messages,
+    "silent streams": silent_streams,
     "strangers on every port": strangers,
+    "no descriptors left": no_descriptors,
 }
 
 if __name__ == "__main__":
     logs.configure()
+    os.nice(19)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     KINDS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))

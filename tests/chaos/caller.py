@@ -21,7 +21,8 @@ from lora_server.errors import LoraServerError
 from lora_server.spec import Site
 
 SITE = Site(0, "gate_up")
-SMALL, LARGE, PERIOD = 8, 128, 10e-3  # rows; two experts each make 256 entries
+SMALL, LARGE, MANY = 8, 128, 1024  # rows; two experts each: 256 entries are a message, and 2048 more than all slots
+PERIOD = 10e-3
 
 
 class Caller:

@@ -26,11 +26,15 @@ OTHERS = 64  # adapters that are prefetched
 # kind: how many in the short form, and in the long one
 FLOODS = {
     "big steps called decode": (16, 16),
+    "every slot full of the largest": (1, 1),
     "idle clients": (100, 1000),
     "rings and signals for nothing": (16, 64),
     "prefetches of everything": (OTHERS, OTHERS),
     "one name acquired": (5_000, 100_000),
+    "giant messages": (1, 1),
+    "silent streams": (80, 80),
     "strangers on every port": (200, 1000),
+    "no descriptors left": (200, 1000),
 }
 
 
@@ -90,6 +94,7 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
     finally:
         attacker.kill()
         attacker.communicate(timeout=20)
+        _unlimit(server)
     try:
         bystander.check()
         lost = 0
@@ -97,6 +102,12 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
         lost = 1
     lost += sum(count for outcome, count in more.items() if outcome == "lease")
     return Line(kind, count, outcomes + more, lost=lost, ratio=during / alone, most=math.inf if short else MOST_TIMES)
+
+
+def _unlimit(server: RunningServer) -> None:
+    for process in descendants(server.process.pid):
+        _, most = process.rlimit(psutil.RLIMIT_NOFILE)
+        process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
 
 
 def _attacked(server: RunningServer) -> bool:
