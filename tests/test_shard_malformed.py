@@ -103,6 +103,20 @@ def test_flipped_bits_never_kill_the_loop_or_touch_another_client(loaded, bits, 
     fuzzer.link.close(), other.link.close()
 
 
+def test_refusals_wait_for_their_turn(loaded):
+    """They cost their client what a step does: they went before everybody's steps, without number."""
+    bad, good = Client(loaded.shard, 1), Client(loaded.shard, 2)
+    for _ in range(3):
+        with pytest.raises(ProtocolError):
+            bad.send(bad.request(step_class=255))
+    refused, served = bad.push(bad.request(step_class=255)), good.push(good.request())
+    assert loaded.shard.serve_once()
+    assert good.link.responded() == served and bad.link.responded() < refused
+    with pytest.raises(ProtocolError):
+        bad.answer(refused)
+    bad.link.close(), good.link.close()
+
+
 def test_a_flood_of_bad_steps_fills_no_log(loaded):
     """What one client can cause at will is counted: a few lines, however many steps are refused."""
     client = Client(loaded.shard, 77)  # nobody complained of it so far
