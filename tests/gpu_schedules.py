@@ -93,6 +93,8 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
         world.run(QUANTUM)
         shard.pump()
     ordered = replay(shard.notes, log, {client.index: client.id for client in clients}, share)
+    used, turn = int(shard.used.max()), int(shard.serve["turn"])
+    assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
     return {
         "steps": ordered,
         "answers": sum(client.answered for client in clients),

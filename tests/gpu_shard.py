@@ -71,13 +71,14 @@ class Shard:
             place["experts"] = SPEC.experts_at(site)
         wide_in, wide_out = max(map(SPEC.in_width, SITES)), max(map(SPEC.out_width, SITES))
         self.links = new(layout.LINK, layout.MAX_LINKS)
-        self.arrivals = new("<u8", 2)
+        self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
         arrays = {
             "links": self.links,
             "orders": new("u1", layout.ORDERS * layout.ORDER_BYTES),
             "directory": self.directory,
             "sites": sites,
             "held": self.held,
+            "used": self.used,
             "blocks": self.blocks,
             "partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK),
             "v": new("<f4", MAX_ROWS, MAX_RANK),

@@ -20,6 +20,7 @@ from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
 from lora_server.transport.shm import ShmListener
+from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from tests import emulated, emulated_gpu
@@ -113,6 +114,41 @@ def routed(steps, entries: int) -> Route:
     route.segments[0] = torch.tensor([steps.handle, 0, 0, entries], dtype=torch.int32)
     route.token_M.copy_(ints), route.pair_N.copy_(ints), route.row_N.copy_(torch.arange(ROWS, dtype=torch.int32))
     return route
+
+
+@needs_emulator
+def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
+    """So that the least recently used makes room, though no host sees a step."""
+    used, idle = host.load(tiny_adapters["all"]), host.load(tiny_adapters["bf16"])
+    steps = host.join(used)
+    for times in (1, 2):
+        assert isinstance(steps.step(), torch.Tensor)
+        host.store.use(), host.store.use()
+        rates = [host.store._entries[handle].usage.rate for handle in (used, idle)]
+        assert times - 0.5 < rates[0] <= times and rates[1] == 0.0, "each use counts once"
+    steps.link.close()
+
+
+@needs_emulator
+def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
+    """A row of x for each entry; the answer has one per token: their sum, each times its weight."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    deltas = steps.step().float()
+    link = host.join(steps.handle).link
+    captured, route = Captured(link), routed(steps, ROWS)
+    route.counts.copy_(torch.tensor([1, ROWS, 2, 2]))
+    route.row_N.copy_(torch.tensor([0, 1, 1], dtype=torch.int32))
+    route.token_M[:2] = torch.tensor([2, 0], dtype=torch.int32)
+    route.weights_N.copy_(torch.tensor([1.0, 0.5, 0.25]))
+    site = captured.site(steps.header(0, 0)._replace(flags=slot.HAS_OUT_MAP), steps.x, route, by_entry=True)
+    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+    captured.begin(60)
+    site.put(), site.wait(), site.add(y)
+    captured.finish()
+    assert torch.equal(y[2].float(), deltas[2]) and not y[1].any()
+    rounded = 2**-8 * float(deltas.abs().max())
+    torch.testing.assert_close(y[0].float(), 0.5 * deltas[0] + 0.25 * deltas[1], rtol=0, atol=rounded)
+    link.close(), steps.link.close()
 
 
 @needs_emulator

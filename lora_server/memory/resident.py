@@ -41,6 +41,10 @@ class ResidentTier(PagedTier):
         self._on_device.forget(handle)
 
     @override
+    def take_uses(self) -> list[int]:
+        return self._on_device.take_uses()
+
+    @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
         """Raises AdapterLoadError too where the experts of a site differ in shape: the kernel knows one for all."""
         ranks = [

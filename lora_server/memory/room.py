@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lora_server.errors import AdapterLoadError
@@ -119,7 +120,8 @@ class Room:
 
     def note_uses(self) -> None:
         """What steps have read lately counts."""
-        for now, handles in self._pins.take_uses():
+        unpinned = [(time.monotonic(), [handle]) for handle in self.tier.take_uses()]
+        for now, handles in [*self._pins.take_uses(), *unpinned]:
             for handle in handles:
                 if handle in self._entries:
                     self._entries[handle].usage.count(now)

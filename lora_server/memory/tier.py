@@ -60,6 +60,10 @@ class Tier(ABC):
         segment that is not published here.
         """
 
+    def take_uses(self) -> list[int]:
+        """Handles that steps read since the last call where no step is pinned, the oldest use first."""
+        return []
+
     def on_stream(self) -> contextlib.AbstractContextManager[object]:
         """Around the loader's device work, which goes beside the shard's own."""
         return contextlib.nullcontext()

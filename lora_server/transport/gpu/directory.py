@@ -17,7 +17,7 @@ import torch
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind, parts
+from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind, handle_of, parts
 
 FIRST_PLACES = 1024
 Entries = npt.NDArray[np.void]  # [projections] of ENTRY
@@ -64,6 +64,12 @@ class DeviceDirectory:
         longer[: len(self._host)] = self._host
         self._host = longer
         self._kernel.between(self._place)
+
+    def take_uses(self) -> list[int]:
+        """Handles that steps named since the last call, the oldest use first."""
+        with self._lock:
+            used = [(index, int(self._host[index]["generation"].max())) for index in self._kernel.used()]
+        return [handle_of(index, generation) for index, generation in used if generation]
 
     def put(self, handle: int, layer: int, fields: Mapping[int, tuple[int, int, int, range]]) -> None:
         """A layer's weights are there: by projection row, first tile, tiles of each expert, experts."""

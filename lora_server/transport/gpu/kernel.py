@@ -32,7 +32,7 @@ IDLE_NS = 1_000_000_000
 HEARTBEAT_SECONDS = 5.0
 FIRST_RANK = 16
 TABLE_ALIGN = 128
-HELD = np.dtype("<u4")
+HELD, TURN = np.dtype("<u4"), np.dtype("<u8")
 assert SERVE.fields is not None
 HOSTS_BYTES = SERVE.fields["turn"][1]  # what a host says; the rest is the kernel's
 log = structlog.get_logger()
@@ -128,8 +128,17 @@ class ServeKernel:
             for index, generation in map(parts, handles):
                 if index < num_handles:
                     held[link, index] = generation
-        self._held = self._device(held)
-        self._host[0]["held"] = self._held.data_ptr()
+        self._held, self._used = self._device(held), self._zeros(TURN.itemsize * num_handles)
+        self._host[0]["held"], self._host[0]["used"] = self._held.data_ptr(), self._used.data_ptr()
+        self._seen = 0
+
+    def used(self) -> list[int]:
+        """Indices of handles that steps named since the last call, the oldest use first."""
+        turns = np.frombuffer(self.gpu.read(self._used.data_ptr(), self._used.nbytes), TURN)
+        newer = np.flatnonzero(turns > self._seen)
+        if len(newer):
+            self._seen = int(turns[newer].max())
+        return [int(index) for index in newer[np.argsort(turns[newer], kind="stable")]]
 
     def reserve_rank(self, max_rank: int) -> None:
         """Blocks of so many ranks can be computed from now on."""

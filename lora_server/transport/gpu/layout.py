@@ -137,6 +137,7 @@ _SERVE_WORDS = (
     *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),
     "idle_ns",
     "held",
+    "used",
 )
 SERVE = _struct(
     512,

@@ -190,7 +190,7 @@ struct Poller {
         if (lane == l) had = finish, store(&s.links[l].had, had);
         int why = check_counts(s, m.request, load(&s.links[l].request_bytes));
         if (!why) why = check_tables(s, m.request, tables, lane);
-        if (!why) why = translate(s, m.request, tables, lane);
+        if (!why) why = translate(s, m.request, tables, turn + 1, lane);
         if (!why && m.request.dtype != static_cast<unsigned>(s.dtype)) why = BAD_DTYPE;
         tell_all(ORDERED, l, seq, why);
         if (why) {

@@ -70,6 +70,7 @@ struct alignas(128) Serve {
     uint64* arrivals;
     uint64 idle_ns;
     const unsigned* held;  // [MAX_LINKS, num_handles]: see is_held; null while its host keeps no such table
+    uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
     int max_entries, max_rank, table_bytes, dtype;
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     // the kernel's, kept from one launch to the next

@@ -133,8 +133,8 @@ DEVICE bool is_held(const Serve& s, int link, unsigned handle) {
     return static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(its))) == handle >> HANDLE_BITS;
 }
 
-// Segments of (handle, expert) become those of (block, tile), in place. The whole warp calls it.
-DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* tables, int lane) {
+// Segments of (handle, expert) become those of (block, tile), in place, for a turn. The whole warp calls it.
+DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* tables, uint64 turn, int lane) {
     bool unknown = false, misplaced = false;
     for (unsigned i = lane; i < h.num_segments; i += LANES) {
         const uint4 one = segment_of(tables, i);
@@ -150,6 +150,7 @@ DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* table
         }
         const unsigned tile = high.x + (one.y - high.z) * high.y;
         store(reinterpret_cast<uint4*>(tables + LORA_HEADER_BYTES) + i, uint4{low.w, tile, one.z, one.w});
+        if (s.used) store(s.used + (one.x & ((1u << HANDLE_BITS) - 1)), turn);
     }
     if (votes(unknown)) return UNKNOWN_ADAPTER;
     if (votes(misplaced)) return MISPLACED;
