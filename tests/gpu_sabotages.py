@@ -100,6 +100,8 @@ MUTANTS = (
            "if (load_l2(&s.turn) >= turn) return true;"),
     Mutant("step: a barrier publishes nothing", "step.cuh", "(add_release(arrivals, 1) / grid + 1)",
            "(add_directly(arrivals, 1) / grid + 1)"),
+    Mutant("step: a barrier is seen without an acquire", "step.cuh", "while (load_acquire(arrivals) < target) {",
+           "while (load_l2(arrivals) < target) {"),
     Mutant("work: a live barrier is initialised again", "serve.cu", "        copy_acquire();\n",
            "        copy_acquire();\n        copy_init(&m.compute.warps[thread / LANES].barriers[0]);\n"),
     Mutant("work: an answer goes out before the block has stored its rows", "answer.cuh",

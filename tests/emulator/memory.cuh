@@ -7,7 +7,8 @@
 // Loads. `load` goes through the block's L1, which may hold what it held until the block next acquires something that
 // was released since; load_constant (`.nc`) until the kernel ends. Memory that other GPUs or hosts write is, until an
 // acquire at system scope that this block has seen, directly or by way of another block's release, what it was or what
-// it is. Within a GPU an acquire brings what was released at the very place that it reads.
+// it is. Within a GPU an acquire brings what was released at the very place that it reads, by whatever way; what another
+// block has stored last may be missing before.
 // Copies (cp.async.bulk) of a thread may read what was written before its last copy_acquire; else NaNs.
 #pragma once
 #include <algorithm>
@@ -37,6 +38,11 @@ inline void land(const Store& s, int device) {  // everybody sees it
         Written w = {s.to, {}, s.size, device};
         std::memcpy(w.before, s.to, s.size);
         written.push_back(w);
+    } else if (device >= 0) {
+        const uintptr_t line = reinterpret_cast<uintptr_t>(s.to) & ~uintptr_t{15};
+        LastStore& last = world.devices[device].last[line];
+        last.number = ++world.devices[device].landed, last.writer = current->block->writer;
+        std::memcpy(last.before.bytes, reinterpret_cast<const void*>(line), 16);
     }
     std::memcpy(s.to, s.bytes, s.size);
 }
@@ -100,9 +106,21 @@ inline void overlay(const Stores& stores, const void* p, unsigned char* bytes, i
             if (at + i >= s.to && at + i < s.to + s.size) bytes[i] = s.bytes[at + i - s.to];
     }
 }
+// What another block has stored last, and this one has not acquired, it may not see.
+inline void forget_last(const void* p, unsigned char* bytes, int size) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(p), line = at & ~uintptr_t{15};
+    const auto& all = world.devices[my_device()].last;
+    const auto found = all.find(line);
+    if (found == all.end()) return;
+    const LastStore& last = found->second;
+    const GridBlock& mine = *current->block;
+    if (last.writer != mine.writer && last.number > mine.clock.of[last.writer] && once_in(2))
+        std::memcpy(bytes, last.before.bytes + (at - line), size);
+}
 inline void my_view(const void* p, unsigned char* bytes, int size, bool stale) {
     std::memcpy(bytes, p, size);
     if (!world.modelled) return;
+    if (stale && !is_shared(p)) forget_last(p, bytes, size);
     const size_t oldest = std::max<size_t>(current->block->seen, written.size() < 256 ? 0 : written.size() - 256);
     if (stale && is_shared(p))
         for (size_t i = written.size(); i-- > oldest;)
@@ -179,12 +197,19 @@ inline void acquired(const void* p, bool system) {
     if (system || heard != release.number) forget_l1();
     heard = release.number;
     seen = std::max(seen, system ? written.size() : release.seen);
+    for (int i = 0; i < WRITERS; i++) {
+        uint64& mine = current->block->clock.of[i];
+        mine = std::max(mine, release.clock.of[i]);
+    }
 }
 inline void released(const void* p) {
     Device& device = world.devices[my_device()];
     Release& release = device.releases[p];
     release.number++, release.seen = std::max(release.seen, current->block->seen);
     device.released = std::max(device.released, release.seen);
+    GridBlock& block = *current->block;
+    block.clock.of[block.writer] = device.landed;
+    for (int i = 0; i < WRITERS; i++) release.clock.of[i] = std::max(release.clock.of[i], block.clock.of[i]);
 }
 
 // At the scope of one GPU.

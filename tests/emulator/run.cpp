@@ -56,6 +56,8 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         std::memset(block.shared, 0xff, nbytes);
         block.warps.resize((threads + 31) / 32);
         block.seen = device < 0 ? 0 : world.devices[device].released;
+        block.writer = (grid->id * blocks + b) % WRITERS;
+        if (device >= 0) std::fill_n(block.clock.of, WRITERS, world.devices[device].landed);
         for (int t = 0; t < threads; t++) {
             Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
             thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;

@@ -35,6 +35,8 @@ struct Exchange {  // one collective operation of a group of threads
 struct Store { unsigned char* to; unsigned char bytes[16]; int size; };  // that not everybody sees yet
 using Stores = std::vector<Store>;
 struct Line { unsigned char bytes[16]; };
+constexpr int WRITERS = 64;  // blocks that live at a time, at most
+struct Clock { uint64 of[WRITERS] = {}; };  // how many of the GPU's stores, for those of each block
 
 struct Warp { Exchange exchange; Stores stores; };
 struct Grid;
@@ -48,6 +50,8 @@ struct GridBlock {
     std::unordered_map<uintptr_t, Line> l1;
     uint64 seen = 0;  // how far this block has seen what others wrote: see memory.cuh
     std::unordered_map<const void*, uint64> heard;  // the newest release that it has acquired at each place
+    int writer = 0;
+    Clock clock;  // what it has seen of other blocks
 };
 struct Thread {
     void* stack;
@@ -62,8 +66,14 @@ struct Thread {
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
 };
 struct Index { int x; };
-struct Release { uint64 number = 0, seen = 0; };  // the newest at a place; what it tells: see memory.cuh
-struct Device { Stores stores; std::unordered_map<const void*, Release> releases; uint64 released = 0; };
+struct Release { uint64 number = 0, seen = 0; Clock clock; };  // the newest at a place; what it tells: see memory.cuh
+struct LastStore { uint64 number; int writer; Line before; };
+struct Device {
+    Stores stores;
+    std::unordered_map<const void*, Release> releases;
+    uint64 released = 0, landed = 0;
+    std::unordered_map<uintptr_t, LastStore> last;  // of each line of its own memory
+};
 struct Grid {
     int id, device, num_blocks, num_threads;
     void (*body)(const int64*);
