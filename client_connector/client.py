@@ -19,7 +19,7 @@ from client_connector.lanes import Lane
 from client_connector.packing import Activations, HostPacker, M, Packer
 from client_connector.retry import while_away
 from client_connector.routing import in_step, probe_messages
-from lora_server import __version__
+from lora_server import __version__, telemetry
 from lora_server.errors import GeometryMismatchError, LoraServerError
 from lora_server.transport.session import Held, Server, Session, Terms
 
@@ -106,7 +106,8 @@ class Client:
         restarts."""
         deadline = self.deadline() if deadline is None else deadline
         retry = while_away(deadline - time.monotonic())
-        held: list[Held] = retry(self.session.acquire, names, deadline)
+        with telemetry.span("lora.acquire", adapters=", ".join(names)):
+            held: list[Held] = retry(self.session.acquire, names, deadline)
         self.session.prefetch({one.handle: 0.0 for one in held})
         return held
 

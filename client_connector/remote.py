@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from client_connector.prefetch import PrefetchSender
 from client_connector.retry import while_away
+from lora_server import telemetry
 from lora_server.errors import (
     AdmissionError,
     LeaseError,
@@ -74,12 +75,14 @@ class RemoteServer(Server):
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
         self.served_names, self.wire = served_names, check_wire(wire)
+        telemetry.configure_from(os.environ, "lora-connector")
 
     @override
     def join(self, seconds: float = JOIN_SECONDS) -> RemoteSession:
         """Tries until all shards are up."""
         retry = while_away(seconds, ShardUnavailableError, LeaseError)
-        session: RemoteSession = retry(RemoteSession, self, time.monotonic() + seconds)
+        with telemetry.span("lora.join", server=self.address):
+            session: RemoteSession = retry(RemoteSession, self, time.monotonic() + seconds)
         return session
 
 

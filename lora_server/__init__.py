@@ -5,7 +5,8 @@ ports, installed, units, histogram         leaves too: which data port is whose;
 wire/ transport/                           what travels, and how
 adapters/ memory/ shard/                   from files to weights to deltas
 control/ daemon/                           the control plane, and the processes
-cli/ flags, terminal, logs                  the command                     demo/   try it
+logs, telemetry                            lines and spans of all processes
+cli/ flags, terminal                       the command                     demo/   try it
 """
 
 __version__ = "0.1.0"

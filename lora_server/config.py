@@ -19,6 +19,7 @@ from pydantic_settings import (
 
 from lora_server.address import Address, parse_host
 from lora_server.errors import ConfigError
+from lora_server.logs import Format
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
 from lora_server.units import Size
@@ -157,6 +158,14 @@ class ServeConfig(BaseSettings):
         "independent", description="In which order the shards of a stage serve: independent, or leader."
     )
     threads: int = Field(1, ge=1, description="CPU threads per shard.")
+    log_format: Format = Field(
+        "auto", description="Lines of the log: json, console, or auto: console in a terminal, json elsewhere."
+    )
+    otlp_endpoint: str = Field(
+        "",
+        description="Where a collector of OpenTelemetry takes traces by HTTP, such as http://127.0.0.1:4318; without "
+        "it, OTEL_EXPORTER_OTLP_ENDPOINT.",
+    )
     lease_seconds: float = Field(10.0, gt=0, description="Seconds of silence after which a client is cut off.")
 
     @model_validator(mode="before")

@@ -27,6 +27,7 @@ class LoraServerError(Exception):
     """Base of all our errors. The text says what was got, what was expected and what to do."""
 
     code = "error"
+    request = ""  # id of the call that a server refused, as its log has it
 
 
 class ConfigError(LoraServerError):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
+Format = Literal["auto", "console", "json"]
 
-def configure(level: int = logging.INFO) -> None:
-    """Once per process."""
-    human = sys.stderr.isatty()
-    render = structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+
+def configure(level: int = logging.INFO, form: Format = "auto") -> None:
+    """Once per process, and again when its settings are known. `auto`: for people in a terminal, else JSON."""
+    human = sys.stderr.isatty() if form == "auto" else form == "console"
+    render = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if human else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -27,6 +30,17 @@ def configure(level: int = logging.INFO) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+
+
+def bind_tenant(tenant: str) -> None:
+    """In every line of the call that runs; nothing where there is none."""
+    if tenant:
+        structlog.contextvars.bind_contextvars(tenant=tenant)
+
+
+def request_id() -> str:
+    """Of the request that is bound to this thread's log, if one is, or a new one."""
+    return str(structlog.contextvars.get_contextvars().get("request") or secrets.token_hex(8))
 
 
 @dataclass

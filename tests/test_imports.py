@@ -21,6 +21,7 @@ LEAVES = {
     "lora_server.installed",
     "lora_server.units",
     "lora_server.histogram",
+    "lora_server.telemetry",
 }
 ENGINES = ("transformers", "vllm")
 # who may import what of ours; a longer prefix goes before a shorter one

@@ -24,6 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAY_IMPORT = {
     "lora_server": ("server", "cuda"),
     "lora_server.wire": (),
+    "lora_server.telemetry": ("telemetry",),
     "lora_server.transport": ("cuda",),
     "lora_server.demo": ("server", "demo"),
     "lora_server.sources": ("http", "s3"),
@@ -34,7 +35,8 @@ MAY_IMPORT = {
     "provisioning": ("provision",),
 }
 LEAVES = {
-    f"lora_server{name}" for name in ("", ".spec", ".placement", ".errors", ".address", ".ports", ".installed", ".logs")
+    f"lora_server{name}"
+    for name in ("", ".spec", ".placement", ".errors", ".address", ".ports", ".installed", ".histogram", ".logs")
 }
 NOT_HERE = {"cupy": ["cupy-cuda13x"], "cuda": ["cuda-bindings"], "vllm": ["vllm"]}  # what dev does not install
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}

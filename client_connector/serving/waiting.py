@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from client_connector.remote import RemoteSession
 from client_connector.serving.plan import Failure
@@ -21,6 +22,9 @@ class Use:
 
     name: str
     prompt: Sequence[int] | None = None
+    request: str = ""
+    trace: Mapping[str, str] | None = None  # of the request, as headers
+    began: float = field(default_factory=time.monotonic)
     version: str = ""  # once the server has said it
     held: Held | None = None
     start: int = 0

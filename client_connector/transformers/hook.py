@@ -28,6 +28,7 @@ from client_connector.transformers.batch import expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
 from client_connector.transformers.invocation import Invocations, tokenizer_of
+from lora_server import telemetry
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.spec import Site
 from lora_server.transport.session import Held, Session
@@ -144,16 +145,17 @@ class Attachment:
             raise ConfigError("lora.adapters: already inside another lora.adapters(...) block of this model")
         if self._detached:
             raise ConfigError("lora.adapters: this model was detached from the server; attach it again")
-        self._hold(names)
-        self._names = tuple(names)
-        try:
-            yield
-        finally:
-            self._names = None
-            held, self._held = list(self._held.values()), {}
-            if self._held_by is self.client.session:
-                self.client.release(held)
-            self._held_by = None
+        with telemetry.span("lora.generation", sequences=len(names)):
+            self._hold(names)
+            self._names = tuple(names)
+            try:
+                yield
+            finally:
+                self._names = None
+                held, self._held = list(self._held.values()), {}
+                if self._held_by is self.client.session:
+                    self.client.release(held)
+                self._held_by = None
 
     def _hold(self, names: Sequence[str | None]) -> None:
         """Hold every named adapter in the current session, which may be a new one."""

@@ -86,6 +86,7 @@ CONTRACT = (
         ("prompt_token_ids", "block_hashes", "client_index", "request_id", "lora_request", "trace_headers"),
     ),
     Touched("vllm.v1.request", "Request.update_block_hashes"),
+    Touched("vllm.v1.engine", "EngineCoreRequest", ("trace_headers",)),
     Touched("vllm.tokenizers", "get_tokenizer"),
     Touched(
         "vllm.config",

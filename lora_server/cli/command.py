@@ -52,8 +52,9 @@ def serve(
         from lora_server import logs
         from lora_server.daemon.node import serve as serve_node
 
-        logs.configure()
-        failure = serve_node(load({name: value for name, value in flags.items() if value is not None}, config))
+        settings = load({name: value for name, value in flags.items() if value is not None}, config)
+        logs.configure(form=settings.log_format)
+        failure = serve_node(settings)
         if failure:
             raise LoraServerError(failure)
 

@@ -16,7 +16,7 @@ controller   puts together:                       server      its gRPC services 
     holds        who uses it                      agreement   what all nodes must share
     tally        who used it, for how long         status      all of it, for who asks (overview, page, listing)
     residency    which shard has how much          metrics     what Prometheus asks for (build, metrics_disk)
-  drain        nobody is admitted any more
+  drain        nobody is admitted any more        calls       ids, spans and refusals of all calls
   clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept
     leases       until when                       shards      who is up, commands to them
 """

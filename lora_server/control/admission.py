@@ -13,10 +13,11 @@ its place comes when those who hold theirs have let go, and nobody starves.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lora_server import telemetry
 from lora_server.control.holds import Holds
 from lora_server.control.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
@@ -46,6 +47,7 @@ class Ticket:
     waited: bool = False
     handles: list[int] | None = None
     error: LoraServerError | None = None
+    trace: Mapping[str, str] = field(default_factory=telemetry.headers)  # of the call that asked for it
 
 
 @dataclass
@@ -238,6 +240,7 @@ class Admission:
         if ticket.waited:
             self.counters.queued += 1
             self.counters.waits.add(int((now - ticket.since) * 1e9))
+            telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
         else:
             self.counters.immediate += 1
         self._update()

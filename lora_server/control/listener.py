@@ -7,6 +7,7 @@ message that does not parse is refused here, not in gRPC, which leaks it.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
 
+from lora_server.control.calls import Calls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
 from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
@@ -54,7 +56,8 @@ class Threads:
                 f"{self._here} calls of this kind ({self._name}) run or wait, as many as may; try again soon"
             )
         self._here += 1
-        future = asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        context = contextvars.copy_context()
+        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(call, *args))
         future.add_done_callback(self._ended)  # not when this call ends: its client may give up before
         return await future
 
@@ -92,6 +95,7 @@ class Listener:
     def __init__(self, address: str, services: dict[str, Service], reflected: Sequence[str] = ()) -> None:
         """`reflected`: services that whoever asks may learn of."""
         self._silent: Counter[str] = Counter()  # by host
+        self.calls = Calls()
         self._guard, self._ended = threading.Lock(), False
         started: Future[int] = Future()
         args = address, services, reflected, started
@@ -118,7 +122,7 @@ class Listener:
     async def _start(
         self, address: str, services: dict[str, Service], reflected: Sequence[str]
     ) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
         for service, of_service in services.items():
             handlers = {name: self._handler(method) for name, method in of_service.items()}
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))

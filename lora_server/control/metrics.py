@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,7 +21,7 @@ from lora_server.control.controller import Controller
 from lora_server.control.metrics_disk import disk_metrics
 from lora_server.control.shards import ShardHandle
 from lora_server.control.tally import Tally
-from lora_server.errors import AdapterFormatError
+from lora_server.errors import AdapterFormatError, AdmissionError
 from lora_server.histogram import BOUNDS_NS
 
 STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
@@ -53,6 +53,7 @@ class ControllerCollector(Collector):
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
+        self.refusals: Mapping[str, int] = {}  # of calls, by the error's code
 
     def collect(self) -> Iterable[Metric]:
         """One family per quantity; most are labelled by shard, whose stage and node `lora_server_shard_info` says."""
@@ -94,6 +95,10 @@ class ControllerCollector(Collector):
         yield from _admission(controller.adapters.admission)
         yield _holds(controller.adapters.tally)
         yield from disk_metrics(controller)
+        refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
+        for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
+            refusals.add_metric([code], count)
+        yield refusals
         help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
         codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts

@@ -63,7 +63,7 @@ class ControlServer:
         own[_SHARDS] = {"Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register)}
         own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
         self._listener = Listener(address, own, public)
-        self.port = self._listener.port
+        self.port, self.refused = self._listener.port, self._listener.calls.refused
 
     def stalled(self) -> float:
         """For how many seconds no call of a client has been heard; to be asked again and again."""

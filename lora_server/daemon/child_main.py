@@ -12,7 +12,7 @@ from typing import Protocol
 
 import structlog
 
-from lora_server import logs
+from lora_server import logs, telemetry
 from lora_server.config import ProcessConfig
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.signals import on_signals
@@ -58,8 +58,10 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
     if not line:  # it was in reserve, and is not needed
         os._exit(0)
     config = ProcessConfig.model_validate_json(line)
+    logs.configure(form=config.log_format)
     code = 1
     try:
+        _trace(config)
         process = make(config)
         on_signals((signal.SIGTERM,), process.stop)
         threading.Thread(target=_watch_parent, args=(process,), daemon=True, name="parent").start()
@@ -70,7 +72,17 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
         code = EXIT_REFUSED
     except Exception:
         log.exception("failed", shard=config.shard)
+    telemetry.shutdown()
     os._exit(code)
+
+
+def _trace(config: ProcessConfig) -> None:
+    """Raises ConfigError."""
+    name = "controller" if config.shard < 0 else f"shard {config.shard}"
+    if config.otlp_endpoint:
+        telemetry.configure("lora-server", config.otlp_endpoint, **{"service.instance.id": name})
+    else:
+        telemetry.configure_from(os.environ, "lora-server")
 
 
 def _watch_parent(process: Process) -> None:

@@ -81,6 +81,7 @@ class ControllerProcess:
                 "choose another"
             ) from error
         self.control = control
+        collector.refusals = control.refused
         self._stack.callback(control.close, GRACE_SECONDS)
         self._stack.callback(controller.shards.close)
 

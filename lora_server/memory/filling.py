@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from lora_server import telemetry
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.memory.entry import Entry
@@ -212,6 +213,15 @@ class Filling:
             entry.arrived(time.monotonic())
             if entry.is_whole():
                 self._loads += 1
+                telemetry.record(
+                    "lora.load",
+                    entry.began,
+                    handle=entry.handle,
+                    version=entry.source.version,
+                    tier=entry.came_from,
+                    shard=self._shard,
+                    bytes=entry.nbytes,
+                )
                 self.load_times[entry.came_from].add(int(entry.usage.load_seconds * 1e9))
                 self._preload.note_whole(entry)
                 self._whole.add(entry.handle)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
+from lora_server import logs, telemetry
 from lora_server.errors import (
     AdapterError,
     AdapterExistsError,
@@ -24,7 +25,7 @@ from lora_server.errors import (
     rebuild,
 )
 
-CODE_KEY = "lora-error-code"
+CODE_KEY, REQUEST_KEY = "lora-error-code", "lora-request-id"
 # streams between shards and the controller: a host that vanished is noticed within seconds
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 5000),
@@ -69,13 +70,17 @@ def status_of(error: LoraServerError) -> grpc.StatusCode:
 
 
 def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float) -> _T:
-    """One unary call. Raises the error that the server raised, or ServerUnavailableError."""
+    """One unary call. Raises the error that the server raised, or ServerUnavailableError; it has the call's id."""
+    request_id = logs.request_id()
+    metadata = ((REQUEST_KEY, request_id), *telemetry.headers().items())
     try:
-        return method(request, timeout=seconds)
+        return method(request, timeout=seconds, metadata=metadata)
     except ValueError as error:  # the channel was closed
         raise ServerUnavailableError(f"server {server}: this session was left ({error})") from None
     except grpc.RpcError as error:
-        raise translate(cast(grpc.Call, error), server, seconds) from None
+        raised = translate(cast(grpc.Call, error), server, seconds)
+        raised.request = request_id
+        raise raised from None
 
 
 def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServerError:

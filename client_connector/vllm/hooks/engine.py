@@ -86,8 +86,9 @@ def _preprocess_add_request(original: Any) -> Callable[..., Any]:
         holder: Holder | None = getattr(self.scheduler, HOLDER, None)
         if holder is None or request.lora_request is None:
             return original(self, request)
-        use = holder.hold(request.request_id, request.lora_request.lora_name, request.prompt_token_ids)
-        request.lora_request = _identified(request.lora_request, use)
+        asked = request.lora_request
+        use = holder.hold(request.request_id, asked.lora_name, request.prompt_token_ids, request.trace_headers)
+        request.lora_request = _identified(asked, use)
         return original(self, request)
 
     return preprocess_add_request

@@ -1,0 +1,64 @@
+"""What every call of a client has in common: an id in the log, a span in traces, and a count if it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import grpc
+import structlog
+from typing_extensions import override
+
+from lora_server import telemetry
+from lora_server.logs import Repeats
+from lora_server.wire.rpc import CODE_KEY, REQUEST_KEY
+
+UNTRACED = ("Heartbeat", "Await", "Prefetch", "Release", "Cancel", "Register", "Check", "Status")
+_GOOD_ID = re.compile(r"[\w.:-]{1,64}")
+log = structlog.get_logger()
+
+
+class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Of one listener. `refused`: by the error's code."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self._complain = Repeats(log.info)
+
+    @override
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
+        """Each call runs in a task of its own, so what is bound there is that call's."""
+        handler = await continuation(details)
+        if handler is None or not inspect.iscoroutinefunction(handler.stream_stream):
+            return handler
+        method = details.method.rpartition("/")[2]
+        known = dict(details.invocation_metadata or ())
+
+        async def observed(requests: Any, context: Any) -> None:
+            with self._observed(method, known, context):
+                await handler.stream_stream(requests, context)
+
+        return grpc.stream_stream_rpc_method_handler(observed)
+
+    @contextlib.contextmanager
+    def _observed(self, method: str, known: Mapping[str, Any], context: Any) -> Iterator[None]:
+        request = str(known.get(REQUEST_KEY, ""))
+        ours = {"request": request} if _GOOD_ID.fullmatch(request) else {}
+        traced = contextlib.nullcontext() if method in UNTRACED else telemetry.span(f"lora.server.{method}", known)
+        with structlog.contextvars.bound_contextvars(**ours), traced:
+            try:
+                yield
+            finally:
+                code = next((str(value) for key, value in context.trailing_metadata() or () if key == CODE_KEY), "")
+                if code:
+                    self.refused[code] += 1
+                    error = context.details()
+                    self._complain((method, code), "refused", method=method, code=code, error=_text(error))
+
+
+def _text(details: Any) -> str:
+    return details.decode(errors="replace") if isinstance(details, bytes) else str(details)
