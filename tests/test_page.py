@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import subprocess
 
@@ -23,6 +24,8 @@ def server(tmp_path_factory):
     load = workload("mixtral")
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2"]
     with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+        with attach(load.model, server=running.address) as lora, lora.adapters([min(load.paths)]):
+            pass
         yield running
 
 
@@ -59,6 +62,7 @@ def test_the_document_is_what_the_server_says(server):
     assert sorted(hottest) == names and document["hottest"][0]["name"] == held
     assert hottest[pinned]["pinned"] and not hottest[held]["pinned"]
     assert document["joined"][0]["adapters"] == [held]
+    assert document["hits"] + document["misses"] >= 1
 
 
 def look(server, directory, *flags):
@@ -84,5 +88,7 @@ def test_a_browser_shows_it(server, tmp_path, flags):
     elements, picture = look(server, tmp_path, *flags)
     assert all(f">{name}</td>" in elements for name in workload("mixtral").paths)
     assert elements.count('class="shard"') == 4 and elements.count('class="state up"') == 5
+    assert re.search(r"there when asked for</dt><dd>[0-9.]+ %</dd>", elements)
+    assert elements.count("<span>loads from disk</span>") == 4
     assert "refused</dt><dd>0</dd>" in elements and "NaN" not in elements and "undefined" not in elements
     assert picture.startswith(b"\x89PNG") and len(picture) > 20_000

@@ -79,6 +79,9 @@ ROWS: dict[str, Panels] = {
             {"{{adapter}}": f"topk(10, rate(lora_server_adapter_hold_seconds_count[{RATE}]))"},
         ),
     ],
+    "Refusals": [
+        ("Refused calls", "ops", 24, {"{{code}}": f"rate(lora_server_refusals_total[{RATE}])"}),
+    ],
     "Memory": [
         (
             *("Pools, of what they hold", "percentunit", 8),

@@ -17,7 +17,8 @@ NEVER = Sum()
 
 
 def overview(controller: Controller) -> dict[str, Any]:
-    """As JSON says it: `fields` of StatusReply, `hottest`, and `seconds` of a clock, so that differences are rates."""
+    """As JSON says it: `fields` of StatusReply, `hottest`, how often an adapter was there when somebody got it, and
+    `seconds` of a clock, so that differences are rates."""
     used, _ = controller.adapters.tally.sums()
 
     def heat(one: Listing) -> tuple[int, int, int]:
@@ -25,7 +26,9 @@ def overview(controller: Controller) -> dict[str, Any]:
 
     hottest = heapq.nlargest(MOST_ADAPTERS, controller.adapters.listings(), key=heat)
     adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
-    return fields(status(controller)) | {"seconds": time.monotonic(), "hottest": adapters}
+    counters = controller.adapters.admission.counters
+    more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
+    return fields(status(controller)) | more
 
 
 def _adapter(one: Listing, used: Sum) -> dict[str, Any]:

@@ -23,6 +23,7 @@ function size(bytes) {
 }
 
 const count = (number) => Math.round(number).toLocaleString("en");
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const rate = (number) => number >= 10 ? count(number) : number.toFixed(1);
 
 function duration(seconds) {
@@ -42,6 +43,7 @@ function totals(now) {
     "engines": count(now.clients),
     "device pools": `${size(sum("weight_bytes"))} of ${size(sum("total_bytes"))}`,
     "host pools": sum("host_total_bytes") ? `${size(sum("host_bytes"))} of ${size(sum("host_total_bytes"))}` : "none",
+    "there when asked for": now.hits + now.misses ? percent(now.hits / (now.hits + now.misses)) : "-",
     "refused": count(now.refused.length),
   };
   at("totals").replaceChildren(...Object.entries(rows).map(([name, value]) => {
@@ -86,6 +88,13 @@ function work(shard, past, seconds) {
   return found;
 }
 
+// whole adapters, by the tier that they came from; without one that nothing came from
+function loads(stats) {
+  return (stats.load_times ?? []).map((one) => [one, one.counts.reduce((sum, times) => sum + Number(times), 0)])
+    .filter(([, times]) => times)
+    .map(([one, times]) => line(`loads from ${one.phase}`, `${count(times)}, each ${duration(one.sum_ns / times / 1e9)}`));
+}
+
 function card(shard, past, seconds) {
   const made = element("article", "", "shard"), title = element("h3");
   title.append(element("span", `shard ${shard.shard}`));
@@ -95,7 +104,7 @@ function card(shard, past, seconds) {
   const used = shard.stats.weight_bytes, total = shard.stats.total_bytes;
   made.append(line(shard.stats.device, `node ${shard.node}, pid ${shard.pid}`));
   made.append(line("weights", `${size(used)} of ${size(total)}`), meter("weights", used / Math.max(1, total)));
-  made.append(...work(shard, past, seconds));
+  made.append(...work(shard, past, seconds), ...loads(shard.stats));
   if (shard.stats.failed) made.append(line("failed steps", count(shard.stats.failed)));
   if (shard.restarts) made.append(line("restarts", count(shard.restarts)));
   return made;
@@ -144,6 +153,14 @@ function adapters(now) {
   at("shown").textContent = rows.length < now.adapters ? `the ${rows.length} hottest of ${count(now.adapters)}` : "";
 }
 
+// what a server that has some says of each: texts and numbers, the same of all
+function tenants(rows) {
+  at("tenants").hidden = !rows.length;
+  const columns = Object.fromEntries(Object.keys(rows[0] ?? {}).map((name) => [name, ""]));
+  const shown = (value) => typeof value === "number" ? count(value) : value;
+  table("by-tenant", columns, rows.map((one) => Object.values(one).map(shown)), "");
+}
+
 function write(now) {
   document.title = `${now.ready ? "●" : "○"} lora-server ${now.model}`;
   at("model").textContent = now.model;
@@ -159,6 +176,7 @@ function write(now) {
     count(one.adapters.length),
   ]);
   table("clients", { engine: "", client: "", by: "text", heard: "", "adapters held": "" }, engines, "none has joined");
+  tenants(now.tenants ?? []);
   at("refusals").hidden = !now.refused.length;
   table("refused", { adapter: "", why: "text long" }, now.refused.map((one) => [one.name, one.reason]), "");
   before = now;
