@@ -2,6 +2,7 @@
 
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
 ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
+host_memory                                and what there is to take
 wire/ transport/                           what travels, and how
 adapters/ memory/ shard/                   from files to weights to deltas
 control/ daemon/                           the control plane, and the processes

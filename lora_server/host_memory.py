@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
-_CGROUP = Path("/sys/fs/cgroup")
+Read = Callable[[str], str | None]  # a file's text; None where there is none
+_CGROUP = "/sys/fs/cgroup"
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
-def available_bytes() -> int:
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return None
+
+
+def available_bytes(read: Read = _read) -> int:
     """What the system says is available, or less where the control group has a limit."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    found = {words[0]: int(words[1]) * 1024 for words in lines}
-    return max(0, min(found["MemAvailable:"], *_of_control_group()))
+    system, left = system_bytes(read), container_bytes(read)
+    return system if left is None else min(system, left)
 
 
-def _of_control_group() -> list[int]:
-    left = [1 << 62]
-    for limit, used in _FILES:
-        try:
-            left.append(int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text()))
-        except (OSError, ValueError):  # not this version of it, or "max"
-            continue
-    return left
+def system_bytes(read: Read = _read) -> int:
+    """What the system says is available; raises OSError."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read("/proc/meminfo") or "", re.MULTILINE)
+    if found is None:
+        raise OSError("/proc/meminfo has no MemAvailable")
+    return int(found[1]) * 1024
+
+
+def container_bytes(read: Read = _read) -> int | None:
+    """What is left of the control group's limit; None where it has none."""
+    for names in _FILES:
+        limit, used = ((read(f"{_CGROUP}/{name}") or "").strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            return max(0, int(limit) - int(used))
+    return None

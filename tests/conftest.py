@@ -47,6 +47,18 @@ def tiny_adapters(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Two shards of tiny-mixtral in processes; who wants others has a fixture of that name."""
+    from lora_server.demo.launch import running_server
+    from tests.workload import workload
+
+    load = workload("mixtral")
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def quiet():
     """Keep what shards log about failed steps off the output."""
     with capture_logs():

@@ -8,20 +8,11 @@ import pytest
 
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
-from lora_server.demo.launch import running_server
 from lora_server.errors import ServerUnavailableError
 from tests.serving import HANG_SECONDS, cli, status, until
 from tests.workload import NEW_TOKENS, workload
 
 NAME = "fused"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    load = workload("mixtral")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
-    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
-        yield running
 
 
 class Requests(threading.Thread):

@@ -21,6 +21,7 @@ LEAVES = {
     "lora_server.installed",
     "lora_server.units",
     "lora_server.histogram",
+    "lora_server.host_memory",
     "lora_server.telemetry",
 }
 ENGINES = ("transformers", "vllm")

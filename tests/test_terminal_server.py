@@ -9,27 +9,17 @@ import subprocess
 import sys
 import threading
 
-import pytest
 from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.cli.loading import follow
 from lora_server.control import adapters as adapters_module
-from lora_server.demo.launch import running_server
 from lora_server.terminal import progress
 from tests.controllers import make_controller, registration
 from tests.serving import HANG_SECONDS, cli, status, until
 from tests.workload import workload
 
 COMMAND = "import sys; sys.argv[0] = 'lora-server'; from lora_server.__main__ import main; main()"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    load = workload("mixtral")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
-    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
-        yield running
 
 
 def test_status_tells_clients_transports_and_memory(server):

@@ -4,7 +4,6 @@ node              one `lora-server serve`: what it starts   processes  how: watc
   startup         says that it starts, and serves           spare    one in reserve, for a quick restart
 controller_main   the controller's process (rank 0)         http       its port
 shard_main        a shard's process                         backends   what it computes with
-                                                            host_memory  what it may take
   stream            to its controller, whenever there is one
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
 child_main        what both processes have in common          signals    that ask a process to stop

@@ -14,8 +14,8 @@ import torch
 from kernels_cuda import cpu
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.layout import PAGE_BYTES
-from lora_server.daemon.host_memory import available_bytes
 from lora_server.errors import ConfigError
+from lora_server.host_memory import available_bytes
 from lora_server.memory.eviction import POLICIES
 from lora_server.memory.mapped import MappedPool
 from lora_server.memory.on_cpu import CpuTier

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from lora_server.doctor.finding import Finding, failed, ok, warning
 from lora_server.doctor.machine import Machine
+from lora_server.host_memory import available_bytes, container_bytes, system_bytes
 from lora_server.units import size
 
 GIB = 1 << 30
@@ -42,11 +43,9 @@ def _quota(machine: Machine) -> float | None:
 
 def memory(machine: Machine) -> Iterator[Finding]:
     """What may still be taken, of the system and of the container."""
-    system = _meminfo(machine)
-    limit, used = (machine.read(f"/sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
-    left = int(limit) - int(used) if limit.strip().isdigit() and used.strip().isdigit() else None
-    free = system if left is None else min(system, left)
-    text = f"{size(system)} available" + ("" if left is None else f", {size(max(0, left))} left to this container")
+    free, left = available_bytes(machine.read), container_bytes(machine.read)
+    text = f"{size(system_bytes(machine.read))} available"
+    text += "" if left is None else f", {size(left)} left to this container"
     if free < LEAST_MEMORY:
         yield failed("memory", text, "end other processes, or raise the container's limit: a shard takes 0.3 GiB bare")
     elif free < LITTLE_MEMORY:
@@ -54,13 +53,6 @@ def memory(machine: Machine) -> Iterator[Finding]:
         yield warning("memory", text, cure)
     else:
         yield ok("memory", text)
-
-
-def _meminfo(machine: Machine) -> int:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("/proc/meminfo") or "", re.MULTILINE)
-    if found is None:
-        raise OSError("/proc/meminfo has no MemAvailable")
-    return int(found[1]) * 1024
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
