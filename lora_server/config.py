@@ -121,6 +121,25 @@ class ServeConfig(BaseSettings):
     http: Listens = Field(
         Address("127.0.0.1", 7401), description="Where a page to look at is, and /livez, /readyz and /metrics."
     )
+    require_tokens: bool = Field(
+        False, description="Everybody shows a token, also before there is one; without it, once there is one."
+    )
+    insecure: bool = Field(
+        False, description="Listen for other hosts without tokens or TLS: on a network that you trust alone."
+    )
+    tls_cert: Path | None = Field(
+        None, description="Certificate of --listen and --http, PEM; read again when it changes."
+    )
+    tls_key: Path | None = Field(None, description="Its key.")
+    tls_ca: Path | None = Field(
+        None, description="Who signed the controller's certificate, for this server's processes."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="Who signs clients' certificates: with it, whoever has none may not connect to --listen."
+    )
+    tls_name: str = Field(
+        "", description="Name in the controller's certificate, where its address is not; without it, the address."
+    )
     data_port_base: int | None = Field(
         None, ge=1, le=HIGHEST, description="First of this server's ports for data, for firewalls; random unless given."
     )
@@ -207,6 +226,18 @@ class ServeConfig(BaseSettings):
             raise ValueError(f"nodes: got {self.nodes}, but layout {self.layout} has fewer shards")
         if self.node_rank and not self.controller:
             raise ValueError("controller: a node of rank above 0 needs --controller HOST:PORT (node 0's --listen)")
+        return self
+
+    @model_validator(mode="after")
+    def _tls(self) -> ServeConfig:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls-cert: got one of --tls-cert and --tls-key, expected both or neither")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError(
+                "tls-ca: got none with --tls-cert, expected who signed it: by that the server's own processes know it"
+            )
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls-client-ca: got one without --tls-cert, expected both")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,9 @@ LoraServerError
 │   ├── AdapterExistsError   the name is taken
 │   ├── AdapterSourceError   it may not come from there, does not come, or is not what was registered
 │   ├── AdapterLoadError     a shard could not bring the weights into memory
-│   └── PermissionDeniedError  a step names an adapter that its client does not hold
+│   └── PermissionDeniedError  the caller's role may not do that, or a step names what its client does not hold
+├── UnauthenticatedError     no token, or one that is not good
+├── LimitError               a tenant has, or asks for, more than it may
 ├── AdmissionError           the adapters in use leave no place for another, yet
 ├── GeometryMismatchError    engine and server do not run the same base model
 ├── LeaseError               the client's lease is gone (expired, revoked, or never granted)
@@ -73,9 +75,21 @@ class AdapterLoadError(AdapterError):
 
 
 class PermissionDeniedError(AdapterError):
-    """A step names an adapter that its client does not hold."""
+    """The caller's role may not do that, or a step names an adapter that its client does not hold."""
 
     code = "permission_denied"
+
+
+class UnauthenticatedError(LoraServerError):
+    """No token was shown, or one that is not good, or not any more."""
+
+    code = "unauthenticated"
+
+
+class LimitError(LoraServerError):
+    """A tenant has, or asks for, more than its limits let it."""
+
+    code = "limit"
 
 
 class AdmissionError(LoraServerError):

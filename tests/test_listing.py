@@ -39,7 +39,7 @@ def controller():
 
 
 def test_all_of_it_comes_in_messages_that_fit(controller):
-    control = ControlServer(controller, "127.0.0.1:0", "", Doorkeeper("x"))
+    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper("x"))
     sizes = []
     try:
         with open_channel(f"127.0.0.1:{control.port}") as channel:

@@ -27,7 +27,7 @@ def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
     with contextlib.ExitStack() as stack:
         near, far = stack.enter_context(hosts(2))
         common = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep1-pp2"]
-        common += ["--nodes", "2"]
+        common += ["--nodes", "2", "--insecure"]
         first = launch(tmp_path / "log0", *common, host=near.address, prefix=near.prefix)
         stack.callback(first.stop)
         more = ("--node-rank", "1", "--controller", first.address)

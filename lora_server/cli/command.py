@@ -9,10 +9,14 @@ import typer
 
 from lora_server import __version__
 from lora_server.cli.adapters import app as adapters_app
+from lora_server.cli.audit import audit
 from lora_server.cli.call import EXIT_ERROR, JsonOption, run
 from lora_server.cli.doctor import doctor
 from lora_server.cli.drain import drain
+from lora_server.cli.sharing import add_to as add_sharing
 from lora_server.cli.status import status
+from lora_server.cli.tenants import app as tenants_app
+from lora_server.cli.tokens import app as tokens_app
 from lora_server.config import ServeConfig, load
 from lora_server.errors import LoraServerError
 from lora_server.flags import flags_of
@@ -62,6 +66,10 @@ def serve(
 
 
 app.add_typer(adapters_app, name="adapters")
+add_sharing(adapters_app)
+app.add_typer(tokens_app, name="tokens")
+app.add_typer(tenants_app, name="tenants")
+app.command()(audit)
 app.command()(status)
 app.command()(doctor)
 app.command()(drain)

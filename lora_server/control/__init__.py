@@ -1,6 +1,7 @@
 """The control plane. Nothing here is on a step's path.
 
 controller   puts together:                       server      its gRPC services at one address
+  scope        what a caller sees of the adapters
   adapters     registered, removed                  service       what it answers
     updates      another version, a pin           registration  the shards' streams
     reconciled   as the ledger has them

@@ -30,6 +30,12 @@ Resolve = Callable[[Sequence[str]], list[int]]  # names to handles; raises why t
 Key = tuple[int, int]  # client, ticket
 
 
+def check_bounds(names: Collection[str]) -> None:
+    """Of one call; raises AdmissionError."""
+    if len(names) > MAX_NAMES:
+        raise AdmissionError(f"{len(names)} adapters in one call: expected at most {MAX_NAMES}; ask in parts")
+
+
 class Queued(NamedTuple):
     """No place yet: where in the queue, from 1 on, behind whom or what."""
 
@@ -92,15 +98,14 @@ class Admission:
             return []
         ticket = self._tickets.get(client, {}).get(number) if number else None
         if ticket is None:
-            self._check_bounds(client, names)
+            check_bounds(names)
+            self._check_tickets(client)
             ticket = self._ask((client, number), tuple(names))
         if ticket.error is not None:
             raise ticket.error
         return list(ticket.handles) if ticket.handles is not None else self._queued((client, number), ticket)
 
-    def _check_bounds(self, client: int, names: Sequence[str]) -> None:
-        if len(names) > MAX_NAMES:
-            raise AdmissionError(f"{len(names)} adapters in one call: expected at most {MAX_NAMES}; ask in parts")
+    def _check_tickets(self, client: int) -> None:
         if (tickets := len(self._tickets.get(client, ()))) >= MAX_TICKETS:
             raise AdmissionError(f"client {client}: {tickets} requests of it are open, as many as may be; end some")
 

@@ -14,6 +14,8 @@ from lora_server.control.origins import local_path
 from lora_server.errors import AdapterSourceError, ConfigError
 from lora_server.sources.remote import canonical, is_remote
 
+NO_URL = "none"
+
 
 class Allowed(NamedTuple):
     """`roots` are resolved directories of this host; `sources` what URLs begin with, any where there are none."""
@@ -52,6 +54,11 @@ class Allowed(NamedTuple):
                     f"adapter source {clip(uri)}: got {clip(file.name)}, a link that leads elsewhere, expected files "
                     f"below {self._shown()}; copy it there, or start the server with --adapter-root DIRECTORY"
                 )
+
+    def within(self, tenant: str) -> Allowed:
+        """What a tenant may add: below the parts of these that have its name."""
+        roots = tuple(os.path.join(root, tenant) for root in self.roots)  # noqa: PTH118  (they are texts)
+        return Allowed(roots, tuple(f"{source.rstrip('/')}/{tenant}" for source in self.sources) or (NO_URL,))
 
     def _check_url(self, url: str) -> None:
         steps_up = any(unquote(part) in (".", "..") for part in url.split("/"))

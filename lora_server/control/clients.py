@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -32,22 +32,30 @@ class Clients:
         self._waiters = threading.Semaphore(MAX_WAITERS)
         self.refused = ""  # why nobody may join
 
-    def join(self, instance: str, served_names: Sequence[str] = ()) -> tuple[ClientLease, dict[int, ShardHandle]]:
+    def join(
+        self,
+        instance: str,
+        served_names: Sequence[str] = (),
+        tenant: str = "",
+        token: str = "",
+        weight: float = 1.0,
+    ) -> tuple[ClientLease, dict[int, ShardHandle]]:
         """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
         if self.refused:
             raise ServerUnavailableError(self.refused)
         live = self._shards.require_up()
         if not self._settled.is_set():
             raise ServerUnavailableError(RESTARTED)
-        lease = self.leases.grant(instance, served_names)
+        lease = self.leases.grant(instance, served_names, tenant, token)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         grant.served_names.extend(served_names)
+        grant.tenant, grant.token, grant.weight = tenant, token, weight
         try:
             wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
         except LoraServerError:
             self.end(lease.client, lease.epoch)
             raise
-        log.info("client joined", client=lease.client, instance=instance)
+        log.info("client joined", client=lease.client, instance=instance, tenant=tenant)
         return lease, live
 
     def renew(self, proof: Proof) -> int:
@@ -79,6 +87,13 @@ class Clients:
         """Of clients that hold nothing: who wants something next joins anew."""
         for lease, _ in self.leases.silences():
             self.end(lease.client, lease.epoch)
+
+    def end_where(self, ends: Callable[[ClientLease], bool], why: str) -> None:
+        """Of these clients, whatever they hold."""
+        for lease, _ in self.leases.silences():
+            if ends(lease):
+                log.warning("lease ended", client=lease.client, instance=lease.instance, tenant=lease.tenant, why=why)
+                self.end(lease.client, lease.epoch)
 
     def expire(self) -> None:
         """Called about once a second."""
@@ -116,8 +131,10 @@ class Clients:
         self.prefetches.receive(proof, needs)
 
     def restore(self, proof: Proof, handles: Iterable[int]) -> None:
-        """What a client of an earlier controller holds; raises LeaseError."""
-        self._adapters.restore(self.renew(proof), handles)
+        """What a client of an earlier controller holds, which says it once; raises LeaseError."""
+        client = self.renew(proof)
+        if self._adapters.is_unknown(client):
+            self._adapters.restore(client, handles)
 
     def borrow(self, proof: Proof, holder: Proof) -> None:
         """Steps of one client may name what the other holds; raises LeaseError for either."""

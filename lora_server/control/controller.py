@@ -36,7 +36,7 @@ class Controller:
         adapters from far; `allowed`: where those that are added may lie; `ledger`: where those are kept for good,
         `copies`: where their files are."""
         settled = threading.Event()
-        self.agreement, self._require_all = agreement, require_all_adapters
+        self.agreement, self._require_all, self.allowed = agreement, require_all_adapters, allowed
         self.shards = ShardTable(agreement.layout, agreement.coordination)
         leases = Leases() if leases is None else leases
         self.adapters = FollowedAdapters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from lora_server.control.admission import Queued
@@ -39,13 +39,15 @@ class HeldAdapters(ToldAdapters):
         with self._lock:
             return [self._listing(one) for one in sorted(self._registry.records(), key=lambda record: record.name)]
 
-    def after(self, place: Place, most: int) -> list[tuple[Place, Listing | Refusal]]:
+    def after(
+        self, place: Place, most: int, sees: Callable[[str], bool] = lambda name: True
+    ) -> list[tuple[Place, Listing | Refusal]]:
         """The next ones, by name and handle; refusals of names for which nothing is served are there with handle 0."""
         with self._lock:
             records = {(one.name, one.handle): one for one in self._registry.records()}
             served = {name for name, _ in records}
             found = records | {(one.name, 0): one for one in self._refusals.listed() if one.name not in served}
-            places = heapq.nsmallest(most, (one for one in found if one > place))
+            places = heapq.nsmallest(most, (one for one in found if one > place and sees(one[0])))
             return [(one, self._entry(found[one])) for one in places]
 
     def _entry(self, one: Record | Refusal) -> Listing | Refusal:
@@ -80,6 +82,22 @@ class HeldAdapters(ToldAdapters):
         """Which of these are adapters."""
         with self._lock:
             return [name for name in names if self._registry.find(name) is not None]
+
+    def known(self, names: Iterable[str]) -> list[str]:
+        """Which of these are adapters, or were refused or removed."""
+        with self._lock:
+            return [name for name in names if self._registry.find(name) or self._refusals.get(name)]
+
+    def name_of(self, handle: int) -> str | None:
+        """Whose handle it is."""
+        record = self._registry.by_handle(handle)
+        return record.name if record is not None else None
+
+    def names_in_use(self) -> set[str]:
+        """Of all that clients hold."""
+        with self._lock:
+            records = map(self._registry.by_handle, self._holds.handles())
+            return {record.name for record in records if record is not None}
 
     def refused(self) -> list[Refusal]:
         """Adapters of --adapters that were refused, by name; some serve on with earlier content."""

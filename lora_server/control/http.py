@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
 
 import structlog
 import uvicorn
@@ -22,11 +24,23 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from lora_server.control.http_limits import MAX_CONNECTIONS, limited, one_line
+from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 
 BLOCKING_THREADS = 4  # per path
 CLOSE_SECONDS = 5.0
 log = structlog.get_logger()
 Answer = Callable[[Request], Response]
+LOGIN = {"WWW-Authenticate": 'Basic realm="lora-server", charset="UTF-8"'}  # a browser's password is the token
+
+
+class HttpGate(Protocol):
+    """Who may see what; both may block."""
+
+    def admit(self, call: str, authorization: str) -> object:
+        """Raises LoraServerError."""
+
+    def allows(self, call: str, authorization: str) -> bool:
+        """Whether it would, asked for the sake of what is shown."""
 
 
 class HttpServer:
@@ -42,13 +56,19 @@ class HttpServer:
         not_ready: Callable[[], str],
         collector: Collector | None,
         more: Mapping[str, Answer] = {},
+        gate: HttpGate | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self._server = uvicorn.Server(limited(_app(not_ready, registry, more)))
+        config = limited(_app(not_ready, registry, more, gate))
+        if tls is not None:
+            config.load()
+            config.ssl = tls
+        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self._thread.start()
 
@@ -82,12 +102,16 @@ def _listen(host: str, port: int) -> socket.socket:
 # -- what it answers
 
 
-def _app(not_ready: Callable[[], str], registry: CollectorRegistry, more: Mapping[str, Answer]) -> Starlette:
+def _app(
+    not_ready: Callable[[], str], registry: CollectorRegistry, more: Mapping[str, Answer], gate: HttpGate | None
+) -> Starlette:
     async def livez(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    def readyz(_: Request) -> Response:
+    def readyz(request: Request) -> Response:
         reason = not_ready()
+        if reason and gate is not None and not gate.allows("/status.json", _shown(request)):
+            reason = "not ready"  # why may name adapters
         return PlainTextResponse(f"{reason or 'ok'}\n", 503 if reason else 200)
 
     def metrics(request: Request) -> Response:
@@ -101,10 +125,34 @@ def _app(not_ready: Callable[[], str], registry: CollectorRegistry, more: Mappin
         return PlainTextResponse(f"try {', '.join(['/livez', *blocking])}\n", 404)
 
     blocking: dict[str, Answer] = {"/readyz": readyz, "/metrics": metrics, **more}
-    routes = [Route("/livez", livez), *(Route(path, _in_thread(answer)) for path, answer in blocking.items())]
+    answers = {path: _gated(path, answer, gate) for path, answer in blocking.items()}
+    routes = [Route("/livez", livez), *(Route(path, _in_thread(answer)) for path, answer in answers.items())]
     app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware)], exception_handlers={404: elsewhere})
     app.router.redirect_slashes = False
     return app
+
+
+def _shown(request: Request) -> str:
+    return request.headers.get("authorization", "")
+
+
+def _gated(path: str, answer: Answer, gate: HttpGate | None) -> Answer:
+    """For those who may; 401 and 403 to others."""
+    if gate is None:
+        return answer
+
+    def gated(request: Request) -> Response:
+        try:
+            gate.admit(path, _shown(request))
+        except UnauthenticatedError as error:
+            return PlainTextResponse(f"{error}\n", 401, LOGIN)
+        except PermissionDeniedError as error:
+            return PlainTextResponse(f"{error}\n", 403)
+        except LoraServerError as error:  # who may is not known now
+            return PlainTextResponse(f"{error}\n", 503)
+        return answer(request)
+
+    return gated
 
 
 def _in_thread(answer: Answer) -> Callable[[Request], Awaitable[Response]]:

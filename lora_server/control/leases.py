@@ -27,6 +27,8 @@ class ClientLease:
     instance: str
     expires: float
     served_names: tuple[str, ...] = ()  # the engine's names of its base model
+    tenant: str = ""  # whose client it is; empty: the operator's
+    token: str = ""  # the id of what it joined with
 
     @property
     def proof(self) -> Proof:
@@ -44,13 +46,14 @@ class Leases:
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
         self._lock = threading.Lock()
 
-    def grant(self, instance: str, served_names: Iterable[str] = ()) -> ClientLease:
+    def grant(self, instance: str, served_names: Iterable[str] = (), tenant: str = "", token: str = "") -> ClientLease:
         """A new client."""
         with self._lock:
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
             key = secrets.token_bytes(32)
-            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), tuple(served_names))
+            names = tuple(served_names)
+            lease = ClientLease(client, self._epoch, key, instance, self._horizon(), names, tenant, token)
             self._leases[client] = lease
             return lease
 
@@ -61,14 +64,16 @@ class Leases:
             self._next_client = max(self._next_client, client + 1)
             if client in self._leases:
                 return False
-            lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names)
+            whose = grant.tenant, grant.token
+            lease = ClientLease(client, grant.epoch, grant.key, grant.instance, self._horizon(), names, *whose)
             self._leases[client] = lease
             return True
 
-    def serving(self, name: str) -> str | None:
-        """The instance of a client whose base model has this name."""
+    def serving(self, name: str, tenant: str = "") -> str | None:
+        """The instance of a client of a tenant, or of the operator's, whose base model has this name."""
         with self._lock:
-            return next((lease.instance for lease in self._leases.values() if name in lease.served_names), None)
+            serving = (lease for lease in self._leases.values() if name in lease.served_names)
+            return next((lease.instance for lease in serving if lease.tenant in ("", tenant)), None)
 
     def reserve(self, client: int) -> None:
         """Ids up to this one were used by an earlier controller."""

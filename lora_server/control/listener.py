@@ -19,8 +19,10 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
 
+from lora_server.access.identity import Identity
 from lora_server.control.calls import Calls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
+from lora_server.wire.credentials import AUTHORIZATION
 from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
 FIRST_MESSAGE_SECONDS = 5.0
@@ -75,7 +77,7 @@ class Unary(NamedTuple):
     """A method that answers one message with one, on these threads."""
 
     request: type[Message]
-    answer: Callable[[Any], Message]
+    answer: Callable[[Any, Identity], Message]
     threads: Threads
 
 
@@ -87,13 +89,22 @@ class Stream(NamedTuple):
 
 
 Service: TypeAlias = dict[str, "Unary | Stream"]  # by name of the method
+Admit: TypeAlias = Callable[[str, str], Identity]  # Service/Method, and what was shown; raises why not
 
 
 class Listener:
     """Serves from its constructor on, until `close`. Raises RuntimeError where it cannot listen at `address`."""
 
-    def __init__(self, address: str, services: dict[str, Service], reflected: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        address: str,
+        services: dict[str, Service],
+        admit: Admit,
+        reflected: Sequence[str] = (),
+        tls: grpc.ServerCredentials | None = None,
+    ) -> None:
         """`reflected`: services that whoever asks may learn of."""
+        self._admit, self._tls = admit, tls
         self._silent: Counter[str] = Counter()  # by host
         self.calls = Calls()
         self._guard, self._ended = threading.Lock(), False
@@ -124,22 +135,25 @@ class Listener:
     ) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
         for service, of_service in services.items():
-            handlers = {name: self._handler(method) for name, method in of_service.items()}
+            short = service.rpartition(".")[2]
+            handlers = {name: self._handler(f"{short}/{name}", method) for name, method in of_service.items()}
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         if reflected:
             from grpc_reflection.v1alpha import reflection
 
             reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], server)
-        port = server.add_insecure_port(address)
+        tls = self._tls
+        port = server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
         await server.start()
         return server, port
 
-    def _handler(self, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
+    def _handler(self, call: str, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(_: object, context: Context) -> None:
             try:
+                who = self._admit(call, _shown(context))
                 if isinstance(method, Unary):
                     request = await self._first(context, method.request)
-                    reply = await method.threads.run(method.answer, request)
+                    reply = await method.threads.run(method.answer, request, who)
                     await context.write(reply.SerializeToString())
                 else:
                     await self._stream(method, context)
@@ -191,6 +205,10 @@ class Listener:
         """Refuse new calls, give running ones `seconds`."""
         self._loop.call_soon_threadsafe(self._closing.set_result, seconds)
         self._thread.join(seconds + CLOSE_SECONDS)
+
+
+def _shown(context: Context) -> str:
+    return next((str(value) for key, value in context.invocation_metadata() or () if key == AUTHORIZATION), "")
 
 
 def _parse(kind: type[_M], data: bytes) -> _M:

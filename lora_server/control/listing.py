@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lora_server.control.held import HeldAdapters, Listing, Place
 from lora_server.control.refusals import Refusal
 from lora_server.control.registry import Record
@@ -11,10 +13,12 @@ from lora_server.wire import lora_server_pb2 as pb
 MAX_PAGE, PAGE_BYTES = 1000, 1 << 20  # adapters, and about so many bytes
 
 
-def page(adapters: HeldAdapters, token: str, most: int = 0) -> pb.ListAdaptersReply:
+def page(
+    adapters: HeldAdapters, token: str, most: int = 0, sees: Callable[[str], bool] = lambda name: True
+) -> pb.ListAdaptersReply:
     """What comes after that which `token` stands for; raises ProtocolError where it is none."""
     most = min(most or MAX_PAGE, MAX_PAGE)
-    entries = adapters.after(_place(token), most + 1)
+    entries = adapters.after(_place(token), most + 1, sees)
     reply, nbytes, last = pb.ListAdaptersReply(), 0, ("", 0)
     for number, (place, entry) in enumerate(entries):
         if number == most or nbytes > PAGE_BYTES:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import structlog
 
+from lora_server.access.gate import Gate
+from lora_server.access.tls import server_credentials
 from lora_server.adapters import find_adapters, is_adapter
 from lora_server.config import ProcessConfig
 from lora_server.control import page
@@ -71,10 +73,14 @@ class ControllerProcess:
             self._stack.callback(resolver.close)
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
-        self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller))
+        self.gate = Gate(self.database, config.require_tokens, config.secret)
+        self._stack.callback(self.gate.close)
+        self.gate.on_change = self._end_revoked
+        self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller), self.gate)
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
-            control = ControlServer(controller, str(config.listen), door, config.grpc_reflection)
+            tls = server_credentials(config)
+            control = ControlServer(controller, str(config.listen), door, config.grpc_reflection, self.gate, tls)
         except RuntimeError as error:
             raise ConfigError(
                 f"--listen {config.listen}: cannot listen there; expected a free port: end what listens there, or "
@@ -127,6 +133,12 @@ class ControllerProcess:
         self.controller.clients.expire()
         self.controller.adapters.cut_off()
         control.set_ready(not self._not_ready())
+
+    def _end_revoked(self) -> None:
+        """Leases of tokens that are not good any more."""
+        self.controller.clients.end_where(
+            lambda lease: not self.gate.is_good(lease.tenant, lease.token), "its token was revoked"
+        )
 
     def _not_ready(self) -> str:
         stalled = self.control.stalled() if self.control is not None else 0.0

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lora_server.access import tls as tls_files
 from lora_server.config import ServeConfig
 from lora_server.control.build import build_info
-from lora_server.control.http import Answer, HttpServer
+from lora_server.control.http import Answer, HttpGate, HttpServer
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 
@@ -21,10 +22,12 @@ def listen_http(
     not_ready: Callable[[], str],
     collector: Collector | None = None,
     more: Mapping[str, Answer] = {},
+    gate: HttpGate | None = None,
 ) -> HttpServer:
     """Serve it until `stack` ends; raises ConfigError where it cannot be had."""
     try:
-        server = HttpServer(config.http.host, config.http.port, not_ready, collector, more)
+        tls = tls_files.context(config) if config.tls_cert is not None else None
+        server = HttpServer(config.http.host, config.http.port, not_ready, collector, more, gate, tls)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(

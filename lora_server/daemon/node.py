@@ -13,6 +13,8 @@ from pathlib import Path
 import structlog
 
 from lora_server import spec as specs
+from lora_server.access import exposure
+from lora_server.access.remote import RemoteGate
 from lora_server.adapters import find_adapters
 from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
@@ -64,11 +66,13 @@ class Node:
         for spare in (self._controllers, self._shards):
             self._stack.callback(spare.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
+        exposure.check(self.config)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
             collector = NodeCollector(self.spec.name, Layout.parse(process.layout), process.node_rank, self._restarts)
-            http = listen_http(process, self._stack, self._not_up, collector)
+            gate = RemoteGate(process.controller, process)
+            http = listen_http(process, self._stack, lambda: self._not_up(process), collector, gate=gate)
             update = {"http": process.http._replace(port=http.port)}
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
@@ -105,11 +109,11 @@ class Node:
         self.failure = self.failure or reason
         self.stopped.set()
 
-    def _not_up(self) -> str:
+    def _not_up(self, process: ProcessConfig) -> str:
         """A node above rank 0: why its shards do not serve, as the controller sees it."""
-        assert self.config.controller is not None
+        assert process.controller is not None
         try:
-            return ask(self.config.controller, self.config)[1]
+            return ask(process.controller, process)[1]
         except LoraServerError as error:
             return str(error)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from lora_server.access.tls import own_credentials
 from lora_server.config import ProcessConfig
 from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
@@ -66,7 +67,9 @@ class ShardProcess:
         self.shm = self._shm_listener()
         data = config.data_ports.data(config.shard)
         self.tcp = TcpListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
-        self.stream = ControllerStream(str(config.controller), self._registration, self._execute, self._layers_ready)
+        self.stream = ControllerStream(
+            str(config.controller), own_credentials(config), self._registration, self._execute, self._layers_ready
+        )
         self.fetcher = open_fetcher(config, spec)
         self.coordinator = self._coordinator(layout)
         self.shard = self._serving(Placement(spec, layout))

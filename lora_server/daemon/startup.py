@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import structlog
 
+from lora_server.access.tls import own_credentials
 from lora_server.address import Address
-from lora_server.config import ServeConfig
+from lora_server.config import ProcessConfig
 from lora_server.errors import LoraServerError
 from lora_server.placement import share
 from lora_server.wire import lora_server_pb2 as pb
@@ -21,9 +22,9 @@ REMIND_SECONDS = 30.0  # before the first line about a start that takes long; th
 log = structlog.get_logger()
 
 
-def ask(server: Address, config: ServeConfig) -> tuple[pb.StatusReply, str]:
+def ask(server: Address, config: ProcessConfig) -> tuple[pb.StatusReply, str]:
     """The controller's answer, and why this node does not serve, or ''. Raises ServerUnavailableError."""
-    with open_channel(str(server)) as channel:
+    with open_channel(str(server), own_credentials(config)) as channel:
         request = pb.StatusRequest()
         reply = call(rpc.ServerStub(channel).Status, request, server=str(server), seconds=CALL_SECONDS)
     if not config.node_rank:
@@ -37,7 +38,7 @@ class Startup:
     """A thread that ends once the node serves, or stops. `fail` is called where the controller is never reached."""
 
     def __init__(
-        self, config: ServeConfig, server: Address, stopped: threading.Event, fail: Callable[[str], None]
+        self, config: ProcessConfig, server: Address, stopped: threading.Event, fail: Callable[[str], None]
     ) -> None:
         self._config, self._server, self._stopped, self._fail = config, server, stopped, fail
         self._began = time.monotonic()

@@ -18,6 +18,7 @@ from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, LeaseError, LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import open_channel, translate
 
 RETRY_SECONDS = 0.2
@@ -33,11 +34,13 @@ class ControllerStream:
     def __init__(
         self,
         address: str,
+        credentials: Credentials,
         register: Callable[[], pb.Registration],
         execute: Callable[[pb.ShardCommand, Done], None],
         layers_ready: Callable[[int], int],
     ) -> None:
-        self._address, self._register, self._execute, self._layers_ready = address, register, execute, layers_ready
+        self._address, self._credentials = address, credentials
+        self._register, self._execute, self._layers_ready = register, execute, layers_ready
         self._kept = Kept()
         self._reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
         self._quiet_until = 0.0  # time.monotonic(): an outage was spoken of
@@ -79,7 +82,7 @@ class ControllerStream:
     def _serve_once(self) -> LoraServerError | None:
         """One stream, to its end."""
         self._reports = queue.SimpleQueue()
-        with open_channel(self._address) as channel:
+        with open_channel(self._address, self._credentials) as channel:
             try:
                 for command in rpc.ShardsStub(channel).Register(self._outgoing(self._reports)):
                     self._on_command(command, self._reports)

@@ -75,20 +75,24 @@ class AddAdapterRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
-    __slots__ = ("page_token", "page_size")
+    __slots__ = ("page_token", "page_size", "on_behalf_of")
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ON_BEHALF_OF_FIELD_NUMBER: _ClassVar[int]
     page_token: str
     page_size: int
-    def __init__(self, page_token: _Optional[str] = ..., page_size: _Optional[int] = ...) -> None: ...
+    on_behalf_of: str
+    def __init__(self, page_token: _Optional[str] = ..., page_size: _Optional[int] = ..., on_behalf_of: _Optional[str] = ...) -> None: ...
 
 class GetAdapterRequest(_message.Message):
-    __slots__ = ("name", "registered")
+    __slots__ = ("name", "registered", "on_behalf_of")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    ON_BEHALF_OF_FIELD_NUMBER: _ClassVar[int]
     name: str
     registered: bool
-    def __init__(self, name: _Optional[str] = ..., registered: bool = ...) -> None: ...
+    on_behalf_of: str
+    def __init__(self, name: _Optional[str] = ..., registered: bool = ..., on_behalf_of: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersReply(_message.Message):
     __slots__ = ("adapters", "refused", "next_page_token")
@@ -285,14 +289,16 @@ class PrefetchReply(_message.Message):
     def __init__(self) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("proof", "names", "ticket")
+    __slots__ = ("proof", "names", "ticket", "on_behalf_of")
     PROOF_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    ON_BEHALF_OF_FIELD_NUMBER: _ClassVar[int]
     proof: Proof
     names: _containers.RepeatedScalarFieldContainer[str]
     ticket: int
-    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ...) -> None: ...
+    on_behalf_of: str
+    def __init__(self, proof: _Optional[_Union[Proof, _Mapping]] = ..., names: _Optional[_Iterable[str]] = ..., ticket: _Optional[int] = ..., on_behalf_of: _Optional[str] = ...) -> None: ...
 
 class HeldAdapter(_message.Message):
     __slots__ = ("name", "handle", "sites", "version", "invocation")
@@ -819,3 +825,163 @@ class ShardCommand(_message.Message):
     borrow: Borrow
     stop: bool
     def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., stop: bool = ...) -> None: ...
+
+class WhoIsRequest(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
+
+class Caller(_message.Message):
+    __slots__ = ("tenant", "role", "token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    role: str
+    token: str
+    def __init__(self, tenant: _Optional[str] = ..., role: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+
+class Token(_message.Message):
+    __slots__ = ("id", "tenant", "role", "note", "text", "created", "revoked", "overlap_until")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_UNTIL_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    tenant: str
+    role: str
+    note: str
+    text: str
+    created: float
+    revoked: float
+    overlap_until: float
+    def __init__(self, id: _Optional[str] = ..., tenant: _Optional[str] = ..., role: _Optional[str] = ..., note: _Optional[str] = ..., text: _Optional[str] = ..., created: _Optional[float] = ..., revoked: _Optional[float] = ..., overlap_until: _Optional[float] = ...) -> None: ...
+
+class CreateTokenRequest(_message.Message):
+    __slots__ = ("tenant", "role", "note")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    role: str
+    note: str
+    def __init__(self, tenant: _Optional[str] = ..., role: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class RotateTokenRequest(_message.Message):
+    __slots__ = ("id", "overlap_seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    overlap_seconds: float
+    def __init__(self, id: _Optional[str] = ..., overlap_seconds: _Optional[float] = ...) -> None: ...
+
+class RevokeTokenRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    def __init__(self, id: _Optional[str] = ...) -> None: ...
+
+class ListTokensRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTokensReply(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[Token]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("name", "weight", "max_adapters", "max_bytes", "max_active", "max_rate", "removed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RATE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    weight: float
+    max_adapters: int
+    max_bytes: int
+    max_active: int
+    max_rate: float
+    removed: float
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., max_adapters: _Optional[int] = ..., max_bytes: _Optional[int] = ..., max_active: _Optional[int] = ..., max_rate: _Optional[float] = ..., removed: _Optional[float] = ...) -> None: ...
+
+class RemoveTenantRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsReply(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...
+
+class ShareRequest(_message.Message):
+    __slots__ = ("name", "tenant", "stop")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenant: str
+    stop: bool
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., stop: bool = ...) -> None: ...
+
+class ShareReply(_message.Message):
+    __slots__ = ("name", "tenants", "all")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenants: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    def __init__(self, name: _Optional[str] = ..., tenants: _Optional[_Iterable[str]] = ..., all: bool = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("after", "most")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    most: int
+    def __init__(self, after: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+
+class AuditReply(_message.Message):
+    __slots__ = ("entries",)
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[AuditEntry]
+    def __init__(self, entries: _Optional[_Iterable[_Union[AuditEntry, _Mapping]]] = ...) -> None: ...
+
+class AuditEntry(_message.Message):
+    __slots__ = ("serial", "at", "tenant", "role", "token", "call", "subject", "outcome", "reason")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    at: float
+    tenant: str
+    role: str
+    token: str
+    call: str
+    subject: str
+    outcome: str
+    reason: str
+    def __init__(self, serial: _Optional[int] = ..., at: _Optional[float] = ..., tenant: _Optional[str] = ..., role: _Optional[str] = ..., token: _Optional[str] = ..., call: _Optional[str] = ..., subject: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

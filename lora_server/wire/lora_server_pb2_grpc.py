@@ -1030,6 +1030,476 @@ class Server(object):
             _registered_method=True)
 
 
+class AccessStub(object):
+    """Who may do what. A token travels as metadata, `authorization: Bearer ls_...`, with every call.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WhoIs = channel.unary_unary(
+                '/lora_server.v1.Access/WhoIs',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.WhoIsRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Caller.FromString,
+                _registered_method=True)
+        self.CreateToken = channel.unary_unary(
+                '/lora_server.v1.Access/CreateToken',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.CreateTokenRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+                _registered_method=True)
+        self.RotateToken = channel.unary_unary(
+                '/lora_server.v1.Access/RotateToken',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RotateTokenRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+                _registered_method=True)
+        self.RevokeToken = channel.unary_unary(
+                '/lora_server.v1.Access/RevokeToken',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RevokeTokenRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+                _registered_method=True)
+        self.ListTokens = channel.unary_unary(
+                '/lora_server.v1.Access/ListTokens',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListTokensRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListTokensReply.FromString,
+                _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/lora_server.v1.Access/SetTenant',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.FromString,
+                _registered_method=True)
+        self.RemoveTenant = channel.unary_unary(
+                '/lora_server.v1.Access/RemoveTenant',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveTenantRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.FromString,
+                _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/lora_server.v1.Access/ListTenants',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListTenantsReply.FromString,
+                _registered_method=True)
+        self.Share = channel.unary_unary(
+                '/lora_server.v1.Access/Share',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShareRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShareReply.FromString,
+                _registered_method=True)
+        self.Audit = channel.unary_unary(
+                '/lora_server.v1.Access/Audit',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.AuditRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AuditReply.FromString,
+                _registered_method=True)
+
+
+class AccessServicer(object):
+    """Who may do what. A token travels as metadata, `authorization: Bearer ls_...`, with every call.
+    """
+
+    def WhoIs(self, request, context):
+        """Who a token belongs to: the caller's own, or another's that the caller was shown.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateToken(self, request, context):
+        """The answer alone has the token's text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateToken(self, request, context):
+        """A new text for the same token; the old one is good for a while longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeToken(self, request, context):
+        """Leases made with it end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTokens(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenant(self, request, context):
+        """Make a tenant, or change its limits and weight.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveTenant(self, request, context):
+        """Its tokens are revoked; its name is never given again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Share(self, request, context):
+        """Let another tenant, or all, use an adapter; or not any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Audit(self, request, context):
+        """What was changed, and what was refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AccessServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WhoIs': grpc.unary_unary_rpc_method_handler(
+                    servicer.WhoIs,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.WhoIsRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Caller.SerializeToString,
+            ),
+            'CreateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateToken,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.CreateTokenRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Token.SerializeToString,
+            ),
+            'RotateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateToken,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RotateTokenRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Token.SerializeToString,
+            ),
+            'RevokeToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeToken,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RevokeTokenRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Token.SerializeToString,
+            ),
+            'ListTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTokens,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListTokensRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListTokensReply.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.SerializeToString,
+            ),
+            'RemoveTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveTenant,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.RemoveTenantRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Tenant.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ListTenantsRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ListTenantsReply.SerializeToString,
+            ),
+            'Share': grpc.unary_unary_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShareRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShareReply.SerializeToString,
+            ),
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.AuditRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.AuditReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'lora_server.v1.Access', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('lora_server.v1.Access', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Access(object):
+    """Who may do what. A token travels as metadata, `authorization: Bearer ls_...`, with every call.
+    """
+
+    @staticmethod
+    def WhoIs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/WhoIs',
+            lora__server_dot_wire_dot_lora__server__pb2.WhoIsRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Caller.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/CreateToken',
+            lora__server_dot_wire_dot_lora__server__pb2.CreateTokenRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/RotateToken',
+            lora__server_dot_wire_dot_lora__server__pb2.RotateTokenRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/RevokeToken',
+            lora__server_dot_wire_dot_lora__server__pb2.RevokeTokenRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Token.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/ListTokens',
+            lora__server_dot_wire_dot_lora__server__pb2.ListTokensRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ListTokensReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/SetTenant',
+            lora__server_dot_wire_dot_lora__server__pb2.Tenant.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Tenant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/RemoveTenant',
+            lora__server_dot_wire_dot_lora__server__pb2.RemoveTenantRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Tenant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/ListTenants',
+            lora__server_dot_wire_dot_lora__server__pb2.ListTenantsRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ListTenantsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Share(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/Share',
+            lora__server_dot_wire_dot_lora__server__pb2.ShareRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.ShareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Access/Audit',
+            lora__server_dot_wire_dot_lora__server__pb2.AuditRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.AuditReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ShardsStub(object):
     """Between a shard process and the controller.
     """

@@ -15,15 +15,18 @@ from lora_server.errors import (
     ConfigError,
     GeometryMismatchError,
     LeaseError,
+    LimitError,
     LoraServerError,
     PermissionDeniedError,
     ProtocolError,
     ServerBusyError,
     ServerUnavailableError,
     StepTimeoutError,
+    UnauthenticatedError,
     UnknownAdapterError,
     rebuild,
 )
+from lora_server.wire.credentials import Credentials, Shows, of_environment
 
 CODE_KEY, REQUEST_KEY = "lora-error-code", "lora-request-id"
 # streams between shards and the controller: a host that vanished is noticed within seconds
@@ -47,7 +50,9 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (UnknownAdapterError, grpc.StatusCode.NOT_FOUND),
     (AdapterExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (AdapterError, grpc.StatusCode.INVALID_ARGUMENT),
+    (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (AdmissionError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
     (GeometryMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -59,9 +64,16 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.Channel:
-    """A channel to the control plane at HOST:PORT; whoever opens it closes it."""
-    return grpc.insecure_channel(address, options=(*KEEPALIVE, *_RECONNECT))
+def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
+    """A channel to the control plane at HOST:PORT; whoever opens it closes it. Without credentials it shows those of
+    the environment. Raises ConfigError."""
+    credentials = of_environment() if credentials is None else credentials
+    options, tls = (*KEEPALIVE, *_RECONNECT, *credentials.options()), credentials.channel()
+    if tls is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        channel = grpc.secure_channel(address, tls, options=options)
+    return grpc.intercept_channel(channel, Shows(credentials)) if credentials.has_any else channel
 
 
 def status_of(error: LoraServerError) -> grpc.StatusCode:

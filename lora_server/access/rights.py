@@ -1,0 +1,95 @@
+"""Which role may call what: all entry points of a server, gRPC and HTTP. What is not here nobody may call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lora_server.access.identity import Identity, Role
+from lora_server.errors import PermissionDeniedError
+
+
+class Right(NamedTuple):
+    """Who may. `operator`: of a tenant nobody; `everybody`: also without a token."""
+
+    roles: frozenset[Role] = frozenset()
+    operator: bool = False
+    everybody: bool = False
+
+    def allows(self, who: Identity) -> bool:
+        """Whether it may."""
+        return self.everybody or (who.role in self.roles and (who.is_operator or not self.operator))
+
+
+def _right(*roles: Role, operator: bool = False) -> Right:
+    return Right(frozenset(roles), operator)
+
+
+_ADMIN = _right(Role.ADMIN)
+_OPERATORS_ADMIN = _right(Role.ADMIN, operator=True)
+_PUBLISH = _right(Role.ADMIN, Role.PUBLISHER)
+_COMPUTE = _right(Role.ADMIN, Role.ENGINE)
+_WATCH = _right(Role.ADMIN, Role.VIEWER, operator=True)
+_ALL = _right(*Role)
+_EVERYBODY = Right(everybody=True)
+
+RIGHTS: dict[str, Right] = {
+    "Adapters/Add": _PUBLISH,
+    "Adapters/Remove": _PUBLISH,
+    "Adapters/Update": _PUBLISH,
+    "Adapters/Rollback": _PUBLISH,
+    "Adapters/List": _ALL,
+    "Adapters/Get": _ALL,
+    "Adapters/Pin": _right(Role.ADMIN, Role.PUBLISHER, operator=True),  # it takes memory from everybody
+    "Adapters/Unpin": _right(Role.ADMIN, Role.PUBLISHER, operator=True),
+    "Clients/Join": _COMPUTE,
+    "Clients/Heartbeat": _COMPUTE,
+    "Clients/Leave": _COMPUTE,
+    "Clients/Acquire": _COMPUTE,
+    "Clients/Await": _COMPUTE,
+    "Clients/Cancel": _COMPUTE,
+    "Clients/Release": _COMPUTE,
+    "Clients/Prefetch": _COMPUTE,
+    "Clients/Restore": _COMPUTE,
+    "Clients/Borrow": _COMPUTE,
+    "Server/Status": _ALL,
+    "Server/Drain": _OPERATORS_ADMIN,
+    "Server/Resume": _OPERATORS_ADMIN,
+    "Access/WhoIs": _ALL,
+    "Access/CreateToken": _ADMIN,
+    "Access/RotateToken": _ADMIN,
+    "Access/RevokeToken": _ADMIN,
+    "Access/ListTokens": _ADMIN,
+    "Access/SetTenant": _OPERATORS_ADMIN,
+    "Access/RemoveTenant": _OPERATORS_ADMIN,
+    "Access/ListTenants": _OPERATORS_ADMIN,
+    "Access/Share": _PUBLISH,
+    "Access/Audit": _ADMIN,
+    "Shards/Register": _EVERYBODY,  # who is a shard is proven by the secret of its node, see control/registration.py
+    "Health/Check": _EVERYBODY,  # yes or no
+    "/livez": _EVERYBODY,
+    "/readyz": _EVERYBODY,  # yes or no: why not hears who may see the rest
+    "/metrics": _WATCH,
+    "/status.json": _WATCH,
+    "/": _EVERYBODY,  # the page without anything on it
+    "/page.css": _EVERYBODY,
+    "/page.js": _EVERYBODY,
+}
+# whose outcome, whatever it is, is kept
+CHANGES = frozenset(
+    f"{service}/{method}"
+    for service, methods in {
+        "Adapters": ("Add", "Remove", "Update", "Rollback", "Pin", "Unpin"),
+        "Server": ("Drain", "Resume"),
+        "Access": ("CreateToken", "RotateToken", "RevokeToken", "SetTenant", "RemoveTenant", "Share"),
+    }.items()
+    for method in methods
+)
+
+
+def check(call: str, who: Identity) -> None:
+    """Raises PermissionDeniedError."""
+    right = RIGHTS.get(call, Right())
+    if not right.allows(who):
+        roles = " or ".join(sorted(right.roles)) or "nobody's"
+        expected = f"{roles} of the operator" if right.operator else roles
+        raise PermissionDeniedError(f"{call}: got a token of {who}, expected one of {expected}; ask an admin for one")

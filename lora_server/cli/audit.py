@@ -1,0 +1,77 @@
+"""What was changed, by whom, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.local import DataDirOption, ask_access
+
+if TYPE_CHECKING:
+    from lora_server.wire import lora_server_pb2 as pb
+
+FOLLOW_SECONDS = 1.0
+
+
+def audit(
+    follow: Annotated[bool, typer.Option(help="Go on with what comes, until Ctrl-C.")] = False,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="Entries, the newest.")] = 100,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Who changed what, when, and what became of it; also who tried and may not.
+
+    With --follow and --json a line of JSON per entry.
+    """
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        def entries(after: int) -> list[pb.AuditEntry]:
+            return list(ask_access(server, data_dir, "Audit", pb.AuditRequest(after=after, most=most)).entries)
+
+        found = entries(0)
+        if as_json and not follow:
+            print_json([_row(one) for one in found])
+            return
+        last = _print(found, as_json, 0)
+        while follow:
+            time.sleep(FOLLOW_SECONDS)
+            last = _print(entries(last), as_json, last)
+
+    try:
+        run(command)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _print(entries: list[pb.AuditEntry], as_json: bool, last: int) -> int:
+    for one in entries:
+        typer.echo(json.dumps(_row(one)) if as_json else _line(one))
+    return max([last, *(one.serial for one in entries)])
+
+
+def _line(entry: pb.AuditEntry) -> str:
+    at = datetime.fromtimestamp(entry.at).astimezone().isoformat(" ", "seconds")
+    who = f"{entry.tenant or 'operator'}/{entry.role} {entry.token or '-'}"
+    return f"{at}  {who}  {entry.call} {entry.subject}  {entry.outcome}{': ' if entry.reason else ''}{entry.reason}"
+
+
+def _row(entry: pb.AuditEntry) -> dict[str, Any]:
+    return {
+        "serial": entry.serial,
+        "at": entry.at,
+        "tenant": entry.tenant or None,
+        "role": entry.role,
+        "token": entry.token or None,
+        "call": entry.call,
+        "subject": entry.subject,
+        "outcome": entry.outcome,
+        "reason": entry.reason,
+    }

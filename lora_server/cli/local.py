@@ -1,0 +1,45 @@
+"""Tokens and tenants beside the database, without a server: for the first token, and where none is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lora_server.cli.call import ask
+
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="The server's: ask the database there, without a token. (default: ask the server)"),
+]
+
+
+def ask_access(server: str, data_dir: Path | None, method: str, request: Any) -> Any:
+    """The reply of the server, or what it would be. Raises the server's errors, ConfigError."""
+    if data_dir is None:
+        return ask(server, "Access", method, request)
+    from lora_server.access.gate import Gate
+    from lora_server.access.identity import OPERATOR, Identity, Role
+    from lora_server.access.rights import CHANGES
+    from lora_server.access.service import AccessService
+    from lora_server.errors import ConfigError
+    from lora_server.registry.database import FILE, Database
+
+    if not data_dir.is_dir():
+        raise ConfigError(f"--data-dir {data_dir}: got no directory, expected that of lora-server serve")
+    database = Database(f"sqlite:///{(data_dir / FILE).resolve()}")
+    try:
+        gate = Gate(database)
+        try:
+            service = AccessService(gate, lambda who, name: name, lambda start: False)
+            who = Identity(OPERATOR, Role.ADMIN, "local")
+            reply = getattr(service, method)(request, who)
+            if f"Access/{method}" in CHANGES:
+                subject = getattr(reply, "id", "") or getattr(reply, "name", "")
+                gate.changed(who, f"Access/{method}", f"{subject} (beside the database)", None)
+            return reply
+        finally:
+            gate.close()
+    finally:
+        database.close()

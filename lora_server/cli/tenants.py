@@ -1,0 +1,104 @@
+"""Tenants: whose adapters and engines there are, and how much each may have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.local import DataDirOption, ask_access
+from lora_server.units import Size, size
+
+if TYPE_CHECKING:
+    from lora_server.wire import lora_server_pb2 as pb
+
+COLUMNS = {"tenant": "<", "weight": ">", "adapters": ">", "bytes": ">", "in use": ">", "a second": ">"}
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tenants, and how much each may have.")
+TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="1 to 64 of a-z, 0-9 and -.")]
+
+
+@app.command("set")
+def set_tenant(
+    name: TenantName,
+    weight: Annotated[float, typer.Option(help="Beside other tenants, when all want more than there is.")] = 1.0,
+    max_adapters: Annotated[int, typer.Option(help="Registered; 0: no limit.")] = 0,
+    max_bytes: Annotated[str, typer.Option(help="Of their files, such as 10GiB; 0: no limit.")] = "0",
+    max_active: Annotated[int, typer.Option(help="In use at once; 0: no limit.")] = 0,
+    max_rate: Annotated[float, typer.Option(help="Adds and acquires a second; 0: no limit.")] = 0.0,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a tenant, or change all that it may have."""
+
+    def command() -> None:
+        from lora_server.errors import ConfigError
+        from lora_server.wire import lora_server_pb2 as pb
+
+        if min(max_adapters, max_active) < 0 or max(max_adapters, max_active) >= 1 << 32:
+            raise ConfigError(f"--max-adapters, --max-active: got {max_adapters}, {max_active}, expected 0 or more")
+        request = pb.Tenant(
+            name=name, weight=weight, max_adapters=max_adapters, max_active=max_active, max_rate=max_rate
+        )
+        request.max_bytes = 0 if max_bytes == "0" else Size.parse(max_bytes).nbytes
+        _show([ask_access(server, data_dir, "SetTenant", request)], as_json)
+
+    run(command)
+
+
+@app.command("list")
+def list_tenants(
+    server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """All of them."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        _show(ask_access(server, data_dir, "ListTenants", pb.ListTenantsRequest()).tenants, as_json)
+
+    run(command)
+
+
+@app.command("remove")
+def remove(
+    name: TenantName, server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """Revoke all its tokens. Its adapters stay, seen by the operator alone, until they are removed."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        _show([ask_access(server, data_dir, "RemoveTenant", pb.RemoveTenantRequest(name=name))], as_json)
+
+    run(command)
+
+
+def _show(tenants: Any, as_json: bool) -> None:
+    from lora_server import terminal
+
+    if as_json:
+        print_json([_row(one) for one in tenants])
+    else:
+        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tenants], wrapped="tenant")
+
+
+def _row(tenant: pb.Tenant) -> dict[str, Any]:
+    return {
+        "name": tenant.name,
+        "weight": tenant.weight,
+        "max_adapters": tenant.max_adapters or None,
+        "max_bytes": tenant.max_bytes or None,
+        "max_active": tenant.max_active or None,
+        "max_rate": tenant.max_rate or None,
+        "removed": tenant.removed or None,
+    }
+
+
+def _cells(tenant: pb.Tenant) -> list[str]:
+    name = f"{tenant.name} (removed)" if tenant.removed else tenant.name
+    limits = (tenant.max_adapters, size(tenant.max_bytes) if tenant.max_bytes else 0, tenant.max_active)
+    shown = [str(one) if one else "-" for one in limits]
+    return [name, f"{tenant.weight:g}", *shown, f"{tenant.max_rate:g}" if tenant.max_rate else "-"]

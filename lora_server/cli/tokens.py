@@ -1,0 +1,147 @@
+"""Tokens: who may do what."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
+from lora_server.cli.local import DataDirOption, ask_access
+
+if TYPE_CHECKING:
+    from lora_server.wire import lora_server_pb2 as pb
+
+COLUMNS = {"id": "<", "tenant": "<", "role": "<", "made": "<", "state": "<", "note": "<"}
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tokens: who may do what.")
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="Of a token, as list shows it.")]
+FileOption = Annotated[
+    Path | None, typer.Option("--file", help="Write the token there, mode 0600, instead of showing it. (default: none)")
+]
+
+
+@app.command("create")
+def create(
+    role: Annotated[str, typer.Option(help="admin, publisher, engine or viewer.")],
+    tenant: Annotated[str, typer.Option(help="Whose. (default: the operator's, or the caller's own)")] = "",
+    note: Annotated[str, typer.Option(help="What it is for. (default: none)")] = "",
+    file: FileOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make one. It is shown once, and never again."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        request = pb.CreateTokenRequest(tenant=tenant, role=role, note=note)
+        _hand_over(ask_access(server, data_dir, "CreateToken", request), file, as_json)
+
+    run(command)
+
+
+@app.command("list")
+def list_tokens(
+    server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """All of them, without what proves them."""
+
+    def command() -> None:
+        from lora_server import terminal
+        from lora_server.wire import lora_server_pb2 as pb
+
+        tokens = ask_access(server, data_dir, "ListTokens", pb.ListTokensRequest()).tokens
+        if as_json:
+            print_json([_row(one) for one in tokens])
+            return
+        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tokens], wrapped="note")
+
+    run(command)
+
+
+@app.command("rotate")
+def rotate(
+    token: TokenId,
+    overlap: Annotated[float, typer.Option(help="Seconds for which the old one is good, too.")] = 3600.0,
+    file: FileOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a token another text. Leases that were made with it go on."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        request = pb.RotateTokenRequest(id=token, overlap_seconds=overlap)
+        _hand_over(ask_access(server, data_dir, "RotateToken", request), file, as_json)
+
+    run(command)
+
+
+@app.command("revoke")
+def revoke(
+    token: TokenId, server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """It is good for nothing within two seconds, and leases that were made with it end."""
+
+    def command() -> None:
+        from lora_server.wire import lora_server_pb2 as pb
+
+        reply = ask_access(server, data_dir, "RevokeToken", pb.RevokeTokenRequest(id=token))
+        if as_json:
+            print_json(_row(reply))
+        else:
+            typer.echo(f"{reply.id}: revoked")
+
+    run(command)
+
+
+def _hand_over(reply: pb.Token, file: Path | None, as_json: bool) -> None:
+    if file is not None:
+        _write(file, reply.text)
+    if as_json:
+        print_json(_row(reply) | ({} if file is not None else {"token": reply.text}))
+    elif file is not None:
+        typer.echo(f"{reply.id}: in {file}")
+    else:
+        typer.echo(reply.text)
+
+
+def _write(file: Path, text: str) -> None:
+    """For its owner alone; what is there goes at once, so that who reads it meanwhile gets one or the other."""
+    from lora_server.errors import ConfigError
+
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(f"{text}\n")
+        new.replace(file)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise ConfigError(
+            f"--file {file}: cannot be written ({error.strerror}); the token was made: revoke it, and try again"
+        ) from error
+
+
+def _row(token: pb.Token) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "tenant": token.tenant or None,
+        "role": token.role,
+        "note": token.note,
+        "created": token.created,
+        "revoked": token.revoked or None,
+        "overlap_until": token.overlap_until or None,
+    }
+
+
+def _cells(token: pb.Token) -> list[str]:
+    made = datetime.fromtimestamp(token.created).astimezone().isoformat(" ", "minutes")
+    return [token.id, token.tenant or "-", token.role, made, "revoked" if token.revoked else "good", token.note]
