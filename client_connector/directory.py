@@ -9,6 +9,7 @@ from client_connector.retry import while_busy
 from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
 from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import call, open_channel
 
@@ -16,27 +17,40 @@ ADD_SECONDS, BRING_SECONDS, READY_SECONDS = 120.0, 120.0, 0.5
 
 
 class Directory:
-    """Adapters of the server at HOST:PORT. Needs no lease."""
+    """Adapters of the server at HOST:PORT. Needs no lease. Without credentials it shows those of the environment."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
         self._while_busy = while_busy(BRING_SECONDS)
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials)
         self._adapters = rpc.AdaptersStub(self._channel)
         self._server = rpc.ServerStub(self._channel)
+        self._access = rpc.AccessStub(self._channel)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
         return call(method, request, server=self._address, seconds=seconds)
 
-    def get(self, name: str) -> pb.Adapter:
-        """A listed adapter; one that the server is just bringing is waited for. Raises UnknownAdapterError with the
-        reason, ServerUnavailableError."""
-        found: pb.Adapter = self._while_busy(self._call, self._adapters.Get, pb.GetAdapterRequest(name=name))
+    def get(self, name: str, on_behalf_of: str = "") -> pb.Adapter:
+        """A listed adapter, as a tenant means it; one that the server is just bringing is waited for. Raises
+        UnknownAdapterError with the reason, ServerUnavailableError."""
+        request = pb.GetAdapterRequest(name=name, on_behalf_of=on_behalf_of)
+        found: pb.Adapter = self._while_busy(self._call, self._adapters.Get, request)
         return found
 
-    def list(self) -> list[pb.Adapter]:
-        """All of them, by name. Raises ServerUnavailableError."""
-        return list(all_pages(lambda request: self._call(self._adapters.List, request)).adapters)
+    def list(self, on_behalf_of: str = "") -> list[pb.Adapter]:
+        """All of them, or those that a tenant sees, by name. Raises ServerUnavailableError."""
+
+        def ask(request: pb.ListAdaptersRequest) -> pb.ListAdaptersReply:
+            request.on_behalf_of = on_behalf_of
+            reply: pb.ListAdaptersReply = self._call(self._adapters.List, request)
+            return reply
+
+        return list(all_pages(ask).adapters)
+
+    def who(self, token: str) -> pb.Caller:
+        """Whose token it is. Raises UnauthenticatedError, ServerUnavailableError."""
+        caller: pb.Caller = self._call(self._access.WhoIs, pb.WhoIsRequest(token=token))
+        return caller
 
     def add(self, name: str, uri: str) -> pb.Adapter:
         """Validate and load on every shard; raises AdapterError. Same name and content: what is there."""

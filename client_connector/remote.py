@@ -31,6 +31,7 @@ from lora_server.transport.connect import agreed_wire, check_transport, check_wi
 from lora_server.transport.session import MAX_PREFETCHED, Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
 from lora_server.wire.rpc import call, open_channel
 
@@ -67,14 +68,16 @@ class RemoteServer(Server):
         device: str = "cpu",
         served_names: Sequence[str] = (),
         wire: str = "any",
+        credentials: Credentials | None = None,
     ) -> None:
         """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
 
+        `credentials`: what the server is shown; without them, those of the environment.
         `wire`: one of connect.WIRES, that the server must have.
         `served_names`: under which the engine answers from its base model; the server refuses adapters of such a name.
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
-        self.served_names, self.wire = served_names, check_wire(wire)
+        self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
         telemetry.configure_from(os.environ, "lora-connector")
 
     @override
@@ -93,7 +96,7 @@ class RemoteSession(Session):
     def __init__(self, server: RemoteServer, deadline: float) -> None:
         """One attempt, until `deadline` (time.monotonic()) at most."""
         self._server = server
-        self._channel = open_channel(server.address)
+        self._channel = open_channel(server.address, server.credentials)
         self._clients = rpc.ClientsStub(self._channel)
         self._left = threading.Event()
         self._lost: LoraServerError | None = None
@@ -202,9 +205,14 @@ class RemoteSession(Session):
         """For a new request; whoever asked with it and did not get an answer cancels it."""
         return next(self._tickets)
 
-    def ask(self, ticket: int, names: Sequence[str], seconds: float = CALL_SECONDS) -> list[Held] | Queued:
-        """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued."""
-        request = pb.AcquireRequest(proof=self._proof, names=names, ticket=ticket)
+    def ask(
+        self, ticket: int, names: Sequence[str], seconds: float = CALL_SECONDS, on_behalf_of: str = ""
+    ) -> list[Held] | Queued:
+        """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued.
+
+        `on_behalf_of`: the tenant whose request it is.
+        """
+        request = pb.AcquireRequest(proof=self._proof, names=names, ticket=ticket, on_behalf_of=on_behalf_of)
         try:
             reply = self._call(self._clients.Acquire, request, seconds)
         except LeaseError as error:

@@ -17,6 +17,7 @@ from lora_server import cli as server
 from lora_server.config import ServeConfig
 from lora_server.flags import default_of
 from lora_server.transport.connect import TRANSPORTS, WIRES
+from lora_server.wire.credentials import TLS_CA, TLS_CERT, TLS_KEY, TLS_NAME, TOKEN, TOKEN_FILE
 from provisioning import cli as provision
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -29,8 +30,16 @@ MEANINGS = {  # of what has no description in the code
     "on_failure": (f"{ERROR}, {BASE_MODEL}", "What becomes of a request whose step failed"),
     "timeout_seconds": ("seconds", "The longest step, and the longest join"),
     "model": ("model", "A transformers model in eval mode, float32, bfloat16 or float16"),
+    "token": ("token", "What the server is shown; without it, see [Callers](#callers)"),
     "tokenizer": ("tokenizer", "For activated LoRAs with a legacy invocation string"),
 }
+CALLERS = [
+    (f"`{TOKEN_FILE}`", "File with the token, read again with each call"),
+    (f"`{TOKEN}`", "The token itself, which wins"),
+    (f"`{TLS_CA}`", "Who signed the server's certificate: calls are TLS's"),
+    (f"`{TLS_CERT}`, `{TLS_KEY}`", "The caller's own, where the server has `--tls-client-ca`"),
+    (f"`{TLS_NAME}`", "Name in the server's certificate, where its address is not"),
+]
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}
 Row = tuple[str, ...]
 
@@ -49,6 +58,10 @@ def page() -> str:
         "Environment of vLLM, or `--additional-config '{\"lora_server\": {...}}'` with these keys, which win;\n"
         '`{"lora_server": "HOST:PORT"}` gives the address alone. See [vLLM](vllm.md).',
         table(("Environment", "Key", "Value", "Default", "Meaning"), vllm_rows()),
+        "## Callers",
+        "Of engines, `lora-server status` and the like: what they show to a server, and by what they know it. Never\n"
+        "flags, which others on the host may read. See [Security](security.md).",
+        table(("Environment", "Meaning"), CALLERS),
         "## transformers",
         "`client_connector.transformers.attach(model, server, ...)`:",
         table(("Argument", "Value", "Default", "Meaning"), attach_rows()),

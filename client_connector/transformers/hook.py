@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from lora_server import telemetry
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.spec import Site
 from lora_server.transport.session import Held, Session
+from lora_server.wire.credentials import Credentials
 
 IMPLEMENTATION = "remote_lora"
 log = structlog.get_logger()
@@ -70,7 +72,8 @@ class Attachment:
                 model.generate(input_ids, ...)
 
     server: HOST:PORT, or anything with `join()` (transport.session.Server). `wire`: any, or the one
-    that it must have.
+    that it must have. `token`: what the server is shown; without it, what
+    LORA_SERVER_TOKEN or LORA_SERVER_TOKEN_FILE says.
     Outside `adapters` the model is the plain base model. Beams and num_return_sequences repeat
     their sequence's adapter. An activated LoRA acts from its invocation in the prompt on; one with a
     legacy invocation string needs `tokenizer`. Raises GeometryMismatchError, ConfigError, ServerUnavailableError.
@@ -85,6 +88,7 @@ class Attachment:
         wire: str = "any",
         timeout_seconds: float = 30.0,
         tokenizer: Any = None,
+        token: str = "",
     ) -> None:
         if "generate" in vars(model) or getattr(model.config, "_experts_implementation", None) == IMPLEMENTATION:
             raise ConfigError("attach: this model is attached already; detach it first")
@@ -98,7 +102,9 @@ class Attachment:
         self._invocations = Invocations(tokenizer_of(tokenizer))
         self._model = model
         device = str(next(model.parameters()).device)
-        joinable = RemoteServer(server, transport, device=device, wire=wire) if isinstance(server, str) else server
+        shown = Credentials.of(os.environ, token)
+        remote = isinstance(server, str)
+        joinable = RemoteServer(server, transport, device=device, wire=wire, credentials=shown) if remote else server
         self.client = Client(joinable, timeout_seconds)
         self._undo.callback(self.client.close)
         try:
