@@ -291,7 +291,7 @@ def test_nodes_are_believed_where_there_is_no_token(door, node, secret, good):
 def test_what_fails_inside_is_an_error_of_ours(server, monkeypatch):
     _, controller, address = server
 
-    def fails(*_):
+    def fails(*_, **__):
         raise RuntimeError("nobody thought of it")
 
     monkeypatch.setattr(controller.adapters, "get", fails)

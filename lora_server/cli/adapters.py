@@ -23,7 +23,7 @@ SourceUrl = Annotated[
 WaitOption = Annotated[float, typer.Option(help="Seconds for validation and loading on every shard.")]
 DrainOption = Annotated[
     float | None,
-    typer.Option(help="Seconds that those who hold what goes may keep it; not given: as long as they need.", min=0.0),
+    typer.Option(help="Seconds that those who hold what goes may keep it. (default: as long as they need)", min=0.0),
 ]
 
 

@@ -25,7 +25,7 @@ def audit(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Who changed what, when, and what became of it; also who tried and may not.
+    """Who changed what, and when; also who tried and may not.
 
     With --follow and --json a line of JSON per entry.
     """

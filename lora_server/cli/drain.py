@@ -17,7 +17,7 @@ def drain(
     shard: Annotated[int | None, typer.Option(help="Start this shard anew, then go on. (default: none)")] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
 ) -> None:
-    """Let requests end while new ones wait, before something stops."""
+    """Let requests end, and new ones wait, before something stops."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb

@@ -88,7 +88,10 @@ def rotate(
 def revoke(
     token: TokenId, server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
 ) -> None:
-    """It is good for nothing within two seconds, and leases that were made with it end."""
+    """Nobody gets in with it any more, two seconds from now.
+
+    Leases that were made with it end.
+    """
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
