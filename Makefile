@@ -9,7 +9,7 @@ VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint docs browser bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -27,6 +27,12 @@ test: $(VENV)/ready
 browser:
 	@command -v chromium || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
 		--no-install-recommends chromium fonts-dejavu-core > /dev/null && command -v chromium; }
+
+# what the registry's tests run one of; without it they skip
+postgres:
+	@ls /usr/lib/postgresql/*/bin/postgres 2> /dev/null || command -v postgres || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends postgresql > /dev/null && \
+		ls /usr/lib/postgresql/*/bin/postgres; }
 
 # vLLM pins its own torch and transformers
 $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyproject.toml

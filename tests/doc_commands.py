@@ -61,11 +61,11 @@ def no_network():
 
 
 def furnish(folder, **settings):
-    """What the documents suppose: a model directory, ./adapters, and ./law-v2."""
+    """What the documents suppose: a model directory, ./adapters, ./law-v2 and ./law-v3."""
     model = tiny.make_model("mixtral", **settings)
     tiny.save_model(model, folder / "Mixtral-8x7B")
     tiny.save_tokenizer(folder / "Mixtral-8x7B")
-    for seed, path in enumerate(("adapters/code", "adapters/chat", "law-v2")):
+    for seed, path in enumerate(("adapters/code", "adapters/chat", "law-v2", "law-v3")):
         tiny.make_adapter(model, folder / path, lora_rank=4, seed=seed, targets="experts")
 
 

@@ -127,7 +127,8 @@ class UpdatedAdapters(Adapters):
             with self._changing:
                 with self._lock:
                     self._check_served(served)
-                    record = replace(record, pinned=self._registry.get(record.name).pinned)
+                    pinned = self._registry.get(record.name).pinned if keep else record.pinned
+                    record = replace(record, pinned=pinned)
                 if keep:
                     self._keep_replaced(served, record)
                 with self._lock:

@@ -1,7 +1,7 @@
 """The controller's process: `python -m lora_server.daemon.controller_main`, started by the node of rank 0.
 
-It holds nothing that its shards do not know too, so it may be killed at any time: the node starts it
-again, the shards tell it what there is, and steps go on meanwhile.
+It holds nothing that its shards and its database do not know too, so it may be killed at any time: the node starts it
+again, they tell it what there is, and steps go on meanwhile.
 """
 
 from __future__ import annotations
