@@ -131,10 +131,15 @@ class Campaign:
             pages = all_pages(lambda one: call(stub.List, one, server=self.server.address, seconds=SECONDS))
         return {one.name: (one.version, one.pinned) for one in pages.adapters if one.state != "draining"}
 
-    def play(self, kills: int, bar: float) -> Line:
-        line = Line("", kills)
+    def fill(self) -> None:
+        """Every name means something."""
         with ThreadPoolExecutor(CHANGERS) as threads:
             list(threads.map(Changer.fill, self.changers))
+
+    def play(self, kills: int, bar: float) -> Line:
+        """So many, and what came of them; `bar`: seconds in which the server is complete again."""
+        line = Line("", kills)
+        with ThreadPoolExecutor(CHANGERS) as threads:
             for _ in range(kills):
                 stop = threading.Event()
                 running = [threads.submit(self._change, one, stop) for one in self.changers]
@@ -206,6 +211,7 @@ def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tup
         campaign = Campaign(server, load, 40 if short else 2000, dice)
         try:
             until(lambda: all(len(one.steps) > 20 for one in campaign.engines), "the first steps", PATIENCE)
+            campaign.fill()
             before = held(server)
             line = campaign.play(2 if short else 20, float("inf") if short else COMPLETE_SECONDS)
             return [line], Held("changes", before, held(server))
