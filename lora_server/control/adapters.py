@@ -83,6 +83,7 @@ class Adapters(HeldAdapters):
             yield origin._replace(path=str(path), stamp=stamp)
         finally:
             self._copies.done(origin.version)
+            self._untidy = True  # if it was not listed nobody needs the copy
 
     def _keep_and_offer(self, record: Record, eager: bool) -> list[PendingCommand]:
         """First it is kept for good: whoever is told of it is told the truth, whatever is killed then."""
