@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from client_connector import transformers
 from client_connector.serving.settings import BASE_MODEL, ENVIRONMENT, ERROR, Settings
+from client_connector.vllm.tenants import TENANT_HEADER
 from lora_server import cli as server
 from lora_server.config import ServeConfig
 from lora_server.flags import default_of
@@ -38,6 +39,7 @@ CALLERS = [
     (f"`{TOKEN}`", "The token itself, which wins"),
     (f"`{TLS_CA}`", "Who signed the server's certificate: calls are TLS's"),
     (f"`{TLS_CERT}`, `{TLS_KEY}`", "The caller's own, where the server has `--tls-client-ca`"),
+    (f"`{TENANT_HEADER}`", "vLLM: the header by which a gateway says whose a request is ([vLLM](vllm.md#tenants))"),
     (f"`{TLS_NAME}`", "Name in the server's certificate, where its address is not"),
 ]
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most"}

@@ -99,7 +99,7 @@ class Asking:
         if use.session is not self._session:
             use.session, use.ticket = self._session, self._session.ticket()
         with structlog.contextvars.bound_contextvars(request=use.request):
-            return self._session.ask(use.ticket, [use.name])
+            return self._session.ask(use.ticket, [use.name], on_behalf_of=use.tenant)
 
     def _ask_again(self, use: Use) -> bool:
         """In the thread that waits: whether its ticket is answered."""

@@ -13,7 +13,7 @@ from itertools import islice
 from client_connector.serving.asking import Asking
 from client_connector.serving.lookahead import MOST
 from client_connector.serving.plan import Assigned, Failure, StepPlan
-from client_connector.serving.settings import BASE_MODEL
+from client_connector.serving.settings import BASE_MODEL, whose
 from client_connector.serving.waiting import Use
 from lora_server import telemetry
 from lora_server.errors import LoraServerError
@@ -30,8 +30,9 @@ class Holder(Asking):
         self, request_id: str, name: str, prompt: Sequence[int] | None, trace: Mapping[str, str] | None = None
     ) -> Use:
         """Acquire and prefetch for a new request, or queue it; a failure is in the Use, for the scheduler to end it
-        with. `trace`: headers of the request's span."""
-        use = Use(name, prompt, request_id, trace)
+        with. `name` may be a tenant's, see settings.whose; `trace`: headers of the request's span."""
+        tenant, own = whose(name)
+        use = Use(own, prompt, request_id, trace, tenant=tenant)
         try:
             with telemetry.span("lora.acquire", trace, request=request_id, adapters=name):
                 answered = self._ask(use)

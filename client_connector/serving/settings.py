@@ -18,6 +18,13 @@ ENVIRONMENT = {
     "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
 }
 ERROR, BASE_MODEL = "error", "base_model"
+OF = "|"  # between a tenant and what it calls an adapter; in no adapter's name
+
+
+def whose(name: str) -> tuple[str, str]:
+    """The tenant on whose behalf an adapter is asked for, '' for nobody's, and the adapter's name."""
+    tenant, of, rest = name.partition(OF)
+    return (tenant, rest) if of else ("", name)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class Use:
     num_void: int = 0
     session: RemoteSession | None = None  # in which it was asked for, with this ticket
     ticket: int = 0
+    tenant: str = ""  # on whose behalf it is asked for
 
 
 class Waiting:

@@ -51,6 +51,7 @@ CONTRACT = (
     Touched("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.unload_lora_adapter", ("request",)),
     Touched("vllm.entrypoints.openai.models.serving", "OpenAIServingModels._check_load_lora_adapter_request"),
     Touched("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.show_available_models"),
+    Touched("vllm.entrypoints.openai.models.serving", "OpenAIServingModels.model_name", ("lora_request",)),
     Touched("vllm.entrypoints.serve.engine.serving", "BaseServing._check_model", ("request",), ("models",)),
     Touched("vllm.entrypoints.serve.engine.serving", "BaseServing._is_model_supported", ("model_name",)),
     Touched("vllm.entrypoints.serve", "create_error_response", ("message", "err_type", "status_code", "param")),

@@ -141,12 +141,11 @@ class ApiServer:
                 raise RuntimeError(f"vLLM's server did not start: {self.tail()}")
             time.sleep(0.2)
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None, token: str = "") -> tuple[int, Any]:
         """Status, and the JSON or text of the answer."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://{self.address}{path}", data, {"Content-Type": "application/json"}, method=method
-        )
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        request = urllib.request.Request(f"http://{self.address}{path}", data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
                 status, text = answer.status, answer.read().decode()

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,21 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import Directory
 from client_connector.serving.plan import Failure, parse_flag
-from client_connector.serving.settings import KEY, Settings
+from client_connector.serving.settings import ADDRESS, KEY, Settings, whose
 from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.settings import of_engine
+from client_connector.vllm.tenants import CALLER
 from lora_server.errors import (
     AdapterError,
     ConfigError,
+    LimitError,
     LoraServerError,
+    PermissionDeniedError,
     ServerUnavailableError,
+    UnauthenticatedError,
     UnknownAdapterError,
 )
+from lora_server.wire.credentials import Credentials
 
 # at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
 REQUESTS = Counter("lora_server_requests", "Requests that did not get their adapter's answer", ["outcome"])
@@ -47,6 +53,7 @@ def install(wrap: Wrap) -> None:
     wrap(OpenAIServingModels, "load_lora_adapter", _load)
     wrap(OpenAIServingModels, "unload_lora_adapter", _unload)
     wrap(OpenAIServingModels, "show_available_models", _show)
+    wrap(OpenAIServingModels, "model_name", _model_name)
     wrap(BaseServing, "_check_model", _check_model)
     wrap(AsyncLLM, "generate", _generate)
 
@@ -101,9 +108,14 @@ def _init(original: Any) -> Callable[..., Any]:
 
 
 def _refusal(error: LoraServerError) -> Any:
-    """An error of ours as vLLM's answer: 404 unknown, 400 bad adapter, 503 no server."""
+    """An error of ours as vLLM's answer: 404 unknown, 403 and 429 a tenant's rights and limits, 400 bad
+    adapter, 503 no server."""
     if isinstance(error, UnknownAdapterError):
         return create_error_response(str(error), "NotFoundError", HTTPStatus.NOT_FOUND, "model")
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return create_error_response(str(error), "PermissionDeniedError", HTTPStatus.FORBIDDEN, "model")
+    if isinstance(error, LimitError):
+        return create_error_response(str(error), "RateLimitError", HTTPStatus.TOO_MANY_REQUESTS, "model")
     if isinstance(error, (AdapterError, ConfigError)):
         return create_error_response(str(error), "BadRequestError", HTTPStatus.BAD_REQUEST, "model")
     return create_error_response(str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, "model")
@@ -124,14 +136,15 @@ def _check_model(original: Any) -> Callable[..., Any]:
         directory: Directory | None = getattr(self.models, _DIRECTORY, None)
         if directory is None or self._is_model_supported(request.model):
             return await original(self, request)
+        tenant, name = whose(request.model) if CALLER.get() is not None else ("", request.model)
         try:
-            adapter = await asyncio.to_thread(directory.get, request.model)
+            adapter = await asyncio.to_thread(directory.get, name, tenant)
         except ServerUnavailableError as error:
             return None if request.model in self.models.lora_requests else _refusal(error)
         except LoraServerError as error:
             self.models.lora_requests.pop(request.model, None)
             return _refusal(error)
-        _listed(self.models, adapter.name, adapter.version)
+        _listed(self.models, request.model, adapter.version)
         return None
 
     return check_model
@@ -144,6 +157,8 @@ def _load(original: Any) -> Callable[..., Any]:
         directory: Directory | None = getattr(self, _DIRECTORY, None)
         if directory is None:
             return await original(self, request, base_model_name)
+        if CALLER.get() is not None:
+            return await asyncio.to_thread(_load_as_caller, request)
         refused = await self._check_load_lora_adapter_request(request)
         if refused is not None:
             return refused
@@ -152,8 +167,7 @@ def _load(original: Any) -> Callable[..., Any]:
             if path in (name, f"{KEY}:{name}"):
                 adapter = await asyncio.to_thread(directory.get, name)
             else:
-                uri = path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111  (never raises)
-                adapter = await asyncio.to_thread(directory.add, name, uri)
+                adapter = await asyncio.to_thread(directory.add, name, _uri(path))
                 self.lora_server_added.add(name)
         except LoraServerError as error:
             return _refusal(error)
@@ -168,6 +182,8 @@ def _unload(original: Any) -> Callable[..., Any]:
 
     async def unload_lora_adapter(self: Any, request: Any) -> Any:
         directory: Directory | None = getattr(self, _DIRECTORY, None)
+        if directory is not None and CALLER.get() is not None:
+            return await asyncio.to_thread(_unload_as_caller, request)
         if directory is not None and request.lora_name in self.lora_server_added:
             try:
                 await asyncio.to_thread(directory.remove, request.lora_name)
@@ -181,6 +197,44 @@ def _unload(original: Any) -> Callable[..., Any]:
     return unload_lora_adapter
 
 
+def _load_as_caller(request: Any) -> Any:
+    """By the token that was shown: the adapter is its tenant's, and what it may not it is told."""
+    try:
+        with closing(_as_caller()) as directory:
+            added = directory.add(request.lora_name, _uri(request.lora_path))
+    except LoraServerError as error:
+        return _refusal(error)
+    return f"Success: LoRA adapter '{added.name}' added successfully."
+
+
+def _unload_as_caller(request: Any) -> Any:
+    try:
+        with closing(_as_caller()) as directory:
+            directory.remove(request.lora_name)
+    except LoraServerError as error:
+        return _refusal(error)
+    return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
+
+
+def _as_caller() -> Directory:
+    caller = CALLER.get()
+    assert caller is not None
+    return Directory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
+
+
+def _uri(path: str) -> str:
+    return path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111  (never raises)
+
+
+def _model_name(original: Any) -> Callable[..., Any]:
+    """What answers call the model: as it was asked for, without the tenant."""
+
+    def model_name(self: Any, lora_request: Any = None) -> Any:
+        return whose(original(self, lora_request))[1]
+
+    return model_name
+
+
 def _show(original: Any) -> Callable[..., Any]:
     """/v1/models: also what the server has and nobody asked for yet."""
 
@@ -189,9 +243,12 @@ def _show(original: Any) -> Callable[..., Any]:
         directory: Directory | None = getattr(self, _DIRECTORY, None)
         if directory is None:
             return models
+        caller = CALLER.get()
+        if caller is not None:  # what others asked for is not theirs to see
+            models.data = [card for card in models.data if self.is_base_model(card.id)]
         try:
-            listed = await asyncio.to_thread(directory.list)
-        except ServerUnavailableError:
+            listed = await asyncio.to_thread(directory.list, caller.tenant if caller is not None else "")
+        except (PermissionDeniedError, ServerUnavailableError):  # a tenant that is none any more
             return models
         known = {card.id for card in models.data}
         parent = models.data[0].id
