@@ -280,6 +280,10 @@ def test_a_tenant_has_as_much_as_it_may(gated, monkeypatch):
         with pytest.raises(LimitError, match=text):
             with Scopes(gated.controller, gate).adding(gate.identify(gated.tokens["acme", Role.PUBLISHER])):
                 pytest.fail("it may not")
+    for resolver, error in ((object(), LimitError), (None, UnknownAdapterError)):  # what nobody has would be brought
+        monkeypatch.setattr(gated.controller.adapters, "resolver", resolver)
+        with pytest.raises(error):
+            acquire(gated, "acme", proof, "brought")
     limit(max_active=1)
     acquire(gated, "acme", proof, "law", "org/art")
     acquire(gated, "acme", proof, "bot")

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from lora_server.access import limits
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
+from lora_server.access.names import Names
 from lora_server.control.controller import Controller
+from lora_server.control.held import HeldAdapters
 from lora_server.control.leases import ClientLease
 from lora_server.control.registry import Record
 from lora_server.errors import LeaseError, LimitError, UnknownAdapterError
@@ -61,11 +63,7 @@ class Scopes:
             yield
 
     def _has(self, tenant: str) -> tuple[int, int]:
-        """How many adapters, of how many bytes."""
-        if not tenant:
-            return 0, 0
-        own = [one.record for one in self._adapters.listings() if self.gate.names.owner(one.record.name) == tenant]
-        return len(own), sum(one.nbytes for one in own)
+        return has(self._adapters, self.gate.names, tenant)
 
     def check_still_good(self, lease: ClientLease) -> None:
         """A token that was revoked while its client joined; raises LeaseError."""
@@ -91,6 +89,12 @@ class Scopes:
         return bool(self._controller.adapters.after((start, 0), 1, lambda name: name.startswith(start)))
 
 
+def has(adapters: HeldAdapters, names: Names, tenant: str) -> tuple[int, int]:
+    """How many adapters a tenant has, of how many bytes."""
+    own = [one.record for one in adapters.listings() if names.owner(one.record.name) == tenant]
+    return len(own), sum(one.nbytes for one in own)
+
+
 class Scope:
     """Of one call."""
 
@@ -111,13 +115,24 @@ class Scope:
         return self._names.own(self.who.tenant, name)
 
     def find(self, name: str) -> str:
-        """The full name that it means, of one that it sees; there may be none. Raises UnknownAdapterError."""
+        """The full name that it means, of one that it sees; there may be none. Raises UnknownAdapterError, and
+        LimitError for one more that would be brought."""
         if self.who.sees_all:
             return name
         meant = self._names.meant(self.who.tenant, name)
         if not meant:
             raise self._unknown(name)
-        return next(iter(self._adapters.known(meant)), meant[0])
+        known = self._adapters.known(meant)
+        if not known and self._adapters.resolver is not None:  # it would be brought, and be one more
+            self._check_one_more()
+        return next(iter(known), meant[0])
+
+    def _check_one_more(self) -> None:
+        tenant = self.gate.tenant(self.who.tenant)
+        if tenant.max_adapters or tenant.max_bytes:
+            count, nbytes = has(self._adapters, self._names, tenant.name)
+            limits.check_adapters(tenant, count + 1)
+            limits.check_bytes(tenant, nbytes)
 
     @contextmanager
     def asking(self, names: Sequence[str], full: Sequence[str]) -> Iterator[None]:
