@@ -52,7 +52,7 @@ def test_a_server_with_tokens_and_certificates(tmp_path):
 
     try:
         until(serves, "the server is ready", HANG_SECONDS)
-        until(lambda: "serving" in server.tail(), "its node sees that", HANG_SECONDS)
+        until(lambda: "serving" in server.log.read_text(), "its node sees that", HANG_SECONDS)
         with pytest.raises(UnauthenticatedError):
             is_ready(Credentials("", None, authority.ca, own, own_key))
         with pytest.raises(ServerUnavailableError):
