@@ -110,8 +110,8 @@ def test_refusals_wait_for_their_turn(loaded):
         with pytest.raises(ProtocolError):
             bad.send(bad.request(step_class=255))
     refused, served = bad.push(bad.request(step_class=255)), good.push(good.request())
-    assert loaded.shard.serve_once()
-    assert good.link.responded() == served and bad.link.responded() < refused
+    while good.link.responded() < served:
+        assert loaded.shard.serve_once() and bad.link.responded() < refused
     with pytest.raises(ProtocolError):
         bad.answer(refused)
     bad.link.close(), good.link.close()
