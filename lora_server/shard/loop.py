@@ -29,7 +29,7 @@ from lora_server.wire.slot import RequestHeader
 
 IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
-HELD_NS = 2_000_000_000  # within which a shard hears what its clients hold
+HELD_NS = 5_000_000_000  # within which a shard hears what its clients hold, also of a controller that was away
 TURN_NS = 1_000_000  # that a step is served before others are looked at; no part of it is cut short
 UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
 log = structlog.get_logger()
