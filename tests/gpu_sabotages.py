@@ -87,6 +87,8 @@ MUTANTS = (
            "const uint64 ready = load_acquire_system(&entry->ready);", "const uint64 ready = load_system(&entry->ready);"),
     Mutant("weights: READY does not count", "request.cuh",
            "return ready == generation ? WEIGHTS_READY : WEIGHTS_LOADING;", "return WEIGHTS_READY;"),
+    Mutant("weights: experts that differ are taken for alike", "request.cuh",
+           "if (static_cast<int>(high.y) == UNEVEN) {", "if (false) {"),
     Mutant("weights: nobody hears what was used", "request.cuh",
            "if (s.used) store(s.used + (one.x & ((1u << HANDLE_BITS) - 1)), turn);", ""),
     Mutant("mailbox: pages are given back a turn early", "mailbox.cuh",

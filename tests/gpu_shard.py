@@ -72,6 +72,7 @@ class Shard:
         wide_in, wide_out = max(map(SPEC.in_width, SITES)), max(map(SPEC.out_width, SITES))
         self.links = new(layout.LINK, layout.MAX_LINKS)
         self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
+        self.expert_places = self.world.shared.new("<i4", HANDLES + 1, len(SITES), SPEC.experts, 2)
         arrays = {
             "links": self.links,
             "orders": new("u1", layout.ORDERS * layout.ORDER_BYTES),
@@ -79,6 +80,7 @@ class Shard:
             "sites": sites,
             "held": self.held,
             "used": self.used,
+            "places": self.expert_places,
             "blocks": self.blocks,
             "partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK),
             "v": new("<f4", MAX_ROWS, MAX_RANK),
@@ -185,6 +187,11 @@ class Shard:
             entry = np.zeros(1, layout.ENTRY)
             entry["generation"], entry["row"], entry["first_tile"] = handle >> 16, row, adapter.first[site]
             entry["tiles_each"], entry["end_expert"] = shape.num_tiles, SPEC.experts
+            if self.variant[handle] % 2:  # as if they differed in shape
+                place = index * len(SITES) + i
+                tiles = adapter.first[site] + shape.num_tiles * np.arange(SPEC.experts)
+                self.world.write(self.expert_places[index, i], np.stack([np.full(SPEC.experts, row), tiles], axis=1))
+                entry["first_tile"], entry["tiles_each"] = place * SPEC.experts, layout.UNEVEN
             self.world.write(self._entry(index, site), entry)
         for site in SITES:
             self.world.write(self._entry(index, site)["ready"], handle >> 16)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from kernels_cuda.routing import Route
+from lora_server.adapters import open_adapter
 from lora_server.control.registry import FIRST_HANDLE
-from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
-from lora_server.spec import Site
+from lora_server.demo import tiny
+from lora_server.errors import ConfigError, UnknownAdapterError
+from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.captured import Captured
 from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
@@ -19,6 +22,7 @@ from lora_server.transport.gpu.layout import CLIENT, COMMANDS, MAX_GENERATION, S
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
+from lora_server.transport.gpu.places import Places
 from lora_server.transport.shm import ShmListener
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
@@ -27,7 +31,7 @@ from tests import emulated, emulated_gpu
 from tests.gpu_host import Host
 from tests.gpu_steps import IN_MAP, ROWS, SITE
 from tests.serving import until
-from tests.workload import spec_of
+from tests.workload import model_of, spec_of
 
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
@@ -222,12 +226,55 @@ def test_a_kernel_without_a_heartbeat_ends_its_shard():
 
 
 @needs_emulator
-def test_an_adapter_of_uneven_experts_is_refused(host):
-    site = Site(0, "gate_up")
-    uneven = host.tier.directory.absent(site)
-    uneven[:, 0], uneven[:, 1] = 3, np.arange(len(uneven)) ** 2
-    with pytest.raises(AdapterLoadError, match=r"its experts differ.*--gpu-transport cuda_ipc"):
-        host.tier._regular(site, uneven)
+def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
+    """And what one had, another gets, once the kernel reads it no more."""
+    site, experts, ranks = Site(1, "gate_up"), (0, 3, 6), {r".*experts\.3\.w1": 40, r".*experts\.[56]\.w[12]": 1}
+    tiny.make_adapter(
+        model_of("mixtral"), tmp_path, lora_rank=4, seed=1, alpha=8, style="per_expert", rank_pattern=ranks
+    )
+    width, deltas = host.spec.out_width(site), dict[int, torch.Tensor]()
+    with open_adapter(tmp_path, host.spec) as adapter:
+        for expert in experts:
+            deltas[expert] = torch.zeros(width, host.spec.in_width(site), dtype=torch.float64)
+            for pair, a, b in adapter.read(site, expert):
+                deltas[expert][pair.out_begin : pair.out_end] += pair.scale * (b.double() @ a.double())
+    taken = []
+    for _ in range(2):
+        steps = host.join(host.load(tmp_path))
+        captured, route = Captured(steps.link), routed(steps, ROWS)
+        route.counts[0] = len(experts)
+        route.segments[:3] = torch.tensor([[steps.handle, e, i, 1] for i, e in enumerate(experts)], dtype=torch.int32)
+        header = steps.header(0, 0)._replace(
+            flags=IN_MAP, layer=site.layer, projection=PROJECTIONS.index(site.projection), windows=((0, width),)
+        )
+        launches = captured.site(header, steps.x, route, by_entry=False)
+        y = torch.zeros(ROWS, width, dtype=torch.bfloat16)
+        captured.begin(60)
+        launches.put(), launches.wait(), launches.add(y)
+        captured.finish()
+        rows = route.pair_N.tolist()
+        for row, expert in zip(rows, experts, strict=True):
+            exact = deltas[expert] @ steps.x[row].double()
+            torch.testing.assert_close(y[row].double(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+        steps.link.close()
+        taken.append(host.tier._on_device._places._used)
+        host.store.drop(steps.handle)
+    assert taken[0] == taken[1] > 0, "the second had the places of the first"
+
+
+def test_places_grow_between_two_launches():
+    sizes = []
+    kernel = SimpleNamespace(
+        gpu=emulated_gpu.EmulatedGpu(),
+        read_places=lambda places: sizes.append(len(places)),
+        between=lambda action: action(),
+    )
+    places = Places(kernel, places=4)
+    rows = np.arange(6, dtype=np.int32).reshape(3, 2)
+    assert [places.put(handle, rows) for handle in (1, 1, 2)] == [0, 3, 6] and sizes == [4, 8, 16]
+    assert np.array_equal(places._device[6:9].numpy(), rows) and np.array_equal(places._device[:3].numpy(), rows)
+    places.free(1)
+    assert {places.put(3, rows), places.put(3, rows)} == {0, 3} and places.put(3, rows[:2]) == 9
 
 
 @needs_emulator

@@ -8,7 +8,6 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.layout import GROUP
-from lora_server.errors import AdapterLoadError
 from lora_server.memory.directory import Ints
 from lora_server.memory.manifest import Manifest
 from lora_server.memory.paged import PagedTier
@@ -46,7 +45,6 @@ class ResidentTier(PagedTier):
 
     @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        """Raises AdapterLoadError too where the experts of a site differ in shape: the kernel knows one for all."""
         ranks = [
             GROUP * placed.shape.groups for blocks in manifest.blocks(layer).values() for placed in blocks.values()
         ]
@@ -56,22 +54,12 @@ class ResidentTier(PagedTier):
     @override
     def _tell(self, handle: int, layer: int, place: int, entries: Mapping[Site, Ints]) -> None:
         super()._tell(handle, layer, place, entries)
-        fields = {PROJECTIONS.index(site.projection): self._regular(site, found) for site, found in entries.items()}
+        own = {site: self._placement.experts(site, self._shard) for site in entries}
+        fields = {
+            PROJECTIONS.index(site.projection): (own[site], found[own[site].start : own[site].stop])
+            for site, found in entries.items()
+        }
         self._on_device.put(handle, layer, fields)
-
-    def _regular(self, site: Site, entries_E2: Ints) -> tuple[int, int, int, range]:
-        """Row, first tile, tiles of each expert, experts: of what lies one behind the other, all of one shape."""
-        own = self._placement.experts(site, self._shard)
-        if not own:
-            return 0, 0, 0, range(0)
-        rows_e, tiles_e = entries_E2[own.start : own.stop].T
-        each = int(tiles_e[1] - tiles_e[0]) if len(own) > 1 else 0
-        if (rows_e != rows_e[0]).any() or (tiles_e[1:] - tiles_e[:-1] != each).any():
-            raise AdapterLoadError(
-                f"{site}: its experts differ in which have LoRA weights, or in rank; --gpu-transport gpu serves "
-                "adapters with one shape for all experts of a site; serve this one with --gpu-transport cuda_ipc"
-            )
-        return int(rows_e[0]), int(tiles_e[0]), each, own
 
     @override
     def withdraw(self, handle: int) -> object:

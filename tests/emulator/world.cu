@@ -13,7 +13,7 @@ inline const Named NAMED[] = {
     {FIELD(Client, status)}, {FIELD(Client, abort)}, {FIELD(Link, tables)}, {FIELD(Link, served)},
     {FIELD(Entry, row)}, {FIELD(Entry, end_expert)}, {FIELD(Mailbox, commands)}, {FIELD(Mailbox, taken)},
     {FIELD(Mailbox, done)}, {FIELD(Mailbox, left)}, {FIELD(Mailbox, acks)}, {FIELD(Mailbox, notes)},
-    {FIELD(Serve, arrivals)}, {FIELD(Serve, idle_ns)}, {FIELD(Serve, held)}, {FIELD(Serve, used)}, {FIELD(Serve, max_entries)}, {FIELD(Serve, dtype)},
+    {FIELD(Serve, arrivals)}, {FIELD(Serve, idle_ns)}, {FIELD(Serve, held)}, {FIELD(Serve, used)}, {FIELD(Serve, places)}, {FIELD(Serve, max_entries)}, {FIELD(Serve, dtype)},
     {FIELD(Serve, tells_all)}, {FIELD(Serve, turn)}, {FIELD(Serve, left)}, {FIELD(Serve, done)},
     {FIELD(Serve, tickets)}, {FIELD(Serve, draining)}, {FIELD(Serve, noted)},
 };

@@ -6,6 +6,6 @@ needs     what a machine must have for it      slots      the memory of a link
 link      an engine's end                      captured   the same for CUDA graphs
 connection     a shard's end                   carrier    of a client that a host polls
 kernel    the shard's: launched, watched       mailbox    what it and its host tell each other
-directory      where it finds weights
+directory      where it finds weights          places     of experts that differ in shape
 layout    what hosts and kernels read and write           source     the kernels' sources
 """

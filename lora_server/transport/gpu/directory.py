@@ -17,7 +17,16 @@ import torch
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, MAX_GENERATION, CommandKind, handle_of, parts
+from lora_server.transport.gpu.layout import (
+    ENTRY,
+    HANDLE_BITS,
+    MAX_GENERATION,
+    UNEVEN,
+    CommandKind,
+    handle_of,
+    parts,
+)
+from lora_server.transport.gpu.places import Ints, Places
 
 FIRST_PLACES = 1024
 Entries = npt.NDArray[np.void]  # [projections] of ENTRY
@@ -28,7 +37,7 @@ class DeviceDirectory:
 
     def __init__(self, kernel: ServeKernel, layers: int, places: int = FIRST_PLACES) -> None:
         self._kernel, self._layers = kernel, layers
-        self._lock = threading.Lock()
+        self._lock, self._places = threading.Lock(), Places(kernel)
         self._host = np.zeros((places, layers, len(PROJECTIONS)), ENTRY)
         self._place()
 
@@ -71,17 +80,27 @@ class DeviceDirectory:
             used = [(index, int(self._host[index]["generation"].max())) for index in self._kernel.used()]
         return [handle_of(index, generation) for index, generation in used if generation]
 
-    def put(self, handle: int, layer: int, fields: Mapping[int, tuple[int, int, int, range]]) -> None:
-        """A layer's weights are there: by projection row, first tile, tiles of each expert, experts."""
+    def put(self, handle: int, layer: int, fields: Mapping[int, tuple[range, Ints]]) -> None:
+        """A layer's weights are there: by projection experts, and of each its row and first tile."""
         index, generation = parts(handle)
         with self._lock:
             entries = self._host[index, layer]
-            for projection, (row, first_tile, tiles_each, experts) in fields.items():
-                entries[projection] = (0, generation, row, first_tile, tiles_each, experts.start, experts.stop)
+            for projection, (experts, places_E2) in fields.items():
+                entries[projection] = (0, generation, *self._where(handle, places_E2), experts.start, experts.stop)
             self._write(index, layer)
             entries["ready"] = generation
             for projection in range(len(PROJECTIONS)):
                 self._kernel.gpu.write_word(self._address(index, layer, projection), generation)
+
+    def _where(self, handle: int, places_E2: Ints) -> tuple[int, int, int]:
+        """Row, first tile, tiles of each expert, where all have one shape."""
+        if not len(places_E2):
+            return 0, 0, 0
+        row, first_tile = map(int, places_E2[0])
+        each = int(places_E2[1, 1]) - first_tile if len(places_E2) > 1 else 0
+        if (places_E2[:, 0] == row).all() and (np.diff(places_E2[:, 1]) == each).all():
+            return row, first_tile, each
+        return 0, self._places.put(handle, places_E2), UNEVEN
 
     def take_back(self, handle: int, foreign: Collection[int]) -> None:
         """Steps wait for it again; returns when no step reads what it had."""
@@ -91,6 +110,8 @@ class DeviceDirectory:
             self._host[index]["ready"][own] = 0
             self._write_words(index, own)
         self._retire(index)
+        with self._lock:
+            self._places.free(handle)
 
     def forget(self, handle: int) -> None:
         """Steps that name it are refused; returns when no step reads what it had."""
@@ -102,6 +123,8 @@ class DeviceDirectory:
             self._write_words(index, range(self._layers))
             self._write(index)
         self._retire(index)
+        with self._lock:
+            self._places.free(handle)
 
     def _retire(self, index: int) -> None:
         mailbox = self._kernel.mailbox

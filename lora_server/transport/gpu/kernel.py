@@ -132,6 +132,10 @@ class ServeKernel:
         self._host[0]["held"], self._host[0]["used"] = self._held.data_ptr(), self._used.data_ptr()
         self._seen = 0
 
+    def read_places(self, places: torch.Tensor) -> None:
+        """Of experts that differ in shape: before the kernel starts, or `between`."""
+        self._host[0]["places"] = places.data_ptr()
+
     def used(self) -> list[int]:
         """Indices of handles that steps named since the last call, the oldest use first."""
         turns = np.frombuffer(self.gpu.read(self._used.data_ptr(), self._used.nbytes), TURN)

@@ -108,6 +108,7 @@ ENTRY = np.dtype(
         ("end_expert", "<i4"),
     ]
 )
+UNEVEN = -1  # tiles each: first_tile is where the experts' places begin
 SITE = np.dtype([("in_width", "<i4"), ("out_width", "<i4"), ("experts", "<i4"), ("unused", "<i4")])
 COMMAND = np.dtype([("kind", "<u8"), ("link", "<u8"), ("words", "<u8", 14)])
 NOTE = np.dtype([("kind", "<u8"), ("link", "<u8"), ("seq", "<u8"), ("what", "<u8")])
@@ -138,6 +139,7 @@ _SERVE_WORDS = (
     "idle_ns",
     "held",
     "used",
+    "places",
 )
 SERVE = _struct(
     512,

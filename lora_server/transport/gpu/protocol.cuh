@@ -26,9 +26,10 @@ constexpr int CONNECT_WORDS = 11;
 struct alignas(32) Entry {
     uint64 ready;         // == generation: the pages are there
     unsigned generation;  // of who has the handle's index now
-    int row, first_tile, tiles_each;
+    int row, first_tile, tiles_each;  // or, with UNEVEN tiles each, first_tile is where the experts' places begin
     int first_expert, end_expert;  // that are here
 };
+constexpr int UNEVEN = -1;
 constexpr int HANDLE_BITS = 16;  // of the index; above it the generation, 15 bits
 
 struct alignas(16) Site { int in_width, out_width, experts, unused; };
@@ -71,6 +72,7 @@ struct alignas(128) Serve {
     uint64 idle_ns;
     const unsigned* held;  // [MAX_LINKS, num_handles]: see is_held; null while its host keeps no such table
     uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
+    const int* places;  // [.., 2]: block and first tile of each expert, where those of a site differ in shape
     int max_entries, max_rank, table_bytes, dtype;
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     // the kernel's, kept from one launch to the next

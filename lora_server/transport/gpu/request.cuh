@@ -148,8 +148,13 @@ DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* table
             misplaced = true;
             continue;
         }
-        const unsigned tile = high.x + (one.y - high.z) * high.y;
-        store(reinterpret_cast<uint4*>(tables + LORA_HEADER_BYTES) + i, uint4{low.w, tile, one.z, one.w});
+        const unsigned expert = one.y - high.z;
+        uint2 place = {low.w, high.x + expert * high.y};
+        if (static_cast<int>(high.y) == UNEVEN) {
+            const int* its = s.places + 2 * (high.x + expert);
+            place = {static_cast<unsigned>(load_l2(its)), static_cast<unsigned>(load_l2(its + 1))};
+        }
+        store(reinterpret_cast<uint4*>(tables + LORA_HEADER_BYTES) + i, uint4{place.x, place.y, one.z, one.w});
         if (s.used) store(s.used + (one.x & ((1u << HANDLE_BITS) - 1)), turn);
     }
     if (votes(unknown)) return UNKNOWN_ADAPTER;
