@@ -67,6 +67,17 @@ def exposed(scrape):
     return scrape[0] | ELSEWHERE
 
 
+def test_the_operations_page_has_every_metric(exposed):
+    """Each in a row of its own, with its labels."""
+    text = (FOLDER.parent.parent / "docs/operations.md").read_text()
+    rows = dict(re.findall(r"^\| `(lora_server_\w+)` \| ([\w, ]*) ?\|", text, re.MULTILINE))
+    written = {name: set(re.findall(r"\w+", labels)) for name, labels in rows.items()}
+    own = {name: labels - {"le"} for name, labels in exposed.items() if name not in ELSEWHERE}
+    parts = {name: re.sub(r"_(bucket|sum|count)$", "", name) for name in own}
+    found = {whole if f"{whole}_sum" in own else name: own[name] for name, whole in parts.items()}
+    assert written == found
+
+
 def test_what_happened_is_counted(scrape):
     _, samples = scrape
     acquired = samples["lora_server_adapter_hits_total",] + samples["lora_server_adapter_misses_total",]

@@ -33,7 +33,7 @@ class Prefetches:
 
     def __init__(self, leases: Leases, adapters: Adapters, shards: ShardTable) -> None:
         self._leases, self._adapters, self._shards = leases, adapters, shards
-        self.ignored: Counter[str] = Counter()  # by why
+        self.ignored = Counter(dict.fromkeys(("too much", "too often", "not held"), 0))  # by why
         self._complain = Repeats(log.warning)
         self._announced: dict[int, set[int]] = {}  # by client
         self._quiet_until: dict[int, float] = {}
