@@ -5,6 +5,7 @@ A span per join, acquire, generation, load and change; none per step, of which t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -76,6 +77,7 @@ def configure(service: str, endpoint: str = "", **about: str) -> None:
         provider = trace.TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=url)))
         _TRACES.provider = provider
+        atexit.register(shutdown)
 
 
 def _sdk(module: str) -> Any:

@@ -40,6 +40,25 @@ def test_a_traceback_is_written_and_not_kept():
     assert "exc_info" in lines[0][1] and not any("exc_info" in one.fields for one in repeats._muted.values())
 
 
+def test_a_call_is_named_in_its_lines_in_either_form():
+    code = """
+import structlog
+from lora_server import logs
+log = structlog.get_logger()
+with structlog.contextvars.bound_contextvars(request="r-1"):
+    logs.bind_tenant("acme")
+    for form in ("json", "console"):
+        logs.configure(form=form)
+        log.info("asked", same=logs.request_id() == "r-1")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=HANG_SECONDS
+    )
+    line, for_people = done.stderr.splitlines()
+    assert {"request": "r-1", "tenant": "acme", "event": "asked", "same": True}.items() <= json.loads(line).items()
+    assert "request=r-1" in for_people and "tenant=acme" in for_people and "\x1b" not in for_people
+
+
 def test_a_line_is_one_write_so_that_processes_do_not_mix_theirs():
     """A datagram socket shows what each write holds."""
     code = """

@@ -15,6 +15,8 @@ import torch
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from client_connector.remote import RemoteServer
+from client_connector.serving.holder import Holder
+from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server import telemetry
 from lora_server.demo.launch import running_server
@@ -145,6 +147,26 @@ def test_a_refused_call_is_found_by_its_id(collector, server):
     until(lambda: [one for one in collector.named("lora.server.Acquire") if one["trace"] == trace], "it came")
     assert all(one["failed"] for one in collector.named("lora.server.Acquire") if one["trace"] == trace)
     assert 'lora_server_refusals_total{code="unknown_adapter"} 1.0' in server.get("/metrics")[1]
+
+
+def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
+    """What vLLM hands over: its request's id, and the headers of its span."""
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    holder = Holder(Settings(server.address), lambda text: ())
+    try:
+        assert holder.hold("cmpl-1", "fused", (), headers).failure is None
+        assert holder.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
+        holder.release("cmpl-1")
+        holder.release("cmpl-2")
+    finally:
+        holder.close()
+    for request, failure in (("cmpl-1", ""), ("cmpl-2", "unknown_adapter")):
+        whole = collector.wait_for("lora.generation", request=request)
+        assert (whole["trace"].hex(), whole["parent"].hex()) == ("ab" * 16, "cd" * 8)
+        assert whole["attributes"]["lora.failure"] == failure
+        acquire = collector.wait_for("lora.acquire", request=request)
+        assert acquire["trace"].hex() == "ab" * 16 and acquire["failed"] == bool(failure)
+        assert collector.wait_for("lora.server.Acquire", request=request)["parent"] == acquire["id"]
 
 
 def test_nothing_is_imported_where_no_collector_is():

@@ -48,7 +48,9 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _observed(self, method: str, known: Mapping[str, Any], context: Any) -> Iterator[None]:
         request = str(known.get(REQUEST_KEY, ""))
         ours = {"request": request} if _GOOD_ID.fullmatch(request) else {}
-        traced = contextlib.nullcontext() if method in UNTRACED else telemetry.span(f"lora.server.{method}", known)
+        traced = (
+            contextlib.nullcontext() if method in UNTRACED else telemetry.span(f"lora.server.{method}", known, **ours)
+        )
         with structlog.contextvars.bound_contextvars(**ours), traced:
             try:
                 yield
