@@ -56,7 +56,9 @@ class Gated:
         )
         self.control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), gate=gate, **tls)
         stack.callback(self.control.close, 0.2)
-        self.http = HttpServer("127.0.0.1", 0, controller.not_ready, None, page.answers(controller), gate)
+        self.http = HttpServer(
+            "127.0.0.1", 0, controller.not_ready, None, page.answers(controller, gate.names.owner), gate
+        )
         stack.callback(self.http.close)
         self.address = f"127.0.0.1:{self.control.port}"
 

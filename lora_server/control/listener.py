@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError, Message
 from lora_server.access.identity import Identity
 from lora_server.control.calls import Calls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
+from lora_server.logs import bind_tenant
 from lora_server.wire.credentials import AUTHORIZATION
 from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
@@ -151,6 +152,7 @@ class Listener:
         async def handle(_: object, context: Context) -> None:
             try:
                 who = self._admit(call, _shown(context))
+                bind_tenant(who.tenant)
                 if isinstance(method, Unary):
                     request = await self._first(context, method.request)
                     reply = await method.threads.run(method.answer, request, who)

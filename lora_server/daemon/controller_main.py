@@ -76,7 +76,8 @@ class ControllerProcess:
         self.gate = Gate(self.database, config.require_tokens, config.secret)
         self._stack.callback(self.gate.close)
         self.gate.on_change = self._end_revoked
-        self.http = listen_http(config, self._stack, self._not_ready, collector, page.answers(controller), self.gate)
+        pages = page.answers(controller, lambda name: self.gate.names.owner(name))
+        self.http = listen_http(config, self._stack, self._not_ready, collector, pages, self.gate)
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
             tls = server_credentials(config)

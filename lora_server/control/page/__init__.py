@@ -24,11 +24,11 @@ HEADERS = {
 }
 
 
-def answers(controller: Controller) -> dict[str, Callable[[Request], Response]]:
-    """By path: the page, and what it asks for."""
+def answers(controller: Controller, owner: Callable[[str], str]) -> dict[str, Callable[[Request], Response]]:
+    """By path: the page, and what it asks for. `owner` of an adapter: its tenant."""
 
     def status(_: Request) -> Response:
-        return JSONResponse(overview(controller), headers={"Cache-Control": "no-store"})
+        return JSONResponse(overview(controller, owner), headers={"Cache-Control": "no-store"})
 
     return {**{path: _file(name, kind) for path, (name, kind) in FILES.items()}, "/status.json": status}
 

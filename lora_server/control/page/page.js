@@ -153,7 +153,7 @@ function adapters(now) {
   at("shown").textContent = rows.length < now.adapters ? `the ${rows.length} hottest of ${count(now.adapters)}` : "";
 }
 
-// what a server that has some says of each: texts and numbers, the same of all
+// rows of texts and numbers, all with the same names
 function tenants(rows) {
   at("tenants").hidden = !rows.length;
   const columns = Object.fromEntries(Object.keys(rows[0] ?? {}).map((name) => [name, ""]));
@@ -176,7 +176,7 @@ function write(now) {
     count(one.adapters.length),
   ]);
   table("clients", { engine: "", client: "", by: "text", heard: "", "adapters held": "" }, engines, "none has joined");
-  tenants(now.tenants ?? []);
+  tenants(now.tenants);
   at("refusals").hidden = !now.refused.length;
   table("refused", { adapter: "", why: "text long" }, now.refused.map((one) => [one.name, one.reason]), "");
   before = now;
