@@ -259,6 +259,17 @@ def test_secrets_are_nowhere(gated):
     assert secret.secret not in repr(secret) and secret.digest not in repr(gated.gate._known.tokens[secret.id])
 
 
+def test_a_tenant_asks_as_its_token_says(gated, monkeypatch):
+    monkeypatch.setenv("LORA_SERVER_TOKEN", gated.tokens["acme", Role.VIEWER])
+    told = {
+        command: CliRunner().invoke(app, [*command.split(), "--server", gated.address])
+        for command in ("status", "adapters list", "adapters show bot", "adapters show secret")
+    }
+    assert [one.exit_code for one in told.values()] == [0, 0, 0, 1]
+    assert "acme/bot" in told["adapters show bot"].stdout
+    assert not any("rival" in one.output for one in told.values())
+
+
 # -- limits
 
 

@@ -9,7 +9,7 @@ import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, ask, print_json, run
 from lora_server.cli.complete import adapter_names
-from lora_server.cli.rows import adapter_row, all_rows, more, show_list, show_one
+from lora_server.cli.rows import adapter_row, all_rows, full_name, more, show_list, show_one
 from lora_server.units import size
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapters of a running server.")
@@ -51,7 +51,8 @@ def show_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json
         from lora_server import terminal
         from lora_server.errors import UnknownAdapterError
 
-        found = [row for row in all_rows(server) if row["name"] == name]
+        rows, full = all_rows(server), full_name(server, name)
+        found = [row for row in rows if row["name"] == full]
         if not found:
             raise UnknownAdapterError(f"adapter {name!r}: not registered at {server}; see lora-server adapters list")
         row = found[0] | more(server, found[0])

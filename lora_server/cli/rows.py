@@ -89,6 +89,17 @@ def all_rows(server: str) -> list[dict[str, Any]]:
     return [*map(adapter_row, reply.adapters), *map(refused_row, reply.refused)]
 
 
+def full_name(server: str, name: str) -> str:
+    """What the server takes it for: a tenant's own adapters are called so without the tenant, too."""
+    from lora_server.errors import UnknownAdapterError
+    from lora_server.wire import lora_server_pb2 as pb
+
+    try:
+        return str(ask(server, "Adapters", "Get", pb.GetAdapterRequest(name=name, registered=True)).name)
+    except UnknownAdapterError:  # one that was refused, or drains, is listed all the same
+        return name
+
+
 def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
     """How much of its layers each shard has in its device pool, and in its host pool; its versions."""
     from lora_server.wire import lora_server_pb2 as pb
