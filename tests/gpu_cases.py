@@ -7,6 +7,7 @@ import random
 
 import torch
 
+from lora_server.shard.loop import HELD_NS
 from lora_server.transport.gpu.layout import LinkStatus, NoteKind
 from lora_server.wire import slot
 from tests import gpu_weights as weights
@@ -19,7 +20,6 @@ from tests.gpu_world import World
 
 SEED = 11
 PATIENCE_NS = 2_000_000_000  # step.cuh
-HELD_NS = 2_000_000_000  # poller.cuh
 
 
 class Scene:
@@ -146,7 +146,7 @@ def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
 
 
 def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
-    """Another is refused after two seconds, or when it is late; what is told in time is served; nobody waits for it."""
+    """Another is refused after as long as by the loop, or when late; what is told in time is served; nobody waits."""
     scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
     other, forger = scene.clients
     shard, world = scene.shard, scene.world

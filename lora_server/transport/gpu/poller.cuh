@@ -6,7 +6,7 @@
 constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedule.py
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = 3'600'000'000;
-constexpr uint64 HELD_NS = 2'000'000'000;  // within which a shard hears what its clients hold
+constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears what its clients hold
 enum StepState { NO_STEP, STEP_BLOCKED, STEP_READY };
 
 struct PollerMemory {
