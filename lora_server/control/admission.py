@@ -8,6 +8,10 @@ goes before those who came earlier and do not. Once somebody has been the first 
 a new place before it, and adapters give way: those that have the fewest holds, as many as it needs, and one more every
 FIRST_SECONDS. Who asks for one of them waits behind it; who asks for others in use is admitted at once all the same. So
 its place comes when those who hold theirs have let go, and nobody starves.
+
+Who came first counts within a tenant. Between those that wait, each begins where what its tenant has been given, and
+asked for earlier, ends: an adapter counts for one, divided by the tenant's weight. A tenant that begins to wait begins
+where the others are, so nobody saves up for later, and a long queue of one tenant's is passed by all others.
 """
 
 from __future__ import annotations
@@ -49,6 +53,8 @@ class Ticket:
 
     names: tuple[str, ...]
     since: float
+    tenant: str = ""
+    weight: float = 1.0
     first_since: float | None = None  # nobody who has been measured is before it
     waited: bool = False
     handles: list[int] | None = None
@@ -89,10 +95,14 @@ class Admission:
         self._tickets: dict[int, dict[int, Ticket]] = {}  # by client and number
         self._queue: dict[Key, Ticket] = {}  # of these, who waits; first come first
         self._presumed: set[int] = set()  # held when an earlier controller was last heard
+        self._had: dict[str, float] = {}  # by tenant, since somebody has been waiting
+        self._now = 0.0  # where who was admitted last began
 
     # -- clients
 
-    def acquire(self, client: int, number: int, names: Sequence[str]) -> list[int] | Queued:
+    def acquire(
+        self, client: int, number: int, names: Sequence[str], tenant: str = "", weight: float = 1.0
+    ) -> list[int] | Queued:
         """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
         if not names:  # a client that asks whether its lease is good
             return []
@@ -100,7 +110,8 @@ class Admission:
         if ticket is None:
             check_bounds(names)
             self._check_tickets(client)
-            ticket = self._ask((client, number), tuple(names))
+            ticket = Ticket(tuple(names), self.clock(), tenant, weight)
+            self._ask((client, number), ticket)
         if ticket.error is not None:
             raise ticket.error
         return list(ticket.handles) if ticket.handles is not None else self._queued((client, number), ticket)
@@ -109,19 +120,20 @@ class Admission:
         if (tickets := len(self._tickets.get(client, ()))) >= MAX_TICKETS:
             raise AdmissionError(f"client {client}: {tickets} requests of it are open, as many as may be; end some")
 
-    def _ask(self, key: Key, names: tuple[str, ...]) -> Ticket:
-        ticket = Ticket(names, self.clock())
-        self.resolve(names)  # raises
+    def _ask(self, key: Key, ticket: Ticket) -> None:
+        self.resolve(ticket.names)  # raises
+        if all(one.tenant != ticket.tenant for one in self._queue.values()):
+            self._had[ticket.tenant] = max(self._had.get(ticket.tenant, 0.0), self._now)
         self._queue[key] = ticket
         if key[1]:
             self._tickets.setdefault(key[0], {})[key[1]] = ticket
         self.admit()
         ticket.waited = True
         if key[1] == 0 and key in self._queue:
-            ticket.error = AdmissionError(f"adapters {list(names)}: no place now: {self._queued(key, ticket).reason}")
+            reason = self._queued(key, ticket).reason
+            ticket.error = AdmissionError(f"adapters {list(ticket.names)}: no place now: {reason}")
         if key[1] == 0 or ticket.error is not None:
             self._drop(key)
-        return ticket
 
     def is_queued(self, client: int, number: int) -> bool:
         """Whether a ticket still waits; one that is unknown does not."""
@@ -196,7 +208,7 @@ class Admission:
         if self.paused:
             return
         now, first, giving_way = self.clock(), None, frozenset[int]()
-        for key, ticket in list(self._queue.items()):
+        for key, ticket in self._in_order():
             try:
                 handles = self._resolve(ticket)
             except LoraServerError as error:
@@ -211,6 +223,17 @@ class Admission:
             elif first is None:
                 first = ticket
                 giving_way = self._giving_way(ticket, wanted, now)
+        if not self._queue:
+            self._had.clear()
+            self._now = 0.0
+
+    def _in_order(self) -> list[tuple[Key, Ticket]]:
+        waiting = list(self._queue.items())
+        ends, begins = dict(self._had), dict[Key, float]()
+        for key, ticket in waiting:
+            begins[key] = ends[ticket.tenant]
+            ends[ticket.tenant] += len(ticket.names) / ticket.weight
+        return sorted(waiting, key=lambda one: begins[one[0]])  # of equals, who came first
 
     def _resolve(self, ticket: Ticket) -> list[int]:
         handles = self.resolve(ticket.names)
@@ -236,6 +259,8 @@ class Admission:
 
     def _admit(self, key: Key, ticket: Ticket, handles: list[int], now: float) -> None:
         del self._queue[key]
+        self._now = max(self._now, self._had[ticket.tenant])
+        self._had[ticket.tenant] += len(ticket.names) / ticket.weight
         ticket.handles = handles
         hits = sum(map(self.is_resident, handles))
         self.counters.hits += hits
@@ -258,7 +283,7 @@ class Admission:
             self.changed(more, fewer)
 
     def _queued(self, key: Key, ticket: Ticket) -> Queued:
-        position = list(self._queue).index(key) + 1
+        position = [other for other, _ in self._in_order()].index(key) + 1
         if self.paused:
             return Queued(position, self.paused)
         handles = self.resolve(ticket.names)

@@ -101,9 +101,11 @@ class Clients:
             log.warning("lease expired", client=lease.client, instance=lease.instance)
             self._forget(lease.client)
 
-    def acquire(self, proof: Proof, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
-        """Hold adapters, or be queued for them; raises UnknownAdapterError, LeaseError."""
-        return self._adapters.acquire(self.renew(proof), names, ticket)
+    def acquire(
+        self, proof: Proof, names: Sequence[str], ticket: int = 0, tenant: str = "", weight: float = 1.0
+    ) -> tuple[list[Record], Queued | None]:
+        """Hold adapters for a tenant, or be queued for them; raises UnknownAdapterError, LeaseError."""
+        return self._adapters.acquire(self.renew(proof), names, ticket, tenant, weight)
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """See Adapters; where as many wait already as may, at once. Raises LeaseError."""

@@ -117,14 +117,16 @@ class HeldAdapters(ToldAdapters):
 
     # -- holds
 
-    def acquire(self, client: int, names: Sequence[str], ticket: int = 0) -> tuple[list[Record], Queued | None]:
+    def acquire(
+        self, client: int, names: Sequence[str], ticket: int = 0, tenant: str = "", weight: float = 1.0
+    ) -> tuple[list[Record], Queued | None]:
         """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load,
         ServerBusyError while one is being brought."""
         self._bring(names)
         with self._lock:
             self._require_settled()
             self._try_failed_again(names)
-            answer = self.admission.acquire(client, ticket, names)
+            answer = self.admission.acquire(client, ticket, names, tenant, weight)
             queued = answer if isinstance(answer, Queued) else None
             handles = self._resolve(names) if isinstance(answer, Queued) else answer
             records = [record for handle in handles if (record := self._registry.by_handle(handle)) is not None]
