@@ -49,7 +49,7 @@ def checking(work: Workload, server: str, pair: tuple[str, ...], file) -> Engine
 
 
 def metric(server, name: str) -> float:
-    lines = (line.split() for line in server.get("/metrics")[1].splitlines() if not line.startswith("#"))
+    lines = (line.rsplit(maxsplit=1) for line in server.get("/metrics")[1].splitlines() if not line.startswith("#"))
     return next(float(value) for found, value in lines if found == name)
 
 

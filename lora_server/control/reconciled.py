@@ -9,7 +9,7 @@ from pathlib import Path
 
 import structlog
 
-from lora_server.control.registry import Record, record_of
+from lora_server.control.registry import Record, record_of, version_of
 from lora_server.control.updates import UpdatedAdapters
 from lora_server.errors import AdapterError, LoraServerError
 from lora_server.registry.versions import Version
@@ -26,9 +26,9 @@ class ReconciledAdapters(UpdatedAdapters):
 
     def reconcile(self, listed: Iterable[Version]) -> None:
         """Shards have said what they keep, and the ledger what names mean: the ledger is right. What it does not know
-        drains, unless it is a directory's."""
+        drains, unless it is a directory's. One that was never written to, since it went with its node, learns from them."""
         with self._lock:
-            known = {one.handle: one for one in listed}
+            known = {one.handle: one for one in (*listed, *self._learn())}
             for record in self._registry.listed():
                 if not record.of_directory and record.handle not in known:
                     self._registry.unlist(record.name)
@@ -36,6 +36,14 @@ class ReconciledAdapters(UpdatedAdapters):
             for one in known.values():
                 self._gone.discard(one.handle)
                 self._registry.make_listed(self._localized(record_of(one)))
+
+    def _learn(self) -> list[Version]:
+        if self._ledger is None or self._ledger.changes():
+            return []
+        learnt = [version_of(record) for record in self._registry.listed() if not record.of_directory]
+        for one in learnt:
+            self._ledger.list(one)
+        return learnt
 
     def _relist(self, name: str) -> None:
         """A directory's, in whose place another was about to come."""
