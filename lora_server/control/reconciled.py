@@ -26,7 +26,9 @@ class ReconciledAdapters(UpdatedAdapters):
 
     def reconcile(self, listed: Iterable[Version]) -> None:
         """Shards have said what they keep, and the ledger what names mean: the ledger is right. What it does not know
-        drains, unless it is a directory's. One that was never written to, since it went with its node, learns from them."""
+        drains, unless it is a directory's. One that was never written to, as the last went with its node, learns of
+        them.
+        """
         with self._lock:
             known = {one.handle: one for one in (*listed, *self._learn())}
             for record in self._registry.listed():
