@@ -70,7 +70,6 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.kernels_cpu
 	$(BIN)/python -m bench.segments
 	$(BIN)/python -m bench.turns
-	$(BIN)/python -m bench.idle
 	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.loading
 	$(BIN)/python -m bench.cold_start

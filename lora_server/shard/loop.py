@@ -108,7 +108,8 @@ class Shard:
             header = requests.read_header(memory, client, epoch, seq, self.max_step_rows)
         except LoraServerError as error:
             refusal = error.with_traceback(None)  # whose frames would keep the client's memory
-            self._pending[client] = PendingStep(connection, seq, UNREADABLE, now, now, refusal=refusal)
+            header = UNREADABLE._replace(num_rows=self.max_step_rows)  # charged as the largest: floods wait for others
+            self._pending[client] = PendingStep(connection, seq, header, now, now, refusal=refusal)
             return
         expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
         step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
