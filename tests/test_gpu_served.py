@@ -80,7 +80,7 @@ def test_every_transport_gives_the_bits_of_one_kernel(served):
 
 def test_clients_of_both_kinds_take_turns_on_one_kernel(served):
     sessions = [served.join(transport) for transport in ("gpu", "shm", "gpu", "tcp")]
-    steps = [Steps(session, session.acquire(["fused"])[0].handle) for session in sessions]
+    steps = [Steps(session, session.acquire(["fused"], time.monotonic() + 60)[0].handle) for session in sessions]
     first = steps[0].step()
     for _ in range(4):
         sent = [one.push() for one in steps]
@@ -95,7 +95,7 @@ def test_clients_of_both_kinds_take_turns_on_one_kernel(served):
 def test_a_client_killed_in_the_middle_of_a_put_harms_nobody(served):
     """Its rows are there, and its signal is not: the put's blocks wait for each other."""
     survivor = served.join()
-    steps = Steps(survivor, survivor.acquire(["qv"])[0].handle)
+    steps = Steps(survivor, survivor.acquire(["qv"], time.monotonic() + 60)[0].handle)
     before = steps.step()
     command = [sys.executable, "-m", "tests.gpu_client", served.address, "fused", "1"]
     process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
@@ -112,12 +112,12 @@ def test_a_client_killed_in_the_middle_of_a_put_harms_nobody(served):
 def test_adapters_come_and_go_while_steps_run(served, tmp_path):
     """Evicted ones come back, one that is dropped is refused, and nobody's bits change."""
     session, load = served.join(), served.load
-    steps = {name: Steps(session, session.acquire([name])[0].handle) for name in ("fused", "qv")}
+    steps = {name: Steps(session, session.acquire([name], time.monotonic() + 60)[0].handle) for name in ("fused", "qv")}
     tiny.make_adapter(load.model, tmp_path / "late", seed=99, lora_rank=20, targets="all")
     seq, before = 0, {}
     for turn in range(2):
         assert cli("adapters", "add", "--server", served.address, "late", str(tmp_path / "late")).returncode == 0
-        late = Steps(session, session.acquire(["late"])[0].handle)
+        late = Steps(session, session.acquire(["late"], time.monotonic() + 60)[0].handle)
         for name, one in (*steps.items(), ("late", late)):
             one.seq = seq
             got = one.step()
@@ -135,7 +135,7 @@ def test_adapters_come_and_go_while_steps_run(served, tmp_path):
 
 def test_a_shard_that_dies_is_missed_and_its_successor_serves(served):
     session = served.join()
-    steps = Steps(session, session.acquire(["fused"])[0].handle)
+    steps = Steps(session, session.acquire(["fused"], time.monotonic() + 60)[0].handle)
     before = steps.step()
     (shard,) = shard_processes(served.address)
     shard.kill()
@@ -146,6 +146,6 @@ def test_a_shard_that_dies_is_missed_and_its_successor_serves(served):
     until(lambda: served.server.get("/readyz")[0] != 200, "it is missed")
     served.server.wait_ready()
     session = served.join()
-    steps = Steps(session, session.acquire(["fused"])[0].handle)
+    steps = Steps(session, session.acquire(["fused"], time.monotonic() + 60)[0].handle)
     assert torch.equal(steps.step(), before)
     session.leave()
