@@ -99,7 +99,7 @@ class Scope:
     """Of one call."""
 
     def __init__(self, controller: Controller, gate: Gate, who: Identity) -> None:
-        self.who, self.gate = who, gate
+        self.who, self.gate, self.tenant = who, gate, gate.tenant(who.tenant)
         self._adapters, self._names = controller.adapters, gate.names
 
     def sees(self, full: str) -> bool:
@@ -128,7 +128,7 @@ class Scope:
         return next(iter(known), meant[0])
 
     def _check_one_more(self) -> None:
-        tenant = self.gate.tenant(self.who.tenant)
+        tenant = self.tenant
         if tenant.max_adapters or tenant.max_bytes:
             count, nbytes = has(self._adapters, self._names, tenant.name)
             limits.check_adapters(tenant, count + 1)
@@ -161,7 +161,7 @@ class Scope:
 
     def check_acquire(self, full: Sequence[str]) -> None:
         """Raises LimitError."""
-        tenant = self.gate.tenant(self.who.tenant)
+        tenant = self.tenant
         self.gate.limits.check_rate(tenant)
         if tenant.max_active:
             active, asked = (

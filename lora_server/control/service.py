@@ -143,7 +143,7 @@ class ClientsService:
         full = [scope.find(name) for name in request.names]
         scope.check_acquire(full)
         with scope.asking(request.names, full):
-            tenant = scope.gate.tenant(scope.who.tenant)
+            tenant = scope.tenant
             records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight)
         asked = dict(zip(full, request.names, strict=True))
         reply = pb.AcquireReply(adapters=[_held(record, asked.get(record.name, record.name)) for record in records])
