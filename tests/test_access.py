@@ -110,7 +110,7 @@ def test_another_tenants_reads_as_if_it_were_not_there(gated):
         acquire(gated, "acme", proof, "bot", "rival/secret")
     with pytest.raises(UnknownAdapterError):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="rival/secret"))
-    with pytest.raises(UnknownAdapterError):
+    with pytest.raises(PermissionDeniedError, match="'law': is another's; expected one of acme"):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="law"))
     assert get(gated, "", "law") == "law"
 

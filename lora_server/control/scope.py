@@ -13,7 +13,7 @@ from lora_server.control.controller import Controller
 from lora_server.control.held import HeldAdapters
 from lora_server.control.leases import ClientLease
 from lora_server.control.registry import Record
-from lora_server.errors import LeaseError, LimitError, UnknownAdapterError
+from lora_server.errors import LeaseError, LimitError, PermissionDeniedError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 
 MOST_KNOWN = 8  # names that an error says
@@ -152,12 +152,14 @@ class Scope:
         return UnknownAdapterError(f"adapter {name[:200]!r}: not registered here (known: {known}); add it first")
 
     def find_own(self, name: str) -> str:
-        """The full name of one that it may change. What is shared, or another's, is as if it were not there: raises
-        UnknownAdapterError."""
+        """The full name of one that it may change. Raises UnknownAdapterError, and PermissionDeniedError for one that
+        is shared with it."""
         full = self.find(name)
-        if not self.owns(full):
+        if self.owns(full):
+            return full
+        if not self._adapters.known([full]):
             raise self._unknown(name)
-        return full
+        raise PermissionDeniedError(f"adapter {name!r}: is another's; expected one of {self.who.tenant}")
 
     def check_acquire(self, full: Sequence[str]) -> None:
         """Raises LimitError."""
