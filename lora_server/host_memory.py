@@ -8,6 +8,7 @@ from pathlib import Path
 
 Read = Callable[[str], str | None]  # a file's text; None where there is none
 _CGROUP = "/sys/fs/cgroup"
+_NO_LIMIT = 2**62  # what version 1 of control groups says is larger: pages that a signed word of bytes can count
 _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
@@ -36,6 +37,6 @@ def container_bytes(read: Read = _read) -> int | None:
     """What is left of the control group's limit; None where it has none."""
     for names in _FILES:
         limit, used = ((read(f"{_CGROUP}/{name}") or "").strip() for name in names)
-        if limit.isdigit() and used.isdigit():
+        if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
             return max(0, int(limit) - int(used))
     return None

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from lora_server.address import Address
 from lora_server.doctor import Machine, Places, State, diagnose, gpu, host, network, software
+from lora_server.host_memory import available_bytes, container_bytes
 
 WELL = {
     "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable:   33554432 kB\n",
@@ -150,3 +151,9 @@ def test_a_configuration_that_is_none(tmp_path):
     command = [sys.executable, "-m", "lora_server", "doctor", "--config", str(tmp_path / "bad.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "no such setting" in done.stderr
+
+
+def test_no_limit_of_an_old_control_group_is_none():
+    group = {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "999\n"}
+    written = {"/proc/meminfo": WELL["/proc/meminfo"]} | {f"/sys/fs/cgroup/memory/{k}": v for k, v in group.items()}
+    assert container_bytes(written.get) is None and available_bytes(written.get) == 32 * 2**30
