@@ -4,53 +4,12 @@ import itertools
 
 import pytest
 
-from lora_server.control.agreement import Agreement
-from lora_server.control.controller import Controller
 from lora_server.errors import AdapterLoadError, LoraServerError
-from lora_server.placement import Layout
-from lora_server.registry.database import FILE, Database
-from lora_server.registry.versions import Ledger
-from tests.controllers import ToldShard
-from tests.workload import spec_of, workload
-
-SECONDS = 30.0
+from tests.restarts import SECONDS, Server
 
 
 class Killed(BaseException):
     """What nothing of ours catches, as nothing survives a SIGKILL."""
-
-
-class Server:
-    """A controller with a ledger, and one shard that lives on when it is killed."""
-
-    def __init__(self, directory):
-        self.directory, self.shard, self.database = directory, None, None
-        self.paths = workload("mixtral").paths
-        self.start()
-
-    def start(self):
-        self.database = Database(f"sqlite:///{self.directory / FILE}")
-        spec = spec_of("mixtral")
-        ledger = Ledger(self.database, spec.to_json())
-        agreement = Agreement(spec, Layout(1, 1), "float32", "independent", 64)
-        memory = self.shard.memory if self.shard is not None else None
-        self.controller = Controller(agreement, restarted=memory is not None, ledger=ledger)
-        self.adapters = self.controller.adapters
-        self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
-        self.shard = ToldShard(self.controller, memory)
-        self.shard.lives()
-
-    def kill(self):
-        self.shard.close()
-        self.database.close()
-        self.start()
-
-    def close(self):
-        self.shard.close()
-        self.database.close()
-
-    def served(self):
-        return {one.record.name: one.record.version for one in self.adapters.listings() if one.state != "draining"}
 
 
 @pytest.fixture

@@ -292,6 +292,10 @@ class Admission:
             return Queued(position, f"shard {shard} has not looked at its files yet")
         return Queued(position, self.room.lacking(set(handles)) or "those who came earlier go first")
 
+    def names_waiting(self) -> set[str]:
+        """Of all tickets that wait."""
+        return {name for ticket in self._queue.values() for name in ticket.names}
+
     @property
     def num_queued(self) -> int:
         """Tickets that wait."""

@@ -9,6 +9,7 @@ import structlog
 
 from lora_server.control.adapters import Adapters
 from lora_server.control.admission import Queued
+from lora_server.control.held import CheckInUse
 from lora_server.control.leases import ClientLease, Leases
 from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
@@ -102,10 +103,17 @@ class Clients:
             self._forget(lease.client)
 
     def acquire(
-        self, proof: Proof, names: Sequence[str], ticket: int = 0, tenant: str = "", weight: float = 1.0
+        self,
+        proof: Proof,
+        names: Sequence[str],
+        ticket: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        check: CheckInUse | None = None,
     ) -> tuple[list[Record], Queued | None]:
-        """Hold adapters for a tenant, or be queued for them; raises UnknownAdapterError, LeaseError."""
-        return self._adapters.acquire(self.renew(proof), names, ticket, tenant, weight)
+        """Hold adapters for a tenant, or be queued for them; raises UnknownAdapterError, LeaseError, and what `check`
+        does."""
+        return self._adapters.acquire(self.renew(proof), names, ticket, tenant, weight, check)
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
         """See Adapters; where as many wait already as may, at once. Raises LeaseError."""

@@ -13,6 +13,7 @@ from lora_server.control.resolver import Resolver
 from lora_server.control.told import ToldAdapters
 
 Place = tuple[str, int]  # name, handle
+CheckInUse = Callable[[set[str]], None]  # of the names that clients hold, or wait for
 
 
 class Listing(NamedTuple):
@@ -93,11 +94,10 @@ class HeldAdapters(ToldAdapters):
         record = self._registry.by_handle(handle)
         return record.name if record is not None else None
 
-    def names_in_use(self) -> set[str]:
-        """Of all that clients hold."""
-        with self._lock:
-            records = map(self._registry.by_handle, self._holds.handles())
-            return {record.name for record in records if record is not None}
+    def _names_in_use(self) -> set[str]:
+        """Of all that clients hold, or wait for: what waits is held as soon as there is room."""
+        records = map(self._registry.by_handle, self._holds.handles())
+        return {record.name for record in records if record is not None} | self.admission.names_waiting()
 
     def refused(self) -> list[Refusal]:
         """Adapters of --adapters that were refused, by name; some serve on with earlier content."""
@@ -118,13 +118,21 @@ class HeldAdapters(ToldAdapters):
     # -- holds
 
     def acquire(
-        self, client: int, names: Sequence[str], ticket: int = 0, tenant: str = "", weight: float = 1.0
+        self,
+        client: int,
+        names: Sequence[str],
+        ticket: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        check: CheckInUse | None = None,
     ) -> tuple[list[Record], Queued | None]:
         """Hold all of `names`, or be queued for them; raises UnknownAdapterError, or why one failed to load,
-        ServerBusyError while one is being brought."""
+        ServerBusyError while one is being brought. `check` raises where there may not be more in use."""
         self._bring(names)
         with self._lock:
             self._require_settled()
+            if check is not None:
+                check(self._names_in_use())
             self._try_failed_again(names)
             answer = self.admission.acquire(client, ticket, names, tenant, weight)
             queued = answer if isinstance(answer, Queued) else None

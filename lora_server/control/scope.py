@@ -10,9 +10,10 @@ from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
 from lora_server.access.names import Names
 from lora_server.control.controller import Controller
-from lora_server.control.held import HeldAdapters
+from lora_server.control.held import CheckInUse, HeldAdapters
 from lora_server.control.leases import ClientLease
 from lora_server.control.registry import Record
+from lora_server.control.updates import CheckReplaced
 from lora_server.errors import LeaseError, LimitError, PermissionDeniedError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 
@@ -50,17 +51,16 @@ class Scopes:
             yield check
 
     @contextmanager
-    def updating(self, who: Identity) -> Iterator[None]:
-        """While an adapter's content is replaced: a tenant may have too much after it, and then brings no more. Raises
-        LimitError."""
+    def updating(self, who: Identity) -> Iterator[CheckReplaced]:
+        """While an adapter's content is replaced; what it yields raises LimitError where that would be too much: what
+        still drains counts, but for the version that is replaced now. Raises LimitError."""
         if not who.tenant:
-            yield
+            yield lambda served, new: None
             return
         tenant = self.gate.tenant(who.tenant)
         self.gate.limits.check_rate(tenant)
         with self.gate.limits.adding(tenant):
-            limits.check_bytes(tenant, self._has(tenant.name)[1])
-            yield
+            yield lambda served, new: limits.check_bytes(tenant, self._has(tenant.name)[1] - served.nbytes + new.nbytes)
 
     def _has(self, tenant: str) -> tuple[int, int]:
         return has(self._adapters, self.gate.names, tenant)
@@ -161,17 +161,19 @@ class Scope:
             raise self._unknown(name)
         raise PermissionDeniedError(f"adapter {name!r}: is another's; expected one of {self.who.tenant}")
 
-    def check_acquire(self, full: Sequence[str]) -> None:
-        """Raises LimitError."""
+    def check_acquire(self, full: Sequence[str]) -> CheckInUse | None:
+        """Raises LimitError, now or when it is called; None where all that there is may be in use."""
         tenant = self.tenant
         self.gate.limits.check_rate(tenant)
-        if tenant.max_active:
+
+        def check(in_use: set[str]) -> None:
             active, asked = (
-                {one for one in names if self._names.owner(one) == tenant.name}
-                for names in (self._adapters.names_in_use(), full)
+                {one for one in names if self._names.owner(one) == tenant.name} for names in (in_use, full)
             )
             if asked - active:
                 limits.check_active(tenant, len(asked | active))
+
+        return check if tenant.max_active else None
 
     def hidden(self, served_names: Iterable[str]) -> list[str]:
         """Adapters that nobody can ask an engine for, since its base model has their names."""

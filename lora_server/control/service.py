@@ -74,16 +74,16 @@ class AdaptersService:
         with scope.asking([request.name], [full]):
             if not who.is_operator:
                 self._allowed.within(who.tenant).check(request.uri)
-            with self._scopes.updating(who):
-                self._adapters.update(full, request.uri, seconds, _drain_seconds(request))
+            with self._scopes.updating(who) as check:
+                self._adapters.update(full, request.uri, seconds, _drain_seconds(request), check)
         return self._shown(full, who)
 
     def Rollback(self, request: pb.RollbackAdapterRequest, who: Identity) -> pb.Adapter:
         seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
         scope = self._scopes.of(who)
         full = scope.find_own(request.name)
-        with scope.asking([request.name], [full]):
-            self._adapters.rollback(full, request.version, seconds, _drain_seconds(request))
+        with scope.asking([request.name], [full]), self._scopes.updating(who) as check:
+            self._adapters.rollback(full, request.version, seconds, _drain_seconds(request), check)
         return self._shown(full, who)
 
     def Pin(self, request: pb.PinAdapterRequest, who: Identity) -> pb.Adapter:
@@ -141,10 +141,10 @@ class ClientsService:
         proof, scope = self._own(request.proof, who), self._scopes.of(who, request.on_behalf_of)
         check_bounds(request.names)
         full = [scope.find(name) for name in request.names]
-        scope.check_acquire(full)
+        check = scope.check_acquire(full)
         with scope.asking(request.names, full):
             tenant = scope.tenant
-            records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight)
+            records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
         asked = dict(zip(full, request.names, strict=True))
         reply = pb.AcquireReply(adapters=[_held(record, asked.get(record.name, record.name)) for record in records])
         if queued is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -22,6 +22,7 @@ from lora_server.errors import (
 from lora_server.registry.versions import Version
 from lora_server.wire import lora_server_pb2 as pb
 
+CheckReplaced = Callable[[Record, Record], None]  # of what serves, and what is to come in its place; raises
 log = structlog.get_logger()
 
 
@@ -29,9 +30,16 @@ class UpdatedAdapters(Adapters):
     """A new version is loaded beside the one that serves; a name means one of them at any time, and every request ends
     with the one that it began with."""
 
-    def update(self, name: str, uri: str, seconds: float, drain_seconds: float | None = None) -> Record:
+    def update(
+        self,
+        name: str,
+        uri: str,
+        seconds: float,
+        drain_seconds: float | None = None,
+        check: CheckReplaced | None = None,
+    ) -> Record:
         """The name means what lies at `uri` once every shard has it. Fails and changes nothing where one cannot load
-        it, or not in time."""
+        it, or not in time, or `check` raises."""
         deadline = time.monotonic() + seconds
         self._shards.require_up()
         self._allowed.check(uri)
@@ -45,11 +53,18 @@ class UpdatedAdapters(Adapters):
                     return served
                 with self._changing:
                     record = self._record(name, origin)
-                return self._bring_in(served, record, deadline, drain_seconds)
+                return self._bring_in(served, record, deadline, drain_seconds, check)
         except OSError as error:
             raise AdapterSourceError(f"adapter source {uri}: cannot be read: {error.strerror or error}") from error
 
-    def rollback(self, name: str, version: str, seconds: float, drain_seconds: float | None = None) -> Record:
+    def rollback(
+        self,
+        name: str,
+        version: str,
+        seconds: float,
+        drain_seconds: float | None = None,
+        check: CheckReplaced | None = None,
+    ) -> Record:
         """The name means again what it did before, or a version that it had, by the beginning of its digest."""
         deadline = time.monotonic() + seconds
         self._shards.require_up()
@@ -66,7 +81,7 @@ class UpdatedAdapters(Adapters):
             )
         with self._changing:
             record = replace(record_of(found), handle=self._registry.next_handle())
-        return self._bring_in(served, record, deadline, drain_seconds)
+        return self._bring_in(served, record, deadline, drain_seconds, check)
 
     def versions(self, name: str) -> list[Version]:
         """What the name means, and what it meant before, the last first; of a directory's nothing is kept."""
@@ -86,9 +101,18 @@ class UpdatedAdapters(Adapters):
             )
         return served
 
-    def _bring_in(self, served: Record, record: Record, deadline: float, drain_seconds: float | None) -> Record:
+    def _bring_in(
+        self,
+        served: Record,
+        record: Record,
+        deadline: float,
+        drain_seconds: float | None,
+        check: CheckReplaced | None,
+    ) -> Record:
         with self._changing, self._lock:
             self._check_served(served)
+            if check is not None:
+                check(served, record)
             loads = self._load_beside(record)
         for warning in record.warnings:
             log.warning("adapter", name=record.name, warning=warning)
