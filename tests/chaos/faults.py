@@ -14,7 +14,7 @@ from lora_server.demo.launch import RunningServer, running_server
 from tests.chaos.floods import held
 from tests.chaos.report import Held, Line
 from tests.fleet import Engine, Fleet, now
-from tests.serving import status, until
+from tests.serving import all_gone, status, until
 from tests.workload import Workload
 
 VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
@@ -62,8 +62,9 @@ def _harm(server: RunningServer, fleet: Fleet, victim: str, how: str, scratch: P
         shards = sorted(reply.shards, key=lambda shard: shard.shard)
         pid = reply.pid if victim == "controller" else shards[victim == "other shard"].pid
     if how == "killed":
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+        process = psutil.Process(pid)
+        process.kill()
+        all_gone([process])
         if victim == "client":
             engine.stop()
             anew = Engine(scratch / "engine-1.json")
