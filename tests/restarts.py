@@ -13,6 +13,22 @@ from tests.workload import spec_of, workload
 SECONDS = 30.0
 
 
+class Killed(BaseException):
+    """What nothing of ours catches, as nothing survives a SIGKILL."""
+
+
+def dies(server, monkeypatch, where, method, after):
+    """The first call of a method is the last thing that this controller does; after: it is done yet."""
+    original = getattr(where, method)
+
+    def last(*arguments, **named):
+        if after:
+            original(*arguments, **named)
+        raise Killed
+
+    monkeypatch.setattr(where, method, last)
+
+
 class Server:
     """A controller with a ledger, and one shard that lives on when it is killed."""
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
+import psutil
 import pytest
 
 from client_connector.transformers import attach
@@ -95,6 +98,30 @@ def test_a_drained_server_admits_nobody_until_that_is_taken_back(server):
         assert admitted.wait(HANG_SECONDS)
         waiting.join(HANG_SECONDS)
     assert server.get("/readyz")[0] == 200
+
+
+def test_a_drain_goes_on_when_the_controller_is_killed(server):
+    load = workload("mixtral")
+    with attach(load.model, server=server.address) as lora, ThreadPoolExecutor(1) as threads:
+        with lora.adapters([NAME]):
+            draining = threads.submit(drain, server, "--seconds", str(HANG_SECONDS))
+            until(lambda: server.get("/readyz") == (503, "draining\n"), "it drains", HANG_SECONDS)
+            before = status(server.address).pid
+            psutil.Process(before).kill()
+            until(lambda: pid_of(server) not in (0, before), "it has a successor", HANG_SECONDS)
+            until(lambda: server.get("/readyz") == (503, "draining\n"), "which drains", HANG_SECONDS)
+            assert not draining.done()
+        done = draining.result(HANG_SECONDS)
+        assert (done.returncode, "no request runs" in done.stdout) == (0, True), done.stderr
+    assert drain(server, "--undo").returncode == 0
+    until(lambda: server.get("/readyz")[0] == 200, "requests are admitted again")
+
+
+def pid_of(server):
+    try:
+        return status(server.address).pid
+    except grpc.RpcError:
+        return 0
 
 
 def test_a_shard_in_use_is_left_alone(server):

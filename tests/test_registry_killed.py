@@ -5,11 +5,7 @@ import itertools
 import pytest
 
 from lora_server.errors import AdapterLoadError, LoraServerError
-from tests.restarts import SECONDS, Server
-
-
-class Killed(BaseException):
-    """What nothing of ours catches, as nothing survives a SIGKILL."""
+from tests.restarts import SECONDS, Killed, Server, dies
 
 
 @pytest.fixture
@@ -17,18 +13,6 @@ def server(tmp_path):
     one = Server(tmp_path)
     yield one
     one.close()
-
-
-def dies(server, monkeypatch, where, method, after):
-    """The first call of a method is the last thing that this controller does; after: it is done yet."""
-    original = getattr(where, method)
-
-    def last(*arguments, **named):
-        if after:
-            original(*arguments, **named)
-        raise Killed
-
-    monkeypatch.setattr(where, method, last)
 
 
 STAGES = [

@@ -142,11 +142,13 @@ def test_who_holds_what_was_removed_is_cut_off_at_the_deadline(node):
     node.add("law", "fused")
     with attach(node.load.model, server=node.server.address) as lora:
         with pytest.raises(UnknownAdapterError, match="was it removed"), lora.adapters(["law"]):
-            assert node.ask("Remove", name="law", drain_seconds=0.1).holders == 1
+            assert node.ask("Remove", name="law", drain_seconds=2.0).holders == 1
+            node.kill_controller()  # its successor knows when
 
             def gone():
                 with open_channel(node.server.address) as channel:
-                    return not rpc.AdaptersStub(channel).List(pb.ListAdaptersRequest(), timeout=10).adapters
+                    request = pb.ListAdaptersRequest()
+                    return not rpc.AdaptersStub(channel).List(request, timeout=10, wait_for_ready=True).adapters
 
             until(gone, "its weights go", HANG_SECONDS)
             generate(node.load.model, [node.load.batch[node.load.names.index("fused")]], NEW_TOKENS)

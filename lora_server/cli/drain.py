@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from lora_server.cli.call import DEFAULT_SERVER, EXIT_ERROR, ServerOption, ask, run
 
 SLACK_SECONDS = 10.0  # of the call, beyond what it may wait
+LOOK_SECONDS = 0.2  # between two tries while the controller is away
 
 
 def drain(
@@ -26,16 +28,32 @@ def drain(
             ask(server, "Server", "Resume", pb.ResumeRequest())
             typer.echo("requests are admitted again")
             return
-        request = pb.DrainRequest(seconds=seconds)
         if shard is not None:
-            request.shard = shard
-        held = ask(server, "Server", "Drain", request, seconds + SLACK_SECONDS).held
-        if shard is not None:
+            ask(server, "Server", "Drain", pb.DrainRequest(seconds=seconds, shard=shard), seconds + SLACK_SECONDS)
             typer.echo(f"shard {shard} was started anew")
-        elif held:
+        elif held := _held(server, seconds):
             typer.echo(f"not drained within {seconds:g} s: {held} adapters are still in use", err=True)
             raise typer.Exit(EXIT_ERROR)
         else:
             typer.echo("drained: no request runs, and none is admitted (--undo takes it back)")
 
     run(command)
+
+
+def _held(server: str, seconds: float) -> int:
+    """How many adapters are in use still after so long. A controller that dies meanwhile has a successor that drains
+    on, and is asked for what is left of the time."""
+    from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+    from lora_server.errors import ServerUnavailableError
+    from lora_server.wire import lora_server_pb2 as pb
+
+    ask(server, "Server", "Status", pb.StatusRequest())  # where nobody listens there is nothing to wait for
+    deadline = time.monotonic() + seconds
+
+    def held() -> int:
+        left = max(0.0, deadline - time.monotonic()) if seconds > 0 else seconds
+        return int(ask(server, "Server", "Drain", pb.DrainRequest(seconds=left), left + SLACK_SECONDS).held)
+
+    away, late = retry_if_exception_type(ServerUnavailableError), stop_after_delay(seconds + SLACK_SECONDS)
+    return Retrying(retry=away, stop=late, wait=wait_fixed(LOOK_SECONDS), reraise=True)(held)

@@ -211,6 +211,7 @@ class Adapters(HeldAdapters):
                 served, refusal = self._registry.find(name), self._refusals.get(name)
                 if served is None and (refusal is None or refusal.code == REMOVED):
                     self._registry.get(name)  # raises, and says why there is none
+            self._keep_deadline(served, drain_seconds)
             self._forget(served)
             with self._lock:
                 # every shard notes it, so that no later controller lists the name, or its refusal, again
@@ -232,6 +233,11 @@ class Adapters(HeldAdapters):
                 self._ledger.pin_seen(record.uri, False)
             else:
                 self._ledger.remove(record.name)
+
+    def _keep_deadline(self, record: Record | None, seconds: float | None) -> None:
+        """Before the change that makes it drain, for whoever finds it draining."""
+        if self._ledger is not None and record is not None and seconds is not None:
+            self._ledger.drains.cut_off(record.handle, max(0.0, seconds))
 
     def _drain(self, record: Record, seconds: float | None) -> None:
         if seconds is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -42,6 +42,7 @@ class Arrivals:
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
         self.settled, self._restarted, self._listed = settled, restarted, listed
         self.run = ""
+        self.on_run: Callable[[str], object] = lambda run: None  # which one it is, before anybody is admitted
         self._lock = threading.Lock()
 
     def arrive(self, registration: pb.Registration, kept: Sequence[pb.Kept]) -> ShardHandle:
@@ -101,6 +102,7 @@ class Arrivals:
         self.run = self.run or secrets.token_hex(8)
         if self._listed is not None:
             self._adapters.reconcile(self._listed)
+        self.on_run(self.run)
         self.settled.set()
         self.announce()
         self._adapters.settle()

@@ -44,9 +44,10 @@ class Controller:
         )
         self.fetcher = fetcher
         self.clients = Clients(leases, self.shards, self.adapters, settled)
-        self.drain = Drain(self.shards, self.clients, self.adapters)
+        self.drain = Drain(self.shards, self.clients, self.adapters, ledger.drains if ledger is not None else None)
         listed = ledger.listed() if ledger is not None else None
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted, listed)
+        self.arrivals.on_run = self.drain.settle
 
     def not_ready(self) -> str:
         """Why /readyz says no; empty if it says yes."""

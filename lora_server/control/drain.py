@@ -1,7 +1,8 @@
 """Nobody is admitted any more, and those that compute come to an end: before a node stops, or a shard is started anew.
 
 Requests wait in the queue meanwhile. With a shard's restart all leases end while nobody holds anything: engines join
-anew, without a failed request. A controller that dies forgets it all, and who waits goes on.
+anew, without a failed request; a controller that dies forgets the restart, and who waits goes on. A server that drains
+does so under its next controller, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import structlog
 from lora_server.control.adapters import Adapters
 from lora_server.control.clients import Clients
 from lora_server.control.shards import ShardTable, wait_all
+from lora_server.control.told import RESTARTED
 from lora_server.errors import ConfigError, ServerBusyError, ServerUnavailableError
+from lora_server.registry.drains import Drains
 from lora_server.wire import lora_server_pb2 as pb
 
 LOOK_SECONDS = 0.05
@@ -27,21 +30,46 @@ log = structlog.get_logger()
 class Drain:
     """Thread-safe. One at a time."""
 
-    def __init__(self, shards: ShardTable, clients: Clients, adapters: Adapters) -> None:
-        self._shards, self._clients, self._adapters = shards, clients, adapters
+    def __init__(self, shards: ShardTable, clients: Clients, adapters: Adapters, drains: Drains | None = None) -> None:
+        """`drains`: where it is kept."""
+        self._shards, self._clients, self._adapters, self._drains = shards, clients, adapters, drains
+        self._drained = drains.drained() if drains is not None else set()  # under an earlier controller
+        self._run = ""
         self._one = threading.Lock()
         self.reason = ""  # why nobody is admitted
 
+    def settle(self, run: str) -> None:
+        """Which server this is: before anybody is admitted."""
+        self._run = run
+        if run in self._drained:
+            log.info("it drains still, as under the controller before")
+            self._pause(0)
+
     def begin(self, seconds: float) -> int:
-        """Until `resume`: nobody joins, nobody is admitted. How many adapters are still held after so long."""
-        with self._alone("draining"):
-            self._clients.refused = "the server is draining, and will stop: ask another one"
-            held = self._adapters.drain(self.reason, _checked(seconds))
+        """Until `resume`: nobody joins, nobody is admitted. How many adapters are still held after so long. Raises
+        ServerUnavailableError before all shards have come."""
+        seconds = _checked(seconds)
+        with self._alone():
+            if not self._run:  # nobody knows yet who holds what
+                raise ServerUnavailableError(RESTARTED)
+            if self._drains is not None:
+                self._drains.drain(self._run)
+            held = self._pause(seconds)
             log.info("drained" if not held else "not drained in time", held=held)
             return held
 
+    def _pause(self, seconds: float) -> int:
+        self.reason = "draining"
+        self._clients.refused = "the server is draining, and will stop: ask another one"
+        return self._adapters.drain(self.reason, seconds)
+
     def resume(self) -> None:
         """As if nothing had been."""
+        if self._drains is not None and self._run:
+            self._drains.resume(self._run)
+        self._go_on()
+
+    def _go_on(self) -> None:
         self.reason = self._clients.refused = ""
         self._adapters.drain("", 0)
 
@@ -57,7 +85,8 @@ class Drain:
             raise ConfigError(f"--shard: got {shard}, expected one of 0 to {max(live)}")
         if self.reason:
             raise ServerBusyError(f"already {self.reason}: wait for that to end, or take it back with --undo")
-        with self._alone(f"shard {shard} is started anew"):
+        with self._alone():
+            self.reason = f"shard {shard} is started anew"
             try:
                 if held := self._adapters.drain(self.reason, deadline - time.monotonic()):
                     raise ServerUnavailableError(
@@ -71,7 +100,7 @@ class Drain:
                 wait_all([stop], max(1.0, deadline - time.monotonic()), "its end")
                 self._until(lambda: self._is_new(shard, old), deadline, shard)
             finally:
-                self.resume()
+                self._go_on()
 
     def _is_new(self, shard: int, old: int) -> bool:
         live = self._shards.live()
@@ -85,11 +114,10 @@ class Drain:
             pause.wait(LOOK_SECONDS)
 
     @contextlib.contextmanager
-    def _alone(self, reason: str) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         if not self._one.acquire(blocking=False):
             raise ServerBusyError(f"already {self.reason}: wait for that to end")
         try:
-            self.reason = reason
             yield
         finally:
             self._one.release()

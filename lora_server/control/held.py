@@ -225,7 +225,7 @@ class HeldAdapters(ToldAdapters):
             return self._holds.is_unknown(client)
 
     def restore(self, client: int, handles: Iterable[int]) -> None:
-        """It says so."""
+        """It says so; what was taken from it meanwhile is gone."""
         with self._lock:
-            self.admission.restore(client, handles)
+            self.admission.restore(client, [one for one in handles if self._registry.by_handle(one) is not None])
             self._collect()

@@ -73,6 +73,9 @@ class ReconciledAdapters(UpdatedAdapters):
             replaced = [one for one in listed if not self._follow_other(one)]
             self._unlist_others({one.name for one in listed})
         failed = [one.name for one in replaced if not self._replace_other(record_of(one))]
+        deadlines = self._ledger.drains.deadlines()
+        with self._lock:
+            self._adopt_deadlines(deadlines)
         self._changes = self._changes if failed else changes
 
     def _follow_other(self, one: Version) -> bool:

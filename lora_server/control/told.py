@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -78,6 +78,7 @@ class ToldAdapters:
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
         self._until: dict[int, float] = {}  # handles that drain, and when whoever holds them still is cut off
+        self._deadlines = ledger.drains.deadlines() if ledger is not None else {}  # an earlier controller's
         self._changing = threading.RLock()  # one change of the list at a time; taken before the next, never after it
         self._lock = threading.RLock()  # outcomes of commands may come while it is held
         self._admitted = threading.Condition(self._lock)
@@ -194,7 +195,14 @@ class ToldAdapters:
                 self._load_all_on(handle)
             if self.registered.is_set():
                 self.tell_refused()
+            self._adopt_deadlines(self._deadlines)
             self._collect()
+
+    def _adopt_deadlines(self, kept: Mapping[int, float]) -> None:
+        """Of what drains, as another controller kept them: in seconds since 1970."""
+        for handle in self._registry.unlisted - self._coming:
+            if handle in kept:
+                self._until.setdefault(handle, time.monotonic() + kept[handle] - time.time())
 
     def _load_all_on(self, handle: ShardHandle) -> None:
         for record in self._registry.records():  # of what is there already only the record is kept

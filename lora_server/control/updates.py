@@ -153,6 +153,7 @@ class UpdatedAdapters(Adapters):
                     self._check_served(served)
                     pinned = self._registry.get(record.name).pinned if keep else record.pinned
                     record = replace(record, pinned=pinned)
+                self._keep_deadline(served, drain_seconds)
                 if keep:
                     self._keep_replaced(served, record)
                 with self._lock:

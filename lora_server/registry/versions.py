@@ -29,6 +29,7 @@ from sqlalchemy import (
 
 from lora_server.errors import AdapterExistsError, ConfigError
 from lora_server.registry.database import Database, count, counted, counters, metadata
+from lora_server.registry.drains import Drains
 
 HANDLES = 64  # taken at a time; those that a killed server had left are nobody's
 EARLIER = 8  # versions of a name that are kept to go back to
@@ -85,7 +86,7 @@ class Ledger:
 
     def __init__(self, database: Database, model: str) -> None:
         """Raises ConfigError where its adapters are another base model's."""
-        self._database, self.shared = database, database.shared
+        self._database, self.shared, self.drains = database, database.shared, Drains(database)
         digest = hashlib.sha256(model.encode()).hexdigest()
         other = database.write(lambda connection: _other_model(connection, f"model {digest[:40]}"))
         if other:
