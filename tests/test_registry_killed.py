@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from lora_server.errors import AdapterLoadError, LoraServerError
+from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError
 from tests.restarts import SECONDS, Killed, Server, dies
+from tests.stages import STAGES
 
 
 @pytest.fixture
@@ -15,16 +16,10 @@ def server(tmp_path):
     one.close()
 
 
-STAGES = [
-    # what is the last to be begun, or done; whether the new version serves then
-    ("_record", False, False),  # it was read
-    ("_load_beside", False, False),
-    ("_load_beside", True, False),  # shards load it
-    ("_keep_replaced", False, False),  # shards have it
-    ("_keep_replaced", True, True),  # and it is kept
-    ("_take_back_refusal", False, True),  # and it is listed
-    ("_collect", False, True),  # and shards were told
-]
+def said(server):
+    """Beside an adapter, that its files do not."""
+    (one,) = server.adapters.listings()
+    return [why for why in one.warnings if why not in one.record.warnings]
 
 
 @pytest.mark.parametrize(("method", "after", "new"), STAGES, ids=lambda value: str(value))
@@ -38,8 +33,10 @@ def test_a_controller_that_is_killed_in_an_update(server, monkeypatch, method, a
     (record,) = [one.record for one in server.adapters.listings()]
     assert (record.version != first.version, record.pinned) == (new, True)
     assert set(server.shard.memory.loads) == {record.handle}, "and nothing is left of the other"
+    assert [("did not end" in why, first.version[:12] in why) for why in said(server)] == [(True, True)] * (not new)
     updated = server.adapters.update("law", str(server.paths["attention"]), SECONDS)
     assert server.served() == {"law": updated.version} and updated.handle > record.handle
+    assert not said(server)
 
 
 def test_a_directorys_adapter_serves_on_when_its_update_by_hand_is_killed(server, monkeypatch):
@@ -60,7 +57,9 @@ def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server)
         server.adapters.update("law", str(server.paths["qv"]), SECONDS)
     server.shard.failure = ""
     assert server.served() == {"law": before.version}
+    assert "no memory" in said(server)[0]
     server.kill()
+    assert "no memory" in said(server)[0]
     assert server.served() == {"law": before.version}
     assert [one.version for one in server.adapters.versions("law")] == [before.version]
 
@@ -83,3 +82,21 @@ def test_what_a_directory_had_is_not_read_again_unless_it_was_touched(server, mo
     server.adapters.register_directory(found)
     assert server.served() == before and not server.adapters.refused()
     assert server.adapters.get(next(iter(found))).record.pinned
+
+
+def test_what_is_said_of_an_update_goes_with_what_it_was_of(server):
+    """It was not there, or as it is; then the adapter was removed."""
+    server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    for uri in ("/nowhere", str(server.paths["fused"].parent)):
+        with pytest.raises(AdapterError):
+            server.adapters.update("law", uri, SECONDS)
+        assert "failed: " in said(server)[0]
+    server.adapters.update("law", str(server.paths["fused"]), SECONDS)
+    assert not said(server)
+    with pytest.raises(AdapterError):
+        server.adapters.update("law", "/nowhere", SECONDS)
+    server.adapters.remove("law")
+    server.adapters.add("law", str(server.paths["qv"]), SECONDS)
+    assert not said(server)
+    server.kill()
+    assert not said(server)

@@ -8,12 +8,14 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch
-from lora_server.errors import AdapterFormatError, AdapterSourceError, UnknownAdapterError
+from lora_server.errors import AdapterFormatError, AdapterSourceError, ServerUnavailableError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import call, open_channel
+from tests.killed_controller_main import ORDER, order
 from tests.serving import ANYWHERE, HANG_SECONDS, cli, kill, status, until
+from tests.stages import STAGES
 from tests.workload import NEW_TOKENS, workload
 
 SECONDS = 60.0
@@ -29,7 +31,7 @@ class Node:
 
     def start(self):
         flags = ["--base-model", str(self.load.base), "--data-dir", str(self.directory / "data"), *ANYWHERE]
-        self.server = launch(self.directory / "log", *flags, "--layout", "ep1-pp1")
+        self.server = launch(self.directory / "log", *flags, "--layout", "ep1-pp1", module="tests.killed_serve")
         self.server.wait_ready()
 
     def ask(self, method, **fields):
@@ -56,7 +58,12 @@ class Node:
         before = status(self.server.address).pid
         psutil.Process(before).kill()
         until(lambda: self.server.get("/readyz")[0] != 200 or self.pid() != before, "it is gone")
+        self.wait_back()
+
+    def wait_back(self):
+        """Until the next controller is there, for channels that saw the last one go, too."""
         self.server.wait_ready()
+        until(self.pid, "it answers", HANG_SECONDS)
 
     def pid(self):
         try:
@@ -136,6 +143,29 @@ def test_an_update_is_switched_while_requests_go_on_and_can_be_taken_back(node):
     with pytest.raises(UnknownAdapterError, match="no earlier version ffff"):
         node.ask("Rollback", name="law", version="ffff")
     assert node.ask("Rollback", name="law", version=second.version[:8]).version == second.version
+
+
+def test_a_controller_that_is_killed_at_each_stage_of_an_update(node):
+    """Its process, which a node starts again: what serves is whole, one of the two, and what is shown says why."""
+    node.add("law", "fused")
+    served, other = "fused", "qv"
+    with attach(node.load.model, server=node.server.address) as lora:
+        for method, after, new in STAGES:
+            (node.directory / "data" / ORDER).write_text(order(method, after))
+            before = node.pid()
+            with pytest.raises(ServerUnavailableError):
+                node.ask("Update", name="law", uri=str(node.paths[other]), wait_seconds=SECONDS)
+            node.wait_back()
+            assert node.pid() != before, (method, after)
+            if new:
+                served, other = other, served
+            assert node.answers(lora, "law", served), (method, after)
+            shown = node.ask("Get", name="law")
+            assert any("did not end" in warning for warning in shown.warnings) == (not new), (method, after)
+            assert [one.listed for one in shown.versions].count(True) == 1 == len(node.listed())
+    told = cli("adapters", "update", "law", str(node.directory), "--server", node.server.address)
+    told = cli("adapters", "show", "law", "--server", node.server.address)
+    assert "the update begun" in told.stdout + told.stderr and "failed" in told.stdout + told.stderr
 
 
 def test_who_holds_what_was_removed_is_cut_off_at_the_deadline(node):

@@ -231,6 +231,7 @@ class Adapters(HeldAdapters):
         if self._ledger is not None and record is not None:
             if record.of_directory:
                 self._ledger.pin_seen(record.uri, False)
+                self._ledger.attempts.forget(record.name)
             else:
                 self._ledger.remove(record.name)
 
@@ -255,6 +256,7 @@ class Adapters(HeldAdapters):
 
     def _unlist(self, record: Record, **why: str) -> list[PendingCommand]:
         self._registry.unlist(record.name)
+        self._attempts.forget(record.name)
         log.info("adapter removed", **described(record), holders=self._holds.count(record.handle), **why)
         return self._shards.broadcast(pb.ShardCommand(note=self._load(record)))
 

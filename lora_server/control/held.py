@@ -58,8 +58,7 @@ class HeldAdapters(ToldAdapters):
     def num_warned(self) -> int:
         """Adapters with a warning."""
         with self._lock:
-            refused = {one.name for one in self._refusals.listed()}
-            return sum(bool(one.warnings) or one.name in refused for one in self._registry.records())
+            return sum(bool(one.warnings or self._said(one)) for one in self._registry.records())
 
     def get(self, name: str, brings: bool = False) -> Listing:
         """One listed adapter; UnknownAdapterError says why there is none, ServerBusyError that it is being brought."""
@@ -111,9 +110,15 @@ class HeldAdapters(ToldAdapters):
         handle = record.handle
         state = self._residency.state(handle) if self._is_wanted(record) else "draining"
         layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
-        refusal = self._refusals.get(record.name) if self._registry.is_listed(record) else None
-        warnings = (*record.warnings, refusal.reason) if refusal is not None else record.warnings
+        warnings = (*record.warnings, *self._said(record))
         return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle), warnings)
+
+    def _said(self, record: Record) -> list[str]:
+        """Why other content is not served under its name."""
+        if not self._registry.is_listed(record):
+            return []
+        refusal, attempt = self._refusals.get(record.name), self._attempts.why(record.name)
+        return [why for why in (refusal.reason if refusal is not None else "", attempt) if why]
 
     # -- holds
 

@@ -14,6 +14,7 @@ import structlog
 from lora_server.control.admission import Admission
 from lora_server.control.agreement import Agreement
 from lora_server.control.allowed import NOWHERE, Allowed
+from lora_server.control.attempts import Attempts
 from lora_server.control.holds import Holds
 from lora_server.control.leases import Leases
 from lora_server.control.registry import Record, Registry
@@ -73,6 +74,7 @@ class ToldAdapters:
             is_resident=lambda handle: self._residency.state(handle) == "ready",
         )
         self._refusals = self._registry.refusals
+        self._attempts = Attempts(ledger.attempts if ledger is not None else None)
         self._told_listed, self._told_not = set[int](), set[int]()  # handles, as shards keep them
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -44,18 +45,17 @@ class UpdatedAdapters(Adapters):
         self._shards.require_up()
         self._allowed.check(uri)
         served = self._updatable(name)
-        try:
-            with (
-                opened(uri, self._spec, self._fetcher, seconds) as found,
-                self._owned(found, name) as origin,
-            ):
-                if origin.version == served.version:
-                    return served
-                with self._changing:
-                    record = self._record(name, origin)
-                return self._bring_in(served, record, deadline, drain_seconds, check)
-        except OSError as error:
-            raise AdapterSourceError(f"adapter source {uri}: cannot be read: {error.strerror or error}") from error
+        with (
+            self._attempts.of(served),
+            _readable(uri),
+            opened(uri, self._spec, self._fetcher, seconds) as found,
+            self._owned(found, name) as origin,
+        ):
+            if origin.version == served.version:
+                return served
+            with self._changing:
+                record = self._record(name, origin)
+            return self._bring_in(served, record, deadline, drain_seconds, check)
 
     def rollback(
         self,
@@ -79,9 +79,10 @@ class UpdatedAdapters(Adapters):
                 f"adapter {name!r}: no earlier version {version or 'is known'} (known: {known}); "
                 "lora-server adapters update NAME SOURCE brings one"
             )
-        with self._changing:
-            record = replace(record_of(found), handle=self._registry.next_handle())
-        return self._bring_in(served, record, deadline, drain_seconds, check)
+        with self._attempts.of(served):
+            with self._changing:
+                record = replace(record_of(found), handle=self._registry.next_handle())
+            return self._bring_in(served, record, deadline, drain_seconds, check)
 
     def versions(self, name: str) -> list[Version]:
         """What the name means, and what it meant before, the last first; of a directory's nothing is kept."""
@@ -158,6 +159,7 @@ class UpdatedAdapters(Adapters):
                     self._keep_replaced(served, record)
                 with self._lock:
                     self._registry.make_listed(record)
+                    self._attempts.forget(record.name)
                     self._take_back_refusal(record.name)
                     self._drain(served, drain_seconds)
                     for one in (served, record):  # first the old one makes room
@@ -221,3 +223,11 @@ class UpdatedAdapters(Adapters):
                 self._collect()
         log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
         wait_noted(notes, record.name)
+
+
+@contextlib.contextmanager
+def _readable(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AdapterSourceError(f"adapter source {uri}: cannot be read: {error.strerror or error}") from error

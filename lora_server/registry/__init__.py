@@ -2,5 +2,6 @@
 
 database   where it is, its schema, transactions
 drains     what goes, and until when
+attempts   updates that did not come to their end
 versions   what names mean, and meant before; what adapters of a directory were
 """

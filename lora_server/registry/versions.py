@@ -28,6 +28,7 @@ from sqlalchemy import (
 )
 
 from lora_server.errors import AdapterExistsError, ConfigError
+from lora_server.registry.attempts import Attempts, forget
 from lora_server.registry.database import Database, count, counted, counters, metadata
 from lora_server.registry.drains import Drains
 
@@ -86,7 +87,8 @@ class Ledger:
 
     def __init__(self, database: Database, model: str) -> None:
         """Raises ConfigError where its adapters are another base model's."""
-        self._database, self.shared, self.drains = database, database.shared, Drains(database)
+        self._database, self.shared = database, database.shared
+        self.drains, self.attempts = Drains(database), Attempts(database)
         digest = hashlib.sha256(model.encode()).hexdigest()
         other = database.write(lambda connection: _other_model(connection, f"model {digest[:40]}"))
         if other:
@@ -151,6 +153,7 @@ class Ledger:
             same = (versions.c.name == new.name) & (versions.c.version == new.version)
             connection.execute(delete(versions).where(same))
             _insert(connection, new._replace(listed=True), changed)
+            forget(connection, new.name)
             _forget_oldest(connection, new.name)
 
         self._database.write(work)
@@ -170,6 +173,7 @@ class Ledger:
         def work(connection: Connection) -> None:
             count(connection, CHANGES)
             connection.execute(delete(versions).where(versions.c.name == name))
+            forget(connection, name)
 
         self._database.write(work)
 
