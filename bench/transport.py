@@ -32,7 +32,8 @@ from rich.progress import track
 from rich.table import Table
 
 from lora_server.transport.base import Grant, Link, Port
-from lora_server.transport.shm import ShmLink, ShmListener, create_memory
+from lora_server.transport.shm import ShmLink, create_memory
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire.messages import Hello

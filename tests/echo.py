@@ -14,7 +14,8 @@ import pytest
 
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.shm import ShmLink, ShmListener
+from lora_server.transport.shm import ShmLink
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire.messages import Hello

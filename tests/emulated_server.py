@@ -10,7 +10,7 @@ from typing_extensions import override
 from lora_server.daemon.inproc import InprocServer
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import Link
-from lora_server.transport.shm import ShmListener
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
 from tests.emulated_link import EmulatedLink, MemfdMemory
 

@@ -20,7 +20,7 @@ from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.link import GpuLink
-from lora_server.transport.shm import ShmListener
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from tests.emulated_gpu import EmulatedGpu

@@ -23,7 +23,7 @@ from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
 from lora_server.transport.gpu.places import Places
-from lora_server.transport.shm import ShmListener
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout

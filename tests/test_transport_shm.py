@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
-from lora_server.transport import park, shm
+from lora_server.transport import park, shm_listener
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.rows import SlotRows
 from lora_server.transport.shm import ShmLink, create_memory
@@ -169,7 +169,7 @@ def test_a_lease_error_closes_the_socket(shard):
 
 PINGPONG = """
 import mmap, sys, time
-from lora_server.transport import park, shm
+from lora_server.transport import park, shm_listener
 from lora_server.transport.park import Parker
 fd, side, rounds, spin = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 memory = memoryview(mmap.mmap(fd, 4096))
@@ -232,7 +232,7 @@ def device_shard(directory, memory):
     port = Port(LAYOUT, on_gone=lambda *client: gone.append(client))
     for client in (1, 2):
         port.grant(Grant(client, 1, b"key"))
-    return port, shm.ShmListener(port, directory / "socket", memory), gone
+    return port, shm_listener.ShmListener(port, directory / "socket", memory), gone
 
 
 def connection_of(port, client):
@@ -241,7 +241,7 @@ def connection_of(port, client):
 
 
 def test_a_twin_is_made_for_who_asks_and_freed_some_time_after_the_client_went(tmp_path, monkeypatch):
-    monkeypatch.setattr(shm, "QUARANTINE_SECONDS", 0.2)
+    monkeypatch.setattr(shm_listener, "QUARANTINE_SECONDS", 0.2)
     memory = MemfdMemory()
     port, listener, _ = device_shard(tmp_path, memory)
     plain = ShmLink(listener.address, Hello(1, 1, b"key"), 0)
@@ -283,7 +283,7 @@ def test_who_cannot_map_a_twin_keeps_its_lease(tmp_path):
 
 
 def test_nothing_is_served_before_the_client_says_what_it_mapped(tmp_path, monkeypatch):
-    monkeypatch.setattr(shm, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(shm_listener, "HANDSHAKE_SECONDS", 0.3)
     memory = MemfdMemory()
     port, listener, gone = device_shard(tmp_path, memory)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

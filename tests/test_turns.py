@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lora_server.transport.shm import ShmLink, ShmListener
+from lora_server.transport.shm import ShmLink
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
 from tests.rig import MAX_ROWS, Client, loaded_rig

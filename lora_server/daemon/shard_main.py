@@ -34,7 +34,7 @@ from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port
-from lora_server.transport.shm import ShmListener
+from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity

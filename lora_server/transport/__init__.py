@@ -3,7 +3,7 @@
 base      Link, Connection, Port            session   what a client has after joining
 connect   which backend a client uses       mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
-          (bells: who pushed)
+          (shm_listener: the shard's side; bells: who pushed)
 tcp       across hosts (tcp_listener: the   address   binding sockets
           shard's side; frames)
 inproc    one thread of one process         rows      where the rows of a step lie

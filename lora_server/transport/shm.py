@@ -3,7 +3,7 @@
 The socket (SOCK_SEQPACKET) carries Hello one way, Welcome and two or three descriptors (region, bell, the
 twin of a client with a device) the other, then Mapped from such a client, and then nothing: it stays open, so
 that each side sees the other's death at once. Regions have no name, are sealed against resizing, and vanish
-with their last holder.
+with their last holder. Here are a region's two ends; shm_listener accepts clients.
 """
 
 from __future__ import annotations
@@ -12,35 +12,20 @@ import array
 import contextlib
 import fcntl
 import os
-import selectors
 import socket
-import struct
-import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
 
-import structlog
 from typing_extensions import override
 
-from lora_server.errors import ConfigError, LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
+from lora_server.errors import ProtocolError, ShardUnavailableError
 from lora_server.transport import park
-from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Link, Port, Twin, pin
-from lora_server.transport.bells import Bell, make_bell
+from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, Grant, Link
+from lora_server.transport.bells import Bell
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import messages, slot
-from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
+from lora_server.wire.messages import Hello, Mapped, Welcome
 from lora_server.wire.region import Region, RegionLayout
 
-if TYPE_CHECKING:
-    from lora_server.transport.rows import Rows
-
-log = structlog.get_logger()
-QUARANTINE_SECONDS = 60.0
-MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
-BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause
-POLL_SECONDS = 200e-6  # later a GPU's signals are looked at so often
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -54,6 +39,12 @@ def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
     except BaseException:
         os.close(fd)
         raise
+
+
+def send_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    """A message of a handshake, and descriptors that become the other side's too."""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
+    sock.sendmsg([data], ancillary)
 
 
 class ShmLink(Link):
@@ -96,7 +87,7 @@ class ShmLink(Link):
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if hello.device:
                 twin = self._prepare(answer, fds[2] if shares else -1)
-                _send_fds(self._socket, messages.encode(Mapped(twin)), self._offers)
+                send_fds(self._socket, messages.encode(Mapped(twin)), self._offers)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -166,249 +157,3 @@ class ShmConnection(Connection):
         """The listener's selector then sees the end of file and drops the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-
-class _DeviceConnection(ShmConnection):
-    """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
-
-    transport = "cuda_ipc"
-    rings = False
-
-    def __init__(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, twin: Twin | None) -> None:
-        super().__init__(grant, region, sock, bell)
-        self._twin, self._busy_until = twin, time.monotonic() + BUSY_SECONDS
-
-    @property
-    @override
-    def rows(self) -> Rows:
-        return super().rows if self._twin is None else self._twin.rows
-
-    @override
-    def respond(self, seq: int, nbytes: int) -> None:
-        super().respond(seq, nbytes)
-        self._busy_until = time.monotonic() + BUSY_SECONDS
-
-    @override
-    def pause(self) -> float:
-        """None between the sites of a forward pass, a short one between passes."""
-        return 0.0 if time.monotonic() < self._busy_until else POLL_SECONDS
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A client's socket, and what it was given."""
-
-    sock: socket.socket
-    pid: int
-    due: float  # the end of the handshake; of what is kept for a client that went
-    hello: Hello | None = None
-    region: Region | None = None
-    bell: Bell | None = None
-    connection: ShmConnection | None = None
-    twin: Twin | None = None
-
-
-class SlotsTwin(Protocol):
-    """A twin of kind "slots"; see Twin."""
-
-    def connect(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, fd: int) -> ShmConnection:
-        """With the client's memory for answers. Raises ProtocolError, or ConfigError where it cannot be mapped."""
-        ...
-
-
-class ShmListener:
-    """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
-
-    def __init__(self, port: Port, path: Path, device: DeviceMemory | None = None) -> None:
-        """`device`: of a shard that computes on a GPU."""
-        park.require_total_store_order()
-        self._port, self._path, self._device = port, path, device
-        self._shaking: list[_Peer] = []
-        self._retired: list[_Peer] = []
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.bind(str(path))
-        path.chmod(0o600)
-        self._server.listen(64)
-        self._server.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ, None)
-        self._waker, wakee = socket.socketpair()
-        self._selector.register(wakee, selectors.EVENT_READ, "stop")
-        self._thread = threading.Thread(target=self._run, name="shm-listener", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """The socket's path."""
-        return str(self._path)
-
-    def _run(self) -> None:
-        while self._round():
-            pass
-
-    def _round(self) -> bool:
-        """What there is to do, or the next thing that comes; False at the end. Keeps nothing of a client that went."""
-        for key, _ in self._selector.select(self._patience()):
-            if key.data == "stop":
-                return False
-            if key.data is None:
-                self._accept()
-            else:
-                self._on_client(key.data)
-        now = time.monotonic()
-        for peer in [peer for peer in self._shaking if peer.due <= now]:
-            self._end(peer)
-        self._retired = [peer for peer in self._retired if peer.due > now or not self._freed(peer)]
-        return True
-
-    def _patience(self) -> float | None:
-        due = [peer.due for peer in (*self._shaking, *self._retired)]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _freed(self, peer: _Peer) -> bool:
-        peer.due = time.monotonic() + QUARANTINE_SECONDS
-        return peer.twin is None or peer.twin.free()
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._server.accept()
-        except OSError:
-            return
-        sock.setblocking(False)
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0):
-            sock.close()
-            return
-        peer = _Peer(sock, pid, time.monotonic() + HANDSHAKE_SECONDS)
-        self._shaking.append(peer)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
-
-    def _on_client(self, peer: _Peer) -> None:
-        try:
-            data, fds, _, _ = socket.recv_fds(peer.sock, messages.MAX_MESSAGE_BYTES, 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            data, fds = b"", []
-        try:
-            self._hear(peer, data, fds[0] if fds else -1)
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def _hear(self, peer: _Peer, data: bytes, fd: int) -> None:
-        if not data or peer.connection is not None:
-            self._end(peer)
-            return
-        try:
-            if peer.hello is None:
-                self._welcome(peer, messages.decode(data, Hello))
-            else:
-                self._connect(peer, peer.hello, messages.decode(data, Mapped).twin, fd)
-        except (ConfigError, LeaseError, ProtocolError) as error:
-            self._refuse(peer, error)
-        except BrokenPipeError:  # the client went away in the middle of it: its end of file comes next
-            return
-        except Exception as error:  # out of descriptors or memory, or a GPU that fails: others are still accepted
-            log.exception("a client could not be connected")
-            self._refuse(peer, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
-
-    def _welcome(self, peer: _Peer, hello: Hello) -> None:
-        """Region and twin; a client without a device may push at once, another when it has mapped them."""
-        grant = self._port.admit(hello)
-        if hello.twin and not hello.device:
-            raise ProtocolError(f"client {hello.client}: it asks for a twin and has no device")
-        layout = self._port.layout
-        fd, memory = create_memory(f"lora-client-{grant.client}", layout.nbytes)
-        try:
-            peer.hello, peer.region = hello, Region(memory.view, layout)
-            peer.bell = Bell(peer.region.unwatched, make_bell())
-            fds = [fd, peer.bell.fd]
-            peer.region.write_geometry()
-            answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
-            if hello.twin:
-                self._offer_twin(peer, hello.client, answer, fds)
-            if not hello.device:
-                self._connect(peer, hello, False)
-            _send_fds(peer.sock, messages.encode(answer), fds)
-        finally:
-            os.close(fd)
-
-    def _offer_twin(self, peer: _Peer, client: int, answer: Welcome, fds: list[int]) -> None:
-        """A shard without room for one says why, and serves the client all the same."""
-        answer.why = "the shard does not compute on a GPU"
-        if self._device is None:
-            return
-        assert peer.hello is not None
-        if self._device.slots != peer.hello.slots:
-            asked, served = ("gpu", "cuda_ipc") if peer.hello.slots else ("cuda_ipc", "gpu")
-            answer.why = f"the server was started with --gpu-transport {served}, and this engine asks for {asked}"
-            return
-        kept = [other.hello for other in (*self._shaking, *self._retired) if other.twin is not None]
-        if sum(hello is not None and hello.client == client for hello in kept) >= MAX_TWINS:
-            answer.why = "earlier twins of this client are not free yet"
-            return
-        try:
-            peer.twin = self._device.twin(self._port.layout, peer.pid)
-        except ShardUnavailableError as error:
-            answer.why = str(error)
-            log.warning("a client's rows go through host memory", reason=answer.why)
-            return
-        answer.twin, answer.handle, answer.why = peer.twin.kind, peer.twin.handle, ""
-        if peer.twin.kind != "ipc":
-            fds.append(peer.twin.fd)
-
-    def _connect(self, peer: _Peer, hello: Hello, twin: bool, fd: int = -1) -> None:
-        """From now on the loop takes its steps."""
-        grant, region, bell = self._port.admit(hello), peer.region, peer.bell
-        assert region is not None and bell is not None
-        if twin and peer.twin is None:
-            raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
-        if not twin and peer.twin is not None and peer.twin.free():
-            peer.twin = None
-        if twin and peer.twin is not None and peer.twin.kind == "slots":
-            peer.connection = cast(SlotsTwin, peer.twin).connect(grant, region, peer.sock, bell, fd)
-        elif hello.device:
-            peer.connection = _DeviceConnection(grant, region, peer.sock, bell, peer.twin if twin else None)
-        else:
-            peer.connection = ShmConnection(grant, region, peer.sock, bell)
-        if not twin:
-            pin(peer.connection, self._device)
-        self._shaking.remove(peer)
-        self._port.connect(peer.connection)
-
-    def _refuse(self, peer: _Peer, error: LoraServerError) -> None:
-        with contextlib.suppress(OSError):
-            peer.sock.send(messages.encode(Refused(error.code, str(error))))
-        self._end(peer)
-
-    def _end(self, peer: _Peer) -> None:
-        """A client went, or is cut off. It may still have a put under way: device memory is freed later."""
-        if peer.connection is not None:
-            self._port.disconnect(peer.connection)
-        if peer in self._shaking:
-            self._shaking.remove(peer)
-        if peer.bell is not None:
-            peer.bell.close()
-        self._selector.unregister(peer.sock)
-        peer.sock.close()
-        if peer.twin is not None:
-            peer.due = time.monotonic() + QUARANTINE_SECONDS
-            self._retired.append(peer)
-
-    def close(self) -> None:
-        """Stop listening and cut all of its clients off; idempotent."""
-        if self._server.fileno() < 0:
-            return
-        self._waker.close()
-        self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self._selector.close()
-        self._path.unlink(missing_ok=True)
-
-
-def _send_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-    sock.sendmsg([data], ancillary)
