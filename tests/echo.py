@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lora_server.access.certificate import shard_certificate
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
 from lora_server.transport.shm import ShmLink
@@ -29,7 +30,7 @@ SHARD = 7
 # `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device twin")]
-KINDS = ["inproc", "shm", "tcp", *DEVICES]
+KINDS = ["inproc", "shm", "tcp", "tls", *DEVICES]
 
 
 def reverse(connection: Connection, seq: int) -> int:
@@ -54,8 +55,9 @@ class EchoShard:
         self.device = MemfdMemory() if kind.startswith("device") else None
         if kind == "shm" or self.device is not None:
             self.listener = ShmListener(self.port, directory / "shard.sock", self.device)
-        elif kind == "tcp":
-            self.listener = TcpListener(self.port, "127.0.0.1")
+        self.certificate = shard_certificate(SHARD) if kind == "tls" else None
+        if kind in ("tcp", "tls"):
+            self.listener = TcpListener(self.port, "127.0.0.1", certificate=self.certificate)
         if self.listener is not None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -67,7 +69,15 @@ class EchoShard:
         if self.device is not None:
             twin = "must" if self.kind == "device twin" else "no"
             return EmulatedLink(self.listener.address, hello, SHARD, twin=twin)
-        return {"shm": ShmLink, "tcp": TcpLink}[self.kind](self.listener.address, hello, SHARD, SECONDS)
+        return self.connect(hello)
+
+    def connect(self, hello: Hello, seconds: float = SECONDS) -> Link:
+        """Over a socket."""
+        assert self.listener is not None
+        if self.kind == "shm":
+            return ShmLink(self.listener.address, hello, SHARD, seconds)
+        der = self.certificate.der if self.certificate is not None else b""
+        return TcpLink(self.listener.address, hello, SHARD, seconds, der)
 
     def join(self, client: int, epoch: int = 1) -> Link:
         self.port.grant(Grant(client, epoch, b"key"))

@@ -1,24 +1,30 @@
-"""A server with tokens and mTLS, as people start it: its own processes, an engine, a revoked token, a restart."""
+"""A server with tokens and mTLS, as people start it: its own processes, engines and their steps, a revoked token."""
 
 from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 
 from client_connector.client import Client
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
+from client_connector.transformers import attach
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Store, Tenant
+from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch
-from lora_server.errors import LeaseError, ServerUnavailableError, UnauthenticatedError, UnknownAdapterError
+from lora_server.errors import LeaseError, ServerUnavailableError, StepError, UnauthenticatedError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
+from lora_server.transport.tls import TlsSocket
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import call, open_channel
 from tests.certificates import Authority
 from tests.serving import HANG_SECONDS, until
-from tests.workload import workload
+from tests.workload import NEW_TOKENS, workload
 
 
 @pytest.mark.timeout(600)
@@ -31,17 +37,34 @@ def test_a_server_with_tokens_and_certificates(tmp_path):
     store = Store(database)
     store.set_tenant(Tenant("acme"))
     secrets = {role: store.create_token("acme", role) for role in (Role.ENGINE, Role.PUBLISHER)}
+    secrets[Role.ADMIN] = store.create_token("", Role.ADMIN)
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--adapter-root", str(tmp_path)]
-    flags += ["--data-dir", str(data), "--tls-cert", str(cert), "--tls-key", str(key), "--tls-ca", str(authority.ca)]
+    flags += [
+        "--layout",
+        "ep2-pp1",
+        "--coordination",
+        "leader",
+        "--data-dir",
+        str(data),
+        "--tls-cert",
+        str(cert),
+        "--tls-key",
+        str(key),
+        "--tls-ca",
+        str(authority.ca),
+    ]
     server = launch(tmp_path / "log", *flags, "--tls-client-ca", str(authority.ca))
 
     def shown(role):
         return Credentials(str(secrets[role][1]), None, authority.ca, own, own_key)
 
-    def is_ready(credentials):
+    def status(credentials):
         with open_channel(server.address, credentials) as channel:
             asked = rpc.ServerStub(channel).Status
-            return call(asked, pb.StatusRequest(), server=server.address, seconds=HANG_SECONDS).ready
+            return call(asked, pb.StatusRequest(), server=server.address, seconds=HANG_SECONDS)
+
+    def is_ready(credentials):
+        return status(credentials).ready
 
     def serves():
         assert server.process.poll() is None, server.tail()
@@ -65,6 +88,8 @@ def test_a_server_with_tokens_and_certificates(tmp_path):
         for file in (load.adapters / name).iterdir():
             (tmp_path / "acme" / "files" / file.name).write_bytes(file.read_bytes())
         assert directory.add("mine", str(tmp_path / "acme" / "own")).name == "acme/mine"
+        engines = RemoteServer(server.address, "tcp", credentials=shown(Role.ENGINE))
+        steps_are_encrypted(load, engines, lambda: status(shown(Role.ADMIN)).shards)
         client = Client(RemoteServer(server.address, credentials=shown(Role.ENGINE)), HANG_SECONDS)
         held = client.acquire(["mine", name])
         assert [one.name for one in held] == ["mine", name]
@@ -80,3 +105,20 @@ def test_a_server_with_tokens_and_certificates(tmp_path):
     finally:
         database.close()
         server.stop()
+
+
+def steps_are_encrypted(load, server, shards):
+    """Tokens are what they have to be, also after a shard, and with it its certificate, was replaced."""
+
+    def right():
+        try:
+            load.check(generate(load.model, load.batch, NEW_TOKENS))
+        except StepError:  # one that was under way when it died
+            return False
+        return all(isinstance(link._socket, TlsSocket) for link in lora.client.session.links)
+
+    with attach(load.model, server, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(load.names):
+        assert right()
+        victim = shards()[0].pid
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: right() and shards()[0].pid != victim, "steps go on with its successor", HANG_SECONDS)

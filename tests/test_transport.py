@@ -15,6 +15,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from lora_server.access.certificate import shard_certificate
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
 from lora_server.transport import e4m3, tcp_listener
 from lora_server.transport.address import parse
@@ -63,7 +64,7 @@ def test_two_clients_interleave_with_steps_in_flight(shard):
         client.link.close()
 
 
-@pytest.mark.parametrize("shard", ["shm", "tcp"], indirect=True)
+@pytest.mark.parametrize("shard", ["shm", "tcp", "tls"], indirect=True)
 def test_clients_in_threads_of_their_own(shard):
     failures = []
 
@@ -182,7 +183,7 @@ def test_a_push_beyond_depth_overwrites_nothing(shard):
     (connection,) = (c for c in shard.port.connections if c.client == 1)
     until(lambda: connection.requested() == LAYOUT.depth, "the pushes to land")
     before = [bytes(connection.region.request(seq)[:64]) for seq in range(1, LAYOUT.depth + 1)]
-    if shard.kind == "tcp":  # elsewhere the slot is the client's own memory
+    if shard.kind in ("tcp", "tls"):  # elsewhere the slot is the client's own memory
         client.push(64)
         with pytest.raises(ShardUnavailableError):
             client.link.wait(client.seq, time.monotonic() + SECONDS)
@@ -256,7 +257,7 @@ def assert_ends(stranger):
             pass
 
 
-@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+@pytest.mark.parametrize("shard", ["tcp", "tls"], indirect=True)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -278,7 +279,7 @@ def test_what_a_stranger_sends_costs_its_connection(shard, sent):
     client.link.close()
 
 
-@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+@pytest.mark.parametrize("shard", ["tcp", "tls"], indirect=True)
 @pytest.mark.parametrize(
     ("seq", "nbytes"), [(2, LAYOUT.request_bytes + 1), (1, 4), (2 + LAYOUT.depth, 4), (2**64 - 1, 4), (2, 2**32 - 1)]
 )
@@ -295,7 +296,7 @@ def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, seq, nbytes):
         one.link.close()
 
 
-@pytest.mark.parametrize("shard", ["tcp"], indirect=True)
+@pytest.mark.parametrize("shard", ["tcp", "tls"], indirect=True)
 def test_strangers_are_few_and_end_soon(shard, monkeypatch):
     monkeypatch.setattr(tcp_listener, "MAX_STRANGERS", 4)
     client = Echo(shard.join(1), seed=12)
@@ -342,14 +343,15 @@ def test_over_tcp_both_sides_prove_the_lease_and_nobody_sends_its_key(tmp_path):
             assert b"no such lease" in replay.recv(4096)
 
 
-def test_large_frames_do_not_hold_the_engine_up(tmp_path):
+@pytest.mark.parametrize("certificate", [None, shard_certificate(SHARD)], ids=["clear", "tls"])
+def test_large_frames_do_not_hold_the_engine_up(certificate):
     """A shard that is busy elsewhere takes its time; the push returns, and the answer is whole."""
     nbytes = 32 << 20
     port = Port(RegionLayout(depth=2, request_bytes=nbytes, response_bytes=nbytes))
     port.grant(Grant(1, 1, b"key"))
-    listener = TcpListener(port, "127.0.0.1")
+    listener = TcpListener(port, "127.0.0.1", certificate=certificate)
     try:
-        link = TcpLink(listener.address, Hello(1, 1, b"key"), SHARD, SECONDS)
+        link = TcpLink(listener.address, Hello(1, 1, b"key"), SHARD, SECONDS, certificate.der if certificate else b"")
         data = random.Random(3).randbytes(nbytes)
         for seq in (1, 2, 3):
             link.region.request(seq)[:] = data
@@ -367,7 +369,7 @@ def test_large_frames_do_not_hold_the_engine_up(tmp_path):
         listener.close()
 
 
-@pytest.mark.parametrize("shard", ["shm", "tcp"], indirect=True)
+@pytest.mark.parametrize("shard", ["shm", "tcp", "tls"], indirect=True)
 def test_a_listener_that_closes_ends_waits(shard):
     client = Echo(shard.join(1), seed=11)
     client.check(client.push())
@@ -382,10 +384,10 @@ def test_a_listener_that_closes_ends_waits(shard):
     closer.join(SECONDS)
     client.link.close()
     with pytest.raises((ShardUnavailableError, LeaseError)):
-        Echo(type(client.link)(shard.listener.address, Hello(1, 1, b"key"), SHARD, 0.3), seed=0)
+        Echo(shard.connect(Hello(1, 1, b"key"), 0.3), seed=0)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp", "tls"])
 def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
     process = psutil.Process()
     with echo_shard(kind, tmp_path) as shard:

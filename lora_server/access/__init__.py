@@ -5,6 +5,6 @@ rights     which role may call what               limits     how much a tenant m
 tokens     texts that prove an identity           gate       every call comes through it
 tables     in the database                        audit      what was changed, by whom
 store      what is read and written there         service    tokens and tenants over gRPC
-exposure   what may be open without any of it     tls        certificates
-remote     the gate of a node above rank 0
+exposure   what may be open without any of it     tls        certificates of the controller
+remote     the gate of a node above rank 0        certificate   of a shard
 """

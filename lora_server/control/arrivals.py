@@ -120,7 +120,8 @@ class Arrivals:
         leader = stage.pop(leader_index, None)
         if leader is None:
             return
-        told = pb.Follow(address=leader.registration.order_address, badge=leader.registration.order_badge)
+        said = leader.registration
+        told = pb.Follow(address=said.order_address, badge=said.order_badge, certificate=said.endpoint.certificate)
         for follower in stage.values() if shard == leader_index else [arrived]:
             follower.send(pb.ShardCommand(follow=told))
 

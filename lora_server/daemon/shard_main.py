@@ -36,6 +36,7 @@ from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
+from lora_server.transport.tls import ShardCertificate
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
@@ -66,7 +67,10 @@ class ShardProcess:
         self.port = Port(region, on_gone=self._client_gone)
         self.shm = self._shm_listener()
         data = config.data_ports.data(config.shard)
-        self.tcp = TcpListener(self.port, config.bind_host, config.advertise, data, self._client_memory())
+        self.certificate = self._own_certificate()
+        self.tcp = TcpListener(
+            self.port, config.bind_host, config.advertise, data, self._client_memory(), self.certificate
+        )
         self.stream = ControllerStream(
             str(config.controller), own_credentials(config), self._registration, self._execute, self._layers_ready
         )
@@ -154,6 +158,14 @@ class ShardProcess:
             killed.unlink(missing_ok=True)
         return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", self._client_memory())
 
+    def _own_certificate(self) -> ShardCertificate | None:
+        """Steps are encrypted where the control plane is."""
+        if self.config.tls_ca is None:
+            return None
+        from lora_server.access.certificate import shard_certificate  # which takes its time to be imported
+
+        return shard_certificate(self.config.shard)
+
     def _client_memory(self) -> DeviceMemory | None:
         config = self.config
         return backends.client_memory(self._local_index, config.gpu_transport) if config.device == "cuda" else None
@@ -163,7 +175,7 @@ class ShardProcess:
             return Independent()
         if layout.ep_rank(self.config.shard) == 0:
             orders = self.config.data_ports.orders(layout.stage(self.config.shard))
-            return Leader(self.config.bind_host, self.config.advertise, orders)
+            return Leader(self.config.bind_host, self.config.advertise, orders, self.certificate)
         return Follower(self.port.ring, self.config.slots)
 
     def run(self) -> int:
@@ -249,6 +261,7 @@ class ShardProcess:
             shm=self.shm.address if self.shm is not None else "",
             tcp=self.tcp.address,
             device=config.device if self.shm is not None else "cpu",
+            certificate=self.certificate.der if self.certificate is not None else b"",
         )
         return pb.Registration(
             shard=config.shard,
@@ -291,7 +304,8 @@ class ShardProcess:
             self.store.relocate(command.note.handle, _source(command.note))
             self._keep(command.note)
         elif kind == "follow" and isinstance(self.coordinator, Follower):
-            self.coordinator.follow(command.follow.address, command.follow.badge)
+            told = command.follow
+            self.coordinator.follow(told.address, told.badge, told.certificate)
         done(None)
         if kind == "stop":
             self.stop()

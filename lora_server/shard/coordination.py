@@ -21,6 +21,7 @@ from typing_extensions import override
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.shard.schedule import PendingStep, TenantShare, begun
+from lora_server.transport.tls import ShardCertificate
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
 
@@ -50,10 +51,16 @@ class Independent(Coordinator):
 class Leader(Coordinator):
     """Picks, and tells the followers of its stage, which know its badge."""
 
-    def __init__(self, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
+    def __init__(
+        self,
+        host: str,
+        advertise: str = "",
+        port: TcpPort = ANY_PORT,
+        certificate: ShardCertificate | None = None,
+    ) -> None:
         self._rule = TenantShare()
         self.badge = secrets.token_bytes(messages.NONCE_BYTES)
-        self._orders = OrderSender(self.badge, host, advertise, port)
+        self._orders = OrderSender(self.badge, host, advertise, port, certificate)
         self.address = self._orders.address
 
     @property
@@ -87,16 +94,17 @@ class Follower(Coordinator):
     def __init__(self, ring: Callable[[], None], depth: int) -> None:
         self._ring, self._depth = ring, depth
         self._queue: deque[tuple[Order, int]] = deque()
-        self._leader, self._badge = "", b""
+        self._leader = "", b"", b""
         self._orders: OrderReceiver | None = None
 
-    def follow(self, address: str, badge: bytes) -> None:
+    def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
         """Listen to this leader from now on, and forget what another one said."""
-        if (address, badge) == (self._leader, self._badge):  # one that was restarted may have the same port
+        leader = address, badge, certificate
+        if leader == self._leader:  # one that was restarted may have the same port
             return
         self.close()
-        self._queue, self._leader, self._badge = deque(), address, badge
-        self._orders = OrderReceiver(address, badge, self._take)
+        self._queue, self._leader = deque(), leader
+        self._orders = OrderReceiver(address, badge, self._take, certificate)
 
     def _take(self, order: Order) -> None:
         self._queue.append((order, time.monotonic_ns() + order.budget_us * 1000))

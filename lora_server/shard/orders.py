@@ -13,12 +13,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from lora_server.errors import ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
-from lora_server.transport.address import listen, parse, watch
+from lora_server.transport.address import listen, parse, readable, watch
 from lora_server.transport.base import HANDSHAKE_SECONDS
 from lora_server.transport.frames import HEADER, MESSAGE, frame
+from lora_server.transport.stranger import Stranger
+from lora_server.transport.tls import ShardCertificate, Stream, connect
 from lora_server.wire import messages
 from lora_server.wire.messages import Challenge, Follow, Lead, Order, proves
 
@@ -28,12 +31,10 @@ STOP_SECONDS = 0.1  # within which a follower stops, and tries again
 _FOLLOWER, _LEADER = b"follower", b"leader"
 
 
-class _Peer:
-    """Who connected to a leader: a stranger until it has proved to be a follower."""
+class _Peer(Stranger):
+    """Who connected to a leader, until it has proved to be a follower."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket, self.since, self.heard = sock, time.monotonic(), b""
-        self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
+    heard = b""
 
     def message(self) -> bytes | None:
         """Its proof, when all of it is there. Raises OSError, ProtocolError."""
@@ -50,10 +51,20 @@ class _Peer:
 
 
 class OrderSender:
-    """The leader's end. `send` is the loop's; a thread lets followers in."""
+    """The leader's end. `send` is the loop's; a thread lets followers in.
 
-    def __init__(self, badge: bytes, host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> None:
-        self._badge = badge
+    `certificate`: with it nothing goes in the clear.
+    """
+
+    def __init__(
+        self,
+        badge: bytes,
+        host: str,
+        advertise: str = "",
+        port: TcpPort = ANY_PORT,
+        certificate: ShardCertificate | None = None,
+    ) -> None:
+        self._badge, self._certificate = badge, certificate
         self._listening, self.address = listen(host, advertise, port)
         self._listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -74,7 +85,7 @@ class OrderSender:
         data = b"".join(frame(MESSAGE, messages.encode(order)))
         for peer in self._followers:
             try:
-                taken = peer.socket.send(data) == len(data)
+                taken = peer.socket.sendmsg([data]) == len(data)
             except OSError:
                 taken = False
             if not taken:
@@ -100,22 +111,23 @@ class OrderSender:
             else:
                 time.sleep(0.05)  # the loop of this thread must not spin
             return
-        peer = _Peer(sock)
         try:
-            sock.setblocking(False)
-            watch(sock)
-            sock.sendmsg(frame(MESSAGE, messages.encode(Challenge(peer.nonce))))
+            peer = _Peer(sock, self._certificate)
         except OSError:
-            sock.close()
+            return
+        try:
+            peer.greet()
+        except OSError:
+            peer.socket.close()
             return
         if len(self._strangers) >= MAX_STRANGERS:
             self._end(self._strangers[0])
         self._strangers.append(peer)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _hear(self, peer: _Peer) -> None:
         try:
-            said = peer.message()
+            said = peer.message() if peer.greet() else None
             if said is not None:
                 self._admit(peer, messages.decode(said, Follow))
         except BlockingIOError:
@@ -150,10 +162,13 @@ class OrderSender:
 
 
 class OrderReceiver:
-    """A follower's end: a thread that gives each order to `take`, and connects anew until it is closed."""
+    """A follower's end: a thread that gives each order to `take`, and connects anew until it is closed.
 
-    def __init__(self, address: str, badge: bytes, take: Callable[[Order], None]) -> None:
-        self._address, self._badge, self._take = address, badge, take
+    `certificate`: of the leader, which speaks TLS alone.
+    """
+
+    def __init__(self, address: str, badge: bytes, take: Callable[[Order], None], certificate: bytes = b"") -> None:
+        self._address, self._badge, self._take, self._certificate = address, badge, take, certificate
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
         self._thread.start()
@@ -165,37 +180,55 @@ class OrderReceiver:
             self._stop.wait(STOP_SECONDS)
 
     def _listen(self) -> None:
-        with socket.create_connection(parse(self._address), HANDSHAKE_SECONDS) as sock:
-            watch(sock)
-            sock.settimeout(STOP_SECONDS)
-            deadline = time.monotonic() + HANDSHAKE_SECONDS
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        with contextlib.closing(self._connect(deadline)) as sock:
             challenge = messages.decode(self._message(sock, deadline), Challenge)
             nonce = secrets.token_bytes(messages.NONCE_BYTES)
             proof = messages.proof(self._badge, _FOLLOWER, challenge.nonce, nonce)
-            sock.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(nonce, proof)))))
+            sock.sendmsg(frame(MESSAGE, messages.encode(Follow(nonce, proof))))
             lead = messages.decode(self._message(sock, deadline), Lead)
             if not proves(lead.proof, self._badge, _LEADER, nonce, challenge.nonce):
                 raise ProtocolError("what answers there is not the leader")
             while True:
                 self._take(messages.decode(self._message(sock), Order))
 
-    def _message(self, sock: socket.socket, deadline: float = float("inf")) -> bytes:
+    def _connect(self, deadline: float) -> Stream:
+        sock = socket.create_connection(parse(self._address), HANDSHAKE_SECONDS)
+        try:
+            watch(sock)
+            sock.setblocking(False)
+            return connect(sock, self._certificate, partial(self._wait, deadline)) if self._certificate else sock
+        except BaseException:
+            sock.close()
+            raise
+
+    def _message(self, sock: Stream, deadline: float = float("inf")) -> bytes:
         kind, nbytes, _ = HEADER.unpack(self._read(sock, HEADER.size, deadline))
         if kind != MESSAGE or nbytes > MAX_BYTES:
             raise ProtocolError(f"frame {kind} of {nbytes} bytes")
         return self._read(sock, nbytes, deadline)
 
-    def _read(self, sock: socket.socket, nbytes: int, deadline: float) -> bytes:
+    def _read(self, sock: Stream, nbytes: int, deadline: float) -> bytes:
         data = b""
         while len(data) < nbytes:
-            if self._stop.is_set() or time.monotonic() >= deadline:
-                raise ConnectionAbortedError("stopped, or nothing came")
-            with contextlib.suppress(TimeoutError):
+            self._check(deadline)
+            try:
                 more = sock.recv(nbytes - len(data))
-                if not more:
-                    raise ConnectionResetError("the leader is gone")
-                data += more
+            except BlockingIOError:
+                readable(sock, STOP_SECONDS)
+                continue
+            if not more:
+                raise ConnectionResetError("the leader is gone")
+            data += more
         return data
+
+    def _wait(self, deadline: float, sock: Stream) -> None:
+        self._check(deadline)
+        readable(sock, STOP_SECONDS)
+
+    def _check(self, deadline: float) -> None:
+        if self._stop.is_set() or time.monotonic() >= deadline:
+            raise ConnectionAbortedError("stopped, or nothing came")
 
     def close(self) -> None:
         """Nothing is taken any more."""

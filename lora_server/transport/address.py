@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,6 +14,7 @@ import tenacity
 from lora_server.address import bracketed
 from lora_server.errors import ConfigError
 from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.transport.tls import Stream
 
 BACKLOG = 1024
 _T = TypeVar("_T")
@@ -48,6 +50,22 @@ def watch(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+
+
+def readable(sock: Stream, seconds: float) -> bool:
+    """Whether something came, if only its end, within so many seconds; whatever the number of its descriptor is."""
+    return _polled(sock, select.POLLIN, seconds)
+
+
+def writable(sock: Stream, seconds: float) -> bool:
+    """Whether it takes more within so many seconds."""
+    return _polled(sock, select.POLLOUT, seconds)
+
+
+def _polled(sock: Stream, event: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, event)
+    return bool(poller.poll(seconds * 1e3))
 
 
 def _patiently(attempt: Callable[[], _T], where: str, port: TcpPort) -> _T:

@@ -74,13 +74,13 @@ def why_far(endpoint: pb.Endpoint) -> str:
 
 def tell_far(endpoints: Iterable[pb.Endpoint]) -> None:
     """One line per reason for which `auto` goes over TCP: it is slower, and nobody asked for it."""
-    shards: dict[str, list[int]] = {}
+    shards: dict[tuple[str, bool], list[int]] = {}
     for endpoint in endpoints:
-        shards.setdefault(why_far(endpoint), []).append(endpoint.shard)
-    for reason, far in shards.items():
+        shards.setdefault((why_far(endpoint), bool(endpoint.certificate)), []).append(endpoint.shard)
+    for (reason, encrypted), far in shards.items():
         if reason:
             level = log.info if reason == FAR else log.warning
-            level("activations go over TCP", shards=far, reason=reason)
+            level("activations go over TCP", shards=far, encrypted=encrypted, reason=reason)
 
 
 def connect(
@@ -113,7 +113,7 @@ def connect(
     if transport == "shm" and not endpoint.shm:
         raise ConfigError(f"transport shm: shard {endpoint.shard} does not offer it (its CPU is not x86-64); use tcp")
     if not (transport == "shm" or (transport == "auto" and not why_far(endpoint))):
-        return TcpLink(endpoint.tcp, hello, endpoint.shard, seconds)
+        return TcpLink(endpoint.tcp, hello, endpoint.shard, seconds, endpoint.certificate)
     if gpu:
         try:
             return _gpu_link(endpoint, hello, device, "may" if transport == "auto" else "no")

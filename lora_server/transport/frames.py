@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from collections import deque
+
+from lora_server.transport.tls import Stream
 
 HEADER = struct.Struct("<IIQ")  # kind, payload bytes, seq
 MESSAGE, STEP, BYE = 1, 2, 3
@@ -19,7 +20,7 @@ def frame(kind: int, payload: bytes | memoryview = b"", seq: int = 0) -> list[by
 class Outbox:
     """What a socket that does not block did not take yet. Not thread-safe."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: Stream) -> None:
         self._socket, self._left = sock, deque[memoryview]()
 
     def __bool__(self) -> bool:

@@ -6,13 +6,13 @@ by the loop itself, large ones by that thread; a client likewise sends large fra
 engine's GEMM.
 
 A frame is (kind, bytes, seq) and its payload, and nobody stores more of it than the slot that it is for. Client and
-shard prove to each other that they know the lease's key, which is never sent: see wire.messages.Challenge.
+shard prove to each other that they know the lease's key, which is never sent: see wire.messages.Challenge. Where the
+controller has TLS all of that is inside TLS: see tls.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -20,10 +20,11 @@ import time
 from typing_extensions import override
 
 from lora_server.errors import ProtocolError, ShardUnavailableError
-from lora_server.transport.address import parse, watch
+from lora_server.transport.address import parse, readable, watch, writable
 from lora_server.transport.base import HANDSHAKE_SECONDS, Link
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
+from lora_server.transport.tls import Stream, connect
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Challenge, Hello, proves
 from lora_server.wire.region import Region, RegionLayout
@@ -36,16 +37,22 @@ class TcpLink(Link):
 
     transport = "tcp"
 
-    def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
+    def __init__(
+        self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS, certificate: bytes = b""
+    ) -> None:
+        """`certificate`: of the shard, which speaks TLS alone; nothing else is believed then."""
         self.shard, self.epoch = shard, hello.epoch
         self._memory: Mapping | None = None
-        self._socket: socket.socket | None = None
+        self._socket: Stream | None = None
         self._sender: _Sender | None = None
         try:
-            self._socket = socket.create_connection(parse(address), seconds)
-            watch(self._socket)
-            self._socket.setblocking(False)
-            layout = self._shake_hands(hello, time.monotonic() + seconds)
+            self._socket = sock = socket.create_connection(parse(address), seconds)
+            watch(sock)
+            sock.setblocking(False)
+            deadline = time.monotonic() + seconds
+            if certificate:
+                self._socket = connect(sock, certificate, lambda stream: _wait(stream, deadline))
+            layout = self._shake_hands(hello, deadline)
             self._memory = Mapping(layout.nbytes)
         except OSError as error:
             self.close()
@@ -71,7 +78,7 @@ class TcpLink(Link):
             raise ProtocolError(f"shard {self.shard}: got frame {kind} of {nbytes} bytes, expected a message")
         return bytes(self._receive(bytearray(nbytes), deadline))
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Stream:
         if self._socket is None:
             raise self._gone(self.responded() + 1)
         return self._socket
@@ -83,8 +90,7 @@ class TcpLink(Link):
             try:
                 received = self._connected().recv_into(left)
             except BlockingIOError:
-                if not select.select([self._connected()], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                    raise TimeoutError(f"{len(left)} bytes are missing") from None
+                _wait(self._connected(), deadline)
                 continue
             if not received:
                 raise ConnectionResetError("the connection was closed")
@@ -142,10 +148,16 @@ class TcpLink(Link):
             self._memory.drop()
 
 
+def _wait(sock: Stream, deadline: float) -> None:
+    """Until there may be something to read; raises TimeoutError."""
+    if not readable(sock, max(0.0, deadline - time.monotonic())):
+        raise TimeoutError("it is silent; is it overloaded, or does one of the two speak TLS alone?")
+
+
 class _Sender:
     """The client's: small frames go at once, the rest from a thread, which is started when there is the first."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: Stream) -> None:
         self._socket, self._outbox = sock, Outbox(sock)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -176,7 +188,7 @@ class _Sender:
                         if self._closed:
                             return
                         continue
-                if not select.select([], [self._socket], [], SEND_SECONDS)[1]:
+                if not writable(self._socket, SEND_SECONDS):
                     raise TimeoutError(f"the shard took nothing for {SEND_SECONDS:g} s")
         except (OSError, ValueError) as error:  # ValueError: it was closed
             with self._changed:

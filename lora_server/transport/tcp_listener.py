@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import secrets
 import selectors
 import socket
 import threading
@@ -15,25 +14,26 @@ from typing_extensions import override
 
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
-from lora_server.transport.address import listen, watch
+from lora_server.transport.address import listen
 from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Port, pin
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
+from lora_server.transport.stranger import Stranger
+from lora_server.transport.tls import ShardCertificate
 from lora_server.wire import messages, slot
-from lora_server.wire.messages import Answer, Challenge, Refused, Welcome, proves
+from lora_server.wire.messages import Answer, Refused, Welcome, proves
 from lora_server.wire.region import Region
 
 MAX_STRANGERS = 256  # connections that have not proved a lease yet; the oldest goes
 
 
-class _Peer:
+class _Peer(Stranger):
     """The shard's end of a socket: a stranger until `connection` is set."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket, self.since = sock, time.monotonic()
-        self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
+    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None) -> None:
+        super().__init__(sock, certificate)
         self.connection: _TcpConnection | None = None
-        self.outbox = Outbox(sock)
+        self.outbox = Outbox(self.socket)
         self.lock = threading.Lock()  # the outbox, and writes to the socket
         self.closing = False
         self._header = bytearray(HEADER.size)
@@ -106,12 +106,13 @@ class TcpListener:
         advertise: str = "",
         tcp: TcpPort = ANY_PORT,
         device: DeviceMemory | None = None,
+        certificate: ShardCertificate | None = None,
     ) -> None:
         """Listens at `host`, and tells clients to come to `advertise` if that is another.
 
-        `device`: of a shard that computes on a GPU.
+        `device`: of a shard that computes on a GPU. `certificate`: with it nothing goes in the clear.
         """
-        self._port, self._device = port, device
+        self._port, self._device, self._certificate = port, device, certificate
         self._listening, self.address = listen(host, advertise, tcp)
         self._selector = selectors.DefaultSelector()
         self._bell, self._bell_end = socket.socketpair()
@@ -151,12 +152,14 @@ class TcpListener:
 
     def _run(self) -> None:
         while not self._stopping:
+            may_shake_hands = True  # one per round: it is dear, and clients' steps wait meanwhile
             for key, events in self._selector.select(0.2 if self._strangers else None):
                 if key.fileobj is self._listening:
                     self._accept()
                 elif key.fileobj is self._bell:
                     self._answer_bell()
-                else:
+                elif key.data.greeted or may_shake_hands:
+                    may_shake_hands &= key.data.greeted
                     self._serve(key.data, events)
             self._end_silent()
 
@@ -166,18 +169,19 @@ class TcpListener:
         except OSError:  # it went away; or there are no descriptors, and strangers have to go
             self._end_oldest()
             return
-        peer = _Peer(sock)
         try:
-            sock.setblocking(False)
-            watch(sock)
-            sock.sendmsg(frame(MESSAGE, messages.encode(Challenge(peer.nonce))))
+            peer = _Peer(sock, self._certificate)
         except OSError:
-            sock.close()
+            return
+        try:
+            peer.greet()
+        except OSError:
+            peer.socket.close()
             return
         if len(self._strangers) >= MAX_STRANGERS:
             self._end_oldest()
         self._strangers.append(peer)
-        self._selector.register(sock, selectors.EVENT_READ, peer)
+        self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _end_oldest(self) -> None:
         if self._strangers:
@@ -202,7 +206,7 @@ class TcpListener:
             self._flush(peer)
         if events & selectors.EVENT_READ:
             try:
-                while peer.receive():
+                while peer.greet() and peer.receive():
                     self._on_frame(peer, *peer.take())
             except BlockingIOError:
                 return

@@ -229,18 +229,20 @@ class Lease(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., lease_seconds: _Optional[float] = ..., spec_json: _Optional[str] = ..., layout: _Optional[str] = ..., dtype: _Optional[str] = ..., coordination: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., server: _Optional[str] = ..., hidden_adapters: _Optional[_Iterable[str]] = ..., adapters: _Optional[int] = ..., wire: _Optional[str] = ...) -> None: ...
 
 class Endpoint(_message.Message):
-    __slots__ = ("shard", "host", "shm", "tcp", "device")
+    __slots__ = ("shard", "host", "shm", "tcp", "device", "certificate")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     TCP_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     shard: int
     host: str
     shm: str
     tcp: str
     device: str
-    def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., tcp: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    certificate: bytes
+    def __init__(self, shard: _Optional[int] = ..., host: _Optional[str] = ..., shm: _Optional[str] = ..., tcp: _Optional[str] = ..., device: _Optional[str] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class Proof(_message.Message):
     __slots__ = ("client", "epoch", "key")
@@ -773,12 +775,14 @@ class Borrow(_message.Message):
     def __init__(self, client: _Optional[int] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class Follow(_message.Message):
-    __slots__ = ("address", "badge")
+    __slots__ = ("address", "badge", "certificate")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BADGE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     address: str
     badge: bytes
-    def __init__(self, address: _Optional[str] = ..., badge: _Optional[bytes] = ...) -> None: ...
+    certificate: bytes
+    def __init__(self, address: _Optional[str] = ..., badge: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("epoch", "run", "restarts", "registered")

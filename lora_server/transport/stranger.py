@@ -1,0 +1,36 @@
+"""Who connected and has proved nothing yet."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+
+from lora_server.transport.address import watch
+from lora_server.transport.frames import MESSAGE, frame
+from lora_server.transport.tls import ShardCertificate, Stream, TlsSocket
+from lora_server.wire import messages
+from lora_server.wire.messages import Challenge
+
+
+class Stranger:
+    """`socket` is this side's, which does not block, with TLS where there is a certificate."""
+
+    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None) -> None:
+        """`sock` is not used any more, and closed where this raises OSError."""
+        self.since, self.greeted = time.monotonic(), False
+        self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
+        try:
+            sock.setblocking(False)
+            watch(sock)
+            self.socket: Stream = sock if certificate is None else certificate.accept(sock)
+        except OSError:
+            sock.close()
+            raise
+
+    def greet(self) -> bool:
+        """Challenge it, encrypted where that is to be; whether that was done, now or before. Raises OSError."""
+        if not self.greeted and not (isinstance(self.socket, TlsSocket) and not self.socket.shake_hands()):
+            self.socket.sendmsg(frame(MESSAGE, messages.encode(Challenge(self.nonce))))
+            self.greeted = True
+        return self.greeted

@@ -1,0 +1,152 @@
+"""TLS 1.3 on connections between hosts.
+
+A shard has a certificate of its own, whose key never leaves its process. The controller, which has it from the shard,
+tells it to whoever is to connect: they believe that very certificate and no other, and speak in no other way.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+RECORD_BYTES = 16 << 10  # that TLS encrypts at a time
+
+
+class TlsSocket:
+    """What is used of a socket that does not block, where all that travels is encrypted. Thread-safe.
+
+    Reading waits for nothing but reading, and writing for nothing but writing: whoever asks for more than that, such as
+    new keys while it takes nothing, has broken the connection.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()  # OpenSSL's state is for one thread at a time
+        self._peeked = b""
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._socket.fileno()
+
+    def shake_hands(self) -> bool:
+        """Go on with it; whether it is done. Raises OSError."""
+        with self._lock:
+            try:
+                self._socket.do_handshake()
+            except ssl.SSLWantReadError:
+                return False
+            return True
+
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
+        """Flags: MSG_PEEK or none."""
+        if len(self._peeked) < nbytes:
+            more = bytearray(nbytes - len(self._peeked))
+            try:
+                self._peeked += more[: self._read(memoryview(more))]
+            except BlockingIOError:
+                if not self._peeked:
+                    raise
+        found = self._peeked[:nbytes]
+        if not flags & socket.MSG_PEEK:
+            self._peeked = self._peeked[nbytes:]
+        return found
+
+    def recv_into(self, memory: memoryview) -> int:
+        """See socket."""
+        if not self._peeked:
+            return self._read(memory)
+        taken = self.recv(min(len(memory), len(self._peeked)))
+        memory[: len(taken)] = taken
+        return len(taken)
+
+    def _read(self, memory: memoryview) -> int:
+        with self._lock:
+            try:
+                return int(self._socket.read(len(memory), memory))
+            except ssl.SSLWantReadError:
+                raise BlockingIOError from None
+            except ValueError:
+                raise ConnectionResetError("the connection was closed") from None
+
+    def sendmsg(self, views: Sequence[bytes | memoryview]) -> int:
+        """At most a record. After one that was not taken the same bytes have to come first, as an Outbox's do."""
+        with self._lock:
+            try:
+                return self._socket.write(_record(views))
+            except ssl.SSLWantWriteError:
+                raise BlockingIOError from None
+            except ValueError:
+                raise ConnectionResetError("the connection was closed") from None
+
+    def shutdown(self, how: int) -> None:
+        """Of the connection beneath, which stays encrypted until its end."""
+        socket.socket.shutdown(self._socket, how)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._socket.close()
+
+
+Stream = socket.socket | TlsSocket
+
+
+def _record(views: Sequence[bytes | memoryview]) -> bytes | bytearray | memoryview:
+    """The first bytes; a header goes with its payload."""
+    if len(views[0]) >= RECORD_BYTES:
+        return views[0][:RECORD_BYTES]
+    record = bytearray()
+    for view in views:
+        record += view[: RECORD_BYTES - len(record)]
+    return record
+
+
+@dataclass(frozen=True)
+class ShardCertificate:
+    """`der` is what others are told; lora_server.access.certificate makes it, and keeps no key."""
+
+    der: bytes
+    context: ssl.SSLContext
+
+    def accept(self, sock: socket.socket) -> TlsSocket:
+        """A connection whose handshake is to begin; `sock` is not used any more. Raises OSError."""
+        return TlsSocket(self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
+
+
+def connect(sock: socket.socket, certificate: bytes, wait: Callable[[TlsSocket], None]) -> TlsSocket:
+    """A connection to whoever has this certificate, over one that does not block.
+
+    `wait` returns when there may be something to read, and gives up by raising OSError. `sock` is not used any more,
+    and closed where this raises.
+    """
+    try:
+        stream = TlsSocket(_context(certificate).wrap_socket(sock, do_handshake_on_connect=False))
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        while not stream.shake_hands():
+            wait(stream)
+    except ssl.SSLCertVerificationError:
+        stream.close()
+        raise ConnectionAbortedError(
+            "what answers there is another than the shard that the controller knows (its certificate differs)"
+        ) from None
+    except ssl.SSLError as error:
+        stream.close()
+        raise ConnectionAbortedError(f"what answers there speaks no TLS, or not ours ({error.reason})") from None
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+def _context(certificate: bytes) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False  # it is known by all of its bytes, wherever it is reached
+    made.load_verify_locations(cadata=certificate)
+    return made
