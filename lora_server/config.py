@@ -99,7 +99,8 @@ class ServeConfig(BaseSettings):
     )
     disk_cache: Path | None = Field(
         None,
-        description="Where this node keeps files of adapters from far, s3:// and the like; without it, in --data-dir.",
+        description="Where this node keeps files of adapters from far, s3:// and the like, and of those that node 0 "
+        "sent; without it, in --data-dir.",
     )
     disk_cache_size: PoolSize = Field(
         Size(share=0.2), description="Bytes that --disk-cache may take: 100GiB, or a share of its file system."
@@ -154,7 +155,8 @@ class ServeConfig(BaseSettings):
     )
     no_copy: bool = Field(
         False,
-        description="Leave files of added adapters where they are; else a single node copies them into --data-dir.",
+        description="Leave files of adapters where they are, for all nodes to see; else node 0 copies those that are "
+        "added into --data-dir, and sends other nodes what they need.",
     )
     nodes: int = Field(1, ge=1, description="Nodes that form this server.")
     node_rank: int = Field(0, ge=0, description="This node; 0 runs the controller.")

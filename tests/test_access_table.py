@@ -19,7 +19,7 @@ from tests.gated import ADAPTERS, TENANTS, Gated
 
 SERVICES = pb.DESCRIPTOR.services_by_name
 CALLS = {f"{service}/{one.name}": one for service in SERVICES for one in SERVICES[service].methods}
-STREAMS = {"Shards/Register", "Health/Check"}
+STREAMS = {"Shards/Register", "Shards/Files", "Shards/Read", "Health/Check"}
 NOT_GOOD = {
     "nobody": "",
     "no token": "hello",
@@ -106,6 +106,15 @@ def test_a_stranger_is_no_shard_and_learns_whether_it_serves(gated):
         with pytest.raises(grpc.RpcError) as ended:
             unknown(b"", timeout=60)
         assert ended.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_files_are_for_shards_whatever_token_is_shown(gated):
+    """Of any tenant, and of the operator; tests/test_node0_files.py has what a shard gets."""
+    guesses = ("", "1", "of this run's nodes", gated.shard.memory.instance[::-1])
+    for token, guess in itertools.product([*gated.tokens.values(), *NOT_GOOD.values()], guesses):
+        proof = pb.ShardProof(shard=0, instance=guess)
+        with pytest.raises(PermissionDeniedError, match="not of the registered process"):
+            gated.ask(token, "Shards", "Files", pb.FilesRequest(proof=proof, version="v1"))
 
 
 @pytest.mark.parametrize("path", sorted(path for path in RIGHTS if path.startswith("/")))

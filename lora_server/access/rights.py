@@ -65,6 +65,8 @@ RIGHTS: dict[str, Right] = {
     "Access/Share": _PUBLISH,
     "Access/Audit": _ADMIN,
     "Shards/Register": _EVERYBODY,  # who is a shard is proven by the secret of its node, see control/registration.py
+    "Shards/Files": _EVERYBODY,  # by what it registered as, see control/files.py
+    "Shards/Read": _EVERYBODY,
     "Health/Check": _EVERYBODY,  # yes or no
     "/livez": _EVERYBODY,
     "/readyz": _EVERYBODY,  # yes or no: why not hears who may see the rest

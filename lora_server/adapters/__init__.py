@@ -14,6 +14,7 @@ from lora_server.adapters.config import CONFIG
 from lora_server.adapters.files import (
     INDEX,
     WEIGHTS,
+    adapter_files,
     find_adapters,
     is_adapter,
     no_weights,
@@ -36,6 +37,7 @@ __all__ = [
     "Part",
     "Scan",
     "Weights",
+    "adapter_files",
     "find_adapters",
     "is_adapter",
     "no_weights",

@@ -48,6 +48,14 @@ def find_adapters(directory: str | Path) -> dict[str, Path]:
     return found
 
 
+def adapter_files(directory: Path, limits: Limits) -> dict[str, int]:
+    """What an adapter consists of, by name in bytes; other files may lie beside it. Raises AdapterFormatError,
+    OSError."""
+    index = [] if (directory / WEIGHTS).exists() else [INDEX]
+    names = (CONFIG, *index, *_weight_files(directory, limits))
+    return {name: (directory / name).stat().st_size for name in names}
+
+
 def is_adapter(directory: Path) -> bool:
     """Whether an adapter's files lie in a directory, valid or not."""
     return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))

@@ -5,8 +5,8 @@ controller   puts together:                       server      its gRPC services 
   adapters     registered, removed                  service       what it answers
     updates      another version, a pin           registration  the shards' streams
     reconciled   as the ledger has them
-    told         what shards were told of them    listener      sockets, threads, limits
-    held         what clients hold of them
+    told         what shards were told of them    files         of adapters, for nodes without them
+    held         what clients hold of them        listener      sockets, threads, limits
     registry     what there is
     origins      where they come from (allowed)
     resolver     names that nobody registered

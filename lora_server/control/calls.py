@@ -17,7 +17,7 @@ from lora_server import telemetry
 from lora_server.logs import Repeats
 from lora_server.wire.rpc import CODE_KEY, REQUEST_KEY
 
-UNTRACED = ("Heartbeat", "Await", "Prefetch", "Release", "Cancel", "Register", "Check", "Status")
+UNTRACED = ("Heartbeat", "Await", "Prefetch", "Release", "Cancel", "Register", "Files", "Read", "Check", "Status")
 _GOOD_ID = re.compile(r"[\w.:-]{1,64}")
 log = structlog.get_logger()
 

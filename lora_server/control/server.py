@@ -18,6 +18,7 @@ from lora_server.access.rights import CHANGES
 from lora_server.access.service import AccessService
 from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.controller import Controller
+from lora_server.control.files import FilesService
 from lora_server.control.listener import Listener, Service, Stream, Threads, Unary
 from lora_server.control.registration import Doorkeeper, ShardsService
 from lora_server.control.scope import Scopes
@@ -89,9 +90,10 @@ class ControlServer:
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
         changes = Threads("changes", 16, 4096)  # files are read, loads are waited for
         reads, shards = Threads("reads", 4, 1024), Threads("shards", 4, controller.agreement.layout.num_shards)
+        files = Threads("files", 4, 4096)
         self._leases, self._asked = leases, 0.0
         self._heard: Future[None] | None = None
-        self._threads = leases, joins, waits, changes, reads, shards
+        self._threads = leases, joins, waits, changes, reads, shards, files
         self._health = HealthService()
         gate = gate or Gate()
         scopes = Scopes(controller, gate)
@@ -106,7 +108,12 @@ class ControlServer:
             ]
         )
         public = tuple(own) if reflection else ()
-        own[_SHARDS] = {"Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register)}
+        self.files = FilesService(controller, files)
+        own[_SHARDS] = {
+            "Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register),
+            "Files": Unary(pb.FilesRequest, self.files.files, files),
+            "Read": Stream(pb.ReadRequest, self.files.read),
+        }
         own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
         self._listener = Listener(address, own, gate.admit, public, tls)
         self.port, self.refused = self._listener.port, self._listener.calls.refused

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 
@@ -27,11 +28,13 @@ from lora_server.errors import (
     LoraServerError,
     ServerUnavailableError,
     ShardUnavailableError,
+    UnknownAdapterError,
 )
 from lora_server.placement import Placement
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
+from lora_server.sources.remote import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 
 RESTARTED = "the controller has just started and waits for its shards to register; try again"
@@ -40,6 +43,8 @@ log = structlog.get_logger()
 
 class ToldAdapters:
     """Thread-safe. `registered` is set once the start-up directory is listed."""
+
+    sends = False  # shards of other nodes get files from here; otherwise all nodes see them
 
     def __init__(
         self,
@@ -119,7 +124,17 @@ class ToldAdapters:
             record=record.encode(),
             listed=self._is_wanted(record),
             pinned=record.pinned and self._registry.is_listed(record),
+            sent=self.sends,
         )
+
+    def path_of(self, version: str) -> Path:
+        """Where this host has the files of a version that is registered, or about to be. Raises UnknownAdapterError."""
+        with self._lock:
+            paths = (one.path for one in self._registry.records() if one.version == version)
+            found = next((path for path in paths if not is_remote(path)), None)
+        if found is None or not self.sends:
+            raise UnknownAdapterError(f"version {version[:12]}: node 0 has no files of it to send; was it removed?")
+        return Path(found)
 
     def _note(self, record: Record) -> list[PendingCommand]:
         """Every shard keeps what is known of it now."""

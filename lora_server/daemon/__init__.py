@@ -5,6 +5,7 @@ node              one `lora-server serve`: what it starts   processes  how: watc
 controller_main   the controller's process (rank 0)         http       its port
 shard_main        a shard's process                         backends   what it computes with
   stream            to its controller, whenever there is one
+  files             of adapters, from node 0
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
 child_main        what both processes have in common          signals    that ask a process to stop
 inproc            the same shards inside the caller's own process

@@ -68,6 +68,7 @@ class ControllerProcess:
             Ledger(self.database, config.spec_json),
             _copies(config, spec),
         )
+        controller.adapters.sends = not config.no_copy
         if config.resolve:
             controller.adapters.resolver = resolver = Resolver(config.resolve, controller.adapters.add)
             self._stack.callback(resolver.close)
@@ -197,10 +198,10 @@ class ControllerProcess:
 
 
 def _copies(config: ProcessConfig, spec: ModelSpec) -> Copies | None:
-    """With --data-dir alone: what outlives the server has files that outlive their owner. Several nodes have no disk
-    in common, so they read what they all see."""
-    wanted = config.data_dir is not None and not config.no_copy and config.nodes == 1
-    return Copies(config.data_dir.resolve() / COPIES, spec) if wanted and config.data_dir is not None else None
+    """With --data-dir alone: what outlives the server has files that outlive their owner."""
+    if config.data_dir is None or config.no_copy:
+        return None
+    return Copies(config.data_dir.resolve() / COPIES, spec)
 
 
 if __name__ == "__main__":

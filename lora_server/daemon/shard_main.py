@@ -5,6 +5,7 @@ The main thread runs the loop; threads serve the controller's stream, listeners 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
@@ -21,15 +22,17 @@ from lora_server.control.agreement import Agreement
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend, Resident
 from lora_server.daemon.child_main import open_fetcher, run_child
+from lora_server.daemon.files import Node0
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.run_directory import hold, leave
 from lora_server.daemon.stream import ControllerStream, Done
-from lora_server.errors import ConfigError, LeaseError, LoraServerError
+from lora_server.errors import AdapterSourceError, ConfigError, LeaseError, LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.shard.loop import Shard
 from lora_server.shard.pump import Pump
+from lora_server.sources.fetch import NODE0
 from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
@@ -74,7 +77,8 @@ class ShardProcess:
         self.stream = ControllerStream(
             str(config.controller), own_credentials(config), self._registration, self._execute, self._layers_ready
         )
-        self.fetcher = open_fetcher(config, spec)
+        node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance)
+        self.fetcher = open_fetcher(config, spec, node0.files)
         self.coordinator = self._coordinator(layout)
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
@@ -234,6 +238,7 @@ class ShardProcess:
     def _stats(self) -> None:
         while not self.stopping.wait(STATS_SECONDS):
             self.store.note_disk(self.fetcher.cache.versions())
+            self._tidy_disk()
             self._report_moved()
             followers = self.coordinator.followers if isinstance(self.coordinator, Leader) else 0
             connections = self.port.connections
@@ -252,6 +257,12 @@ class ShardProcess:
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
             )
             self.stream.report(pb.ShardReport(stats=stats))
+
+    def _tidy_disk(self) -> None:
+        """What node 0 sent, and nobody needs; what another shard of this node uses stays until it needs it no more."""
+        for version in self.store.unneeded():
+            with contextlib.suppress(AdapterSourceError, OSError):  # what stays makes room for others
+                self.fetcher.cache.discard(version)
 
     def _registration(self) -> pb.Registration:
         config = self.config
@@ -301,7 +312,7 @@ class ShardProcess:
         elif kind == "borrow":
             self.port.borrow(command.borrow.client, command.borrow.holder)
         elif kind == "note":
-            self.store.relocate(command.note.handle, _source(command.note))
+            self.store.relocate(command.note.handle, self._source(command.note))
             self._keep(command.note)
         elif kind == "follow" and isinstance(self.coordinator, Follower):
             told = command.follow
@@ -316,8 +327,15 @@ class ShardProcess:
             done(error)
 
         size = load.size if load.HasField("size") else None
-        self.store.load(load.handle, _source(load), loaded, load.eager, size)
+        self.store.load(load.handle, self._source(load), loaded, load.eager, size)
         self._keep(load)
+
+    def _source(self, load: pb.Load) -> Source:
+        if is_remote(load.path):
+            return Source(Path(), load.version, load.stamp, load.path)
+        if load.sent and self.config.node_rank:
+            return Source(Path(), load.version, load.stamp, f"{NODE0}{load.path}")
+        return Source(Path(load.path), load.version, load.stamp)
 
     def _keep(self, load: pb.Load) -> None:
         """As the controller says, which asked whether it fits when it was pinned (and it may be larger since)."""
@@ -340,12 +358,6 @@ class ShardProcess:
 
     def _grant(self, grant: pb.Grant) -> None:
         self.port.grant(Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0))
-
-
-def _source(load: pb.Load) -> Source:
-    if is_remote(load.path):
-        return Source(Path(), load.version, load.stamp, load.path)
-    return Source(Path(load.path), load.version, load.stamp)
 
 
 if __name__ == "__main__":

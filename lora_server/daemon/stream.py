@@ -47,6 +47,11 @@ class ControllerStream:
         self.up = threading.Event()  # a controller has taken the registration
         self._ended = threading.Event()
 
+    @property
+    def instance(self) -> str:
+        """What this process registers as; the controller alone is told."""
+        return self._kept.instance
+
     def report(self, report: pb.ShardReport) -> None:
         """From any thread; what is reported while there is no stream is lost."""
         self._reports.put(report)

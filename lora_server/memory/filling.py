@@ -24,7 +24,7 @@ from lora_server.memory.tier import Tier
 from lora_server.memory.turns import Turns
 from lora_server.placement import Placement
 from lora_server.sources.cache import Lease
-from lora_server.sources.fetch import Fetcher
+from lora_server.sources.fetch import NODE0, Fetcher
 
 LOOK_SECONDS = 0.02  # how often one that has no room looks whether somebody's turn is over
 
@@ -65,9 +65,16 @@ class Filling:
         self._closing = threading.Event()
         self._fetching = Fetching(fetcher, self._fetched, self._closing.is_set)
         self._on_disk: frozenset[str] = frozenset()  # versions that the disk cache has
+        self._unneeded: set[str] = set()  # versions that came from node 0 for one that was dropped
         self._loader = Loader(placement, shard, tier, self._closing.wait, self._pins.none.wait, link_gbps)
         self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
+
+    def unneeded(self) -> list[str]:
+        """Versions that came from node 0 and that nothing here has any more; said once."""
+        with self._changed:
+            gone, self._unneeded = self._unneeded, set()
+            return sorted(gone - {entry.source.version for entry in self._entries.values()})
 
     def _want(self, entry: Entry) -> None:
         self._turns.want(entry)
@@ -122,6 +129,7 @@ class Filling:
             )
             if lease is not None and over:
                 lease.close()
+                self._forget_files(entry)
             elif lease is not None:
                 self._loader.hold(entry, lease)
                 self._on_disk |= {entry.source.version}
@@ -167,7 +175,12 @@ class Filling:
             self.tier.release(entry.withdrawn)
             entry.withdrawn = None
             self._free(entry)
+            self._forget_files(entry)
             self._changed.notify()
+
+    def _forget_files(self, entry: Entry) -> None:
+        if entry.dropped and entry.source.remote.startswith(NODE0):
+            self._unneeded.add(entry.source.version)
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:

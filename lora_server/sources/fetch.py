@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -18,6 +19,7 @@ from lora_server.sources.remote import RemoteAdapter
 from lora_server.sources.retries import patiently
 from lora_server.spec import ModelSpec
 
+NODE0 = "node0://"  # and a path there: begins what is no URL, for shards of other nodes
 FETCH_SECONDS = 600.0
 ROOM_SECONDS, ROOM_PAUSE = 30.0, 0.05  # while all that is there is in use
 log = structlog.get_logger()
@@ -45,6 +47,18 @@ class DiskUse(NamedTuple):
     evictions: int
 
 
+class AdapterFiles(Protocol):
+    """Of one adapter, wherever they are; `check` is called again and again, and may raise."""
+
+    def sizes(self, check: Callable[[], None]) -> dict[str, int]:
+        """By name, in bytes."""
+        ...
+
+    def get(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
+        """Copy one."""
+        ...
+
+
 def never() -> bool:
     """Nobody cancels it."""
     return False
@@ -52,10 +66,11 @@ def never() -> bool:
 
 @dataclass
 class Fetcher:
-    """Thread-safe."""
+    """Thread-safe. `from_node0`: the files of a version there."""
 
     cache: DiskCache
     spec: ModelSpec
+    from_node0: Callable[[str], AdapterFiles] | None = None
     counters: FetchCounters = field(default_factory=FetchCounters)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -120,8 +135,8 @@ class Fetcher:
             if cancelled() or time.monotonic() > deadline:
                 raise AdapterSourceError("not wanted any more" if cancelled() else "not fetched within its time")
 
-        remote = RemoteAdapter(url, Limits.of(self.spec))
-        sizes = patiently(remote.sizes, deadline)
+        remote = self._files(url, version)
+        sizes = patiently(functools.partial(remote.sizes, check), deadline)
         claim = self._claim(version, sum(sizes.values()), check)
         if isinstance(claim, Lease):
             return claim, 0
@@ -138,6 +153,11 @@ class Fetcher:
         except BaseException:
             self.cache.abandon(claim)
             raise
+
+    def _files(self, url: str, version: str) -> AdapterFiles:
+        if url.startswith(NODE0) and self.from_node0 is not None:
+            return self.from_node0(version)
+        return RemoteAdapter(url, Limits.of(self.spec))
 
     def _claim(self, version: str, nbytes: int, check: Callable[[], None]) -> Claim | Lease:
         """A place for it; what another process brings is waited for."""

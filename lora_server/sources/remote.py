@@ -44,8 +44,8 @@ class RemoteAdapter:
         self._files, path = _open(url)
         self._path = path.rstrip("/")
 
-    def sizes(self) -> dict[str, int]:
-        """Of each file that the adapter has there, in bytes."""
+    def sizes(self, check: Callable[[], None]) -> dict[str, int]:
+        """Of each file that the adapter has there, in bytes; `check` is called between requests, and may raise."""
         self._files.invalidate_cache()
         sizes = {name: self._size(name) for name in (CONFIG, WEIGHTS)}
         if sizes[WEIGHTS] is None:
@@ -59,6 +59,7 @@ class RemoteAdapter:
         if INDEX in found:
             self._check_small(INDEX, found[INDEX], self._limits.index_bytes)
             for name in set(weight_map(self._files.cat_file(self._at(INDEX))).values()):
+                check()
                 if (size := self._size(name)) is not None:
                     found[name] = size
         elif WEIGHTS not in found:

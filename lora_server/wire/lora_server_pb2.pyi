@@ -707,7 +707,7 @@ class Grant(_message.Message):
     def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., key: _Optional[bytes] = ..., instance: _Optional[str] = ..., served_names: _Optional[_Iterable[str]] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size")
+    __slots__ = ("handle", "path", "version", "stamp", "record", "listed", "eager", "pinned", "size", "sent")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -717,6 +717,7 @@ class Load(_message.Message):
     EAGER_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     path: str
     version: str
@@ -726,7 +727,56 @@ class Load(_message.Message):
     eager: bool
     pinned: bool
     size: int
-    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ..., size: _Optional[int] = ...) -> None: ...
+    sent: bool
+    def __init__(self, handle: _Optional[int] = ..., path: _Optional[str] = ..., version: _Optional[str] = ..., stamp: _Optional[str] = ..., record: _Optional[bytes] = ..., listed: bool = ..., eager: bool = ..., pinned: bool = ..., size: _Optional[int] = ..., sent: bool = ...) -> None: ...
+
+class ShardProof(_message.Message):
+    __slots__ = ("shard", "instance")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    instance: str
+    def __init__(self, shard: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
+
+class FilesRequest(_message.Message):
+    __slots__ = ("proof", "version")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    proof: ShardProof
+    version: str
+    def __init__(self, proof: _Optional[_Union[ShardProof, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class File(_message.Message):
+    __slots__ = ("name", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class FilesReply(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[File]
+    def __init__(self, files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("proof", "version", "name", "begin")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    proof: ShardProof
+    version: str
+    name: str
+    begin: int
+    def __init__(self, proof: _Optional[_Union[ShardProof, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., begin: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class Prefetch(_message.Message):
     __slots__ = ("client", "needs")

@@ -1515,6 +1515,16 @@ class ShardsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
                 _registered_method=True)
+        self.Files = channel.unary_unary(
+                '/lora_server.v1.Shards/Files',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.FilesRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.FilesReply.FromString,
+                _registered_method=True)
+        self.Read = channel.unary_stream(
+                '/lora_server.v1.Shards/Read',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.ReadRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Piece.FromString,
+                _registered_method=True)
 
 
 class ShardsServicer(object):
@@ -1527,6 +1537,20 @@ class ShardsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Files(self, request, context):
+        """What an adapter consists of, for a shard whose node does not have its files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Read(self, request, context):
+        """One of these files, from a byte on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1534,6 +1558,16 @@ def add_ShardsServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ShardReport.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.SerializeToString,
+            ),
+            'Files': grpc.unary_unary_rpc_method_handler(
+                    servicer.Files,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.FilesRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.FilesReply.SerializeToString,
+            ),
+            'Read': grpc.unary_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.ReadRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Piece.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1564,6 +1598,60 @@ class Shards(object):
             '/lora_server.v1.Shards/Register',
             lora__server_dot_wire_dot_lora__server__pb2.ShardReport.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.ShardCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Files(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Shards/Files',
+            lora__server_dot_wire_dot_lora__server__pb2.FilesRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.FilesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Read(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lora_server.v1.Shards/Read',
+            lora__server_dot_wire_dot_lora__server__pb2.ReadRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Piece.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,11 +64,12 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
 )
 
 
-def open_channel(address: str, credentials: Credentials | None = None) -> grpc.Channel:
+def open_channel(address: str, credentials: Credentials | None = None, apart: bool = False) -> grpc.Channel:
     """A channel to the control plane at HOST:PORT; whoever opens it closes it. Without credentials it shows those of
-    the environment. Raises ConfigError."""
+    the environment. `apart`: on a connection of its own. Raises ConfigError."""
     credentials = of_environment() if credentials is None else credentials
-    options, tls = (*KEEPALIVE, *_RECONNECT, *credentials.options()), credentials.channel()
+    options = (*KEEPALIVE, *_RECONNECT, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
+    tls = credentials.channel()
     if tls is None:
         channel = grpc.insecure_channel(address, options=options)
     else:

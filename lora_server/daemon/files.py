@@ -1,0 +1,113 @@
+"""Files of adapters that lie on node 0, for a shard of another node. After a break they go on behind what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import grpc
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from lora_server.errors import AdapterSourceError, ServerUnavailableError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
+from lora_server.wire.rpc import call, open_channel, translate
+
+AWAY_SECONDS = 60.0  # that the controller may be, without a byte; it comes back within seconds
+MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
+FILES_SECONDS, READ_SECONDS = 30.0, 600.0  # a file may have to wait for others
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Node0:
+    """How a shard asks its controller; `instance` is what it registered as."""
+
+    address: str
+    credentials: Credentials
+    shard: int
+    instance: str
+
+    def files(self, version: str) -> Node0Files:
+        """Of a registered adapter."""
+        return Node0Files(self, version)
+
+    @property
+    def proof(self) -> pb.ShardProof:
+        """Of each call."""
+        return pb.ShardProof(shard=self.shard, instance=self.instance)
+
+    def channel(self) -> grpc.Channel:
+        """Beside the one that reports go through."""
+        return open_channel(self.address, self.credentials, apart=True)
+
+
+class Node0Files:
+    """As sources.remote.RemoteAdapter of a URL. Methods raise AdapterSourceError, and what the controller raises."""
+
+    def __init__(self, node: Node0, version: str) -> None:
+        self._node, self._version = node, version
+
+    def sizes(self, check: Callable[[], None]) -> dict[str, int]:
+        """Of each file that the adapter has there, in bytes."""
+        request = pb.FilesRequest(proof=self._node.proof, version=self._version)
+
+        def ask() -> pb.FilesReply:
+            with self._node.channel() as channel:
+                files = rpc.ShardsStub(channel).Files
+                reply: pb.FilesReply = call(files, request, server=self._node.address, seconds=FILES_SECONDS)
+                return reply
+
+        found = {one.name: one.bytes for one in self._patiently(ask, check).files}
+        for name in found:
+            if Path(name).name != name:
+                raise AdapterSourceError(f"node 0 sends a file {name[:80]!r}, expected a name without a directory")
+        return found
+
+    def get(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
+        """Copy one file; `check` is called between pieces, and may raise."""
+        target.touch(mode=0o600)
+        while (have := target.stat().st_size) < size:
+            self._patiently(lambda: self._read(name, target, size, check), check)
+            if target.stat().st_size == have:
+                raise AdapterSourceError(f"{name}: got {have} of {size} bytes; was it changed on node 0?")
+
+    def _read(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
+        """Put what one call brings behind what is there; one that breaks after it brought something is no failure."""
+        began = have = target.stat().st_size
+        request = pb.ReadRequest(proof=self._node.proof, version=self._version, name=name, begin=began)
+        with self._node.channel() as channel, target.open("ab") as file:
+            pieces = rpc.ShardsStub(channel).Read(request, timeout=READ_SECONDS)
+            try:
+                for piece in pieces:
+                    have += len(piece.data)
+                    if have > size:
+                        raise AdapterSourceError(f"{name}: got more than {size} bytes; was it changed on node 0?")
+                    file.write(piece.data)
+                    check()
+            except grpc.RpcError as error:
+                failure = translate(cast(grpc.Call, error), self._node.address, READ_SECONDS)
+                if have == began or not isinstance(failure, ServerUnavailableError):
+                    raise failure from None
+            finally:
+                pieces.cancel()
+
+    def _patiently(self, request: Callable[[], _T], check: Callable[[], None]) -> _T:
+        """What fails because the controller is away, or has too much to do, is tried again."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(ServerUnavailableError),
+            stop=stop_after_delay(AWAY_SECONDS),
+            wait=wait_random_exponential(MIN_PAUSE, max=MAX_PAUSE),
+            before=lambda _: check(),
+            reraise=True,
+        )
+        try:
+            return retrying(request)
+        except ServerUnavailableError as error:
+            raise AdapterSourceError(
+                f"node 0 did not send its files within {AWAY_SECONDS:g} s ({error}); they are asked for again with the "
+                "next request for it, once node 0 runs and this node reaches it"
+            ) from error

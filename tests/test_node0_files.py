@@ -1,0 +1,241 @@
+"""Files of adapters go from node 0 to shards of other nodes: whole and right or not at all, and in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from lora_server.adapters import WEIGHTS, open_adapter
+from lora_server.control import files as sending
+from lora_server.control.agreement import Agreement
+from lora_server.control.controller import Controller
+from lora_server.control.files import FilesService
+from lora_server.control.registration import Doorkeeper
+from lora_server.control.server import ControlServer
+from lora_server.daemon import files as asking
+from lora_server.daemon.files import Node0
+from lora_server.errors import (
+    AdapterSourceError,
+    PermissionDeniedError,
+    ServerBusyError,
+    ServerUnavailableError,
+    UnknownAdapterError,
+)
+from lora_server.placement import Layout
+from lora_server.sources.cache import DiskCache
+from lora_server.sources.fetch import Fetcher
+from lora_server.units import Size
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
+from lora_server.wire.rpc import call, open_channel, translate
+from tests.controllers import ToldShard
+from tests.far import left
+from tests.serving import HANG_SECONDS, until
+from tests.workload import spec_of
+
+URL = "node0:///law"
+
+
+class Node:
+    """Node 0 with one adapter, `law`, and a node that has a cache and the name of a registered shard."""
+
+    def __init__(self, adapter, tmp_path, stack):
+        self.adapter = tmp_path / "law"
+        shutil.copytree(adapter, self.adapter)
+        agreement = Agreement(spec_of("mixtral"), Layout.parse("ep1-pp1"), "float32", "independent", 64)
+        self.controller = Controller(agreement)
+        self.controller.adapters.sends = True
+        self.shard = ToldShard(self.controller)
+        self.record = self.controller.adapters.register("law", str(self.adapter))[0]
+        self.control = self.serve("127.0.0.1:0")
+        self.address = f"127.0.0.1:{self.control.port}"
+        self.cache = tmp_path / "cache"
+        node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance)
+        self.proof = node0.proof
+        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), node0.files)
+        stack.callback(self.shard.close)
+        stack.callback(self.die)
+
+    def serve(self, address):
+        return ControlServer(self.controller, address, Doorkeeper(""))
+
+    def die(self):
+        """As a controller that is killed."""
+        if self.control is not None:
+            self.control.close(0.0)
+        self.control = None
+
+    def fetch(self, at_piece=lambda: None):
+        return self.fetcher.fetch(URL, self.record.version, HANG_SECONDS, lambda: bool(at_piece()))
+
+    def read(self, channel, proof=None, version="", name=WEIGHTS):
+        request = pb.ReadRequest(proof=proof or self.proof, version=version or self.record.version, name=name)
+        return rpc.ShardsStub(channel).Read(request, timeout=HANG_SECONDS)
+
+
+@pytest.fixture
+def node(tiny_adapters, tmp_path):
+    with ExitStack() as stack:
+        yield Node(tiny_adapters["all"], tmp_path, stack)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """So that a file has many."""
+    monkeypatch.setattr(sending, "PIECE_BYTES", 1 << 12)
+
+
+def is_right(lease, node):
+    with lease, open_adapter(lease.path, spec_of("mixtral")) as adapter:
+        return adapter.version() == node.record.version
+
+
+def beat(node, channel):
+    lease = node.controller.clients.leases.grant("engine")
+    request = pb.HeartbeatRequest(proof=pb.Proof(**lease.proof._asdict()))
+    return call(rpc.ClientsStub(channel).Heartbeat, request, server=node.address, seconds=HANG_SECONDS)
+
+
+def test_it_comes_once_and_is_looked_at_before_each_use(node):
+    assert is_right(node.fetch(), node) and is_right(node.fetch(), node)
+    assert node.fetcher.use().fetches == 1
+    (kept,) = node.cache.glob(f"{node.record.version}.*")
+    with (kept / WEIGHTS).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    assert is_right(node.fetch(), node)
+    assert node.fetcher.use().fetches == 2
+
+
+def test_a_broken_transfer_goes_on_behind_what_came(node, small_pieces, monkeypatch):
+    """The controller is killed in the middle, three times; nothing is sent twice."""
+    killed, nbytes = 0, (node.adapter / WEIGHTS).stat().st_size
+    begun, read = [], FilesService.read
+
+    def note(self, request, *more):
+        begun.append(request.begin)
+        return read(self, request, *more)
+
+    def at_piece():
+        nonlocal killed
+        for coming in node.cache.glob(f"fetching-*/{WEIGHTS}"):
+            if killed < 3 and nbytes * (killed + 1) // 4 <= coming.stat().st_size < nbytes:
+                killed += 1
+                node.die()
+                node.control = node.serve(node.address)
+
+    monkeypatch.setattr(FilesService, "read", note)
+    assert is_right(node.fetch(at_piece), node)
+    assert killed == 3 and len(begun) >= 3 and begun[0] > 0 and begun == sorted(begun)
+
+
+def test_half_of_it_is_never_used(node, small_pieces, monkeypatch):
+    """Node 0 dies in the middle, and is not back in time: nothing is left, and the next that asks gets all."""
+    monkeypatch.setattr(asking, "AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(asking, "MAX_PAUSE", 0.1)
+
+    def at_piece():
+        for coming in node.cache.glob(f"fetching-*/{WEIGHTS}"):
+            if coming.stat().st_size:
+                node.die()
+
+    with pytest.raises(AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
+        node.fetch(at_piece)
+    assert left(node.cache) == []
+    node.control = node.serve(node.address)
+    assert is_right(node.fetch(), node)
+
+
+def test_what_changed_on_node_0_is_refused(node, tiny_adapters):
+    shutil.rmtree(node.adapter)
+    shutil.copytree(tiny_adapters["down"], node.adapter)
+    with pytest.raises(AdapterSourceError, match="changed since it was registered"):
+        node.fetch()
+    shutil.rmtree(node.adapter)
+    with pytest.raises(AdapterSourceError, match="cannot be read any more"):
+        node.fetch()
+    node.controller.adapters.sends = False
+    with pytest.raises(UnknownAdapterError, match="no files of it to send"):
+        node.fetch()
+    assert left(node.cache) == []
+
+
+@pytest.mark.parametrize("method", ["Files", "Read"])
+def test_only_a_registered_shard_gets_anything(node, method):
+    request = pb.FilesRequest if method == "Files" else pb.ReadRequest
+    more = {} if method == "Files" else {"name": WEIGHTS}
+    proofs = {"": PermissionDeniedError, "1": PermissionDeniedError, node.proof.instance[:-1]: PermissionDeniedError}
+
+    def ask(channel, proof, version=node.record.version, **other):
+        sent = request(proof=proof, version=version, **(more | other))
+        try:
+            got = getattr(rpc.ShardsStub(channel), method)(sent, timeout=HANG_SECONDS)
+            return [got] if method == "Files" else list(got)
+        except grpc.RpcError as error:
+            raise translate(error, node.address) from None
+
+    with open_channel(node.address) as channel:
+        assert ask(channel, node.proof)
+        for instance, refusal in proofs.items():
+            with pytest.raises(refusal, match="not of the registered process"):
+                ask(channel, pb.ShardProof(shard=0, instance=instance))
+        with pytest.raises(ServerUnavailableError, match="shard 1 is not registered"):
+            ask(channel, pb.ShardProof(shard=1, instance=node.proof.instance))
+        with pytest.raises(UnknownAdapterError):
+            ask(channel, node.proof, version="0" * 64)
+        if method == "Read":
+            for name in ("", "..", "../law/adapter_config.json", "README.md", "/etc/passwd"):
+                with pytest.raises(AdapterSourceError, match="expected one of"):
+                    ask(channel, node.proof, name=name)
+        node.shard.close()
+        node.controller.arrivals.depart(node.shard.handle)
+        with pytest.raises(ServerUnavailableError, match="not registered"):
+            ask(channel, node.proof)
+
+
+def test_transfers_that_stand_still_hold_no_client_up(node, monkeypatch):
+    """As many as may be wait for their shards, and one for them: heartbeats are answered, another is refused."""
+    monkeypatch.setattr(sending, "MOST_WAITING", 1)
+    os.truncate(node.adapter / WEIGHTS, 256 << 20)  # sparse; more than a connection takes that nobody reads
+    sender = node.control.files
+    with ExitStack() as stack, open_channel(node.address) as channel:
+        channels = [stack.enter_context(open_channel(node.address, apart=True)) for _ in range(sending.MOST_AT_ONCE)]
+        transfers = [node.read(one) for one in channels]
+        assert all(next(one).data for one in transfers)
+        waiting = node.read(stack.enter_context(open_channel(node.address, apart=True)))
+        until(lambda: sender.under_way == sending.MOST_AT_ONCE + 1, "one waits", HANG_SECONDS)
+        for _ in range(50):
+            assert not beat(node, channel).forgot
+        with pytest.raises(grpc.RpcError) as refused:
+            next(node.read(channel))
+        assert isinstance(translate(refused.value, node.address), ServerBusyError)
+        assert sender.under_way == sending.MOST_AT_ONCE + 1, "all stand still yet"
+        transfers[0].cancel()
+        assert next(waiting).data
+        for one in (*transfers, waiting):
+            one.cancel()
+        until(lambda: sender.under_way == 0, "all ended", HANG_SECONDS)
+
+
+def test_a_disk_that_stands_still_holds_no_client_up(node):
+    """A pipe that nobody writes to, in a file's place."""
+    pipe = node.adapter / WEIGHTS
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with open_channel(node.address) as channel:
+        reading = node.read(channel)
+        until(lambda: node.control.files.under_way == 1, "it is read", HANG_SECONDS)
+        for _ in range(50):
+            assert not beat(node, channel).forgot
+        opened = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)))
+        opened.start()
+        with pytest.raises(grpc.RpcError) as ended:
+            next(reading)
+        opened.join(HANG_SECONDS)
+        assert isinstance(translate(ended.value, node.address), AdapterSourceError)
