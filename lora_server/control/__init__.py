@@ -3,7 +3,7 @@
 controller   puts together:                       server      its gRPC services at one address
   scope        what a caller sees of the adapters
   adapters     registered, removed                  service       what it answers
-    updates      another version, a pin           registration  the shards' streams
+    updates      another version, a pin (attempts)  registration  the shards' streams
     reconciled   as the ledger has them
     told         what shards were told of them    files         of adapters, for nodes without them
     held         what clients hold of them        listener      sockets, threads, limits
