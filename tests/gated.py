@@ -30,8 +30,8 @@ TENANTS = ("", "acme", "rival")
 class Gated:
     """`tokens` by (tenant, role); the operator is ''."""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, **tls) -> None:
-        self.database = Database(f"sqlite:///{directory / FILE}")
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, url: str = "", **tls) -> None:
+        self.database = Database(url or f"sqlite:///{directory / FILE}")
         stack.callback(self.database.close)
         self.gate = gate = Gate(self.database, node_secret=SECRET)
         stack.callback(gate.close)

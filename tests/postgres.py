@@ -15,6 +15,7 @@ import psycopg
 import pytest
 
 from lora_server.demo import children
+from lora_server.registry.database import FILE
 from tests.serving import HANG_SECONDS, until
 
 OWNER = "postgres"  # who it runs as where we are root, whom it refuses
@@ -54,6 +55,16 @@ def running_postgres() -> Iterator[str]:
             process.send_signal(signal.SIGQUIT)
             process.wait(HANG_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def database_of(kind: str, directory: Path) -> Iterator[str]:
+    """The URL of an empty database: "sqlite", in a directory, or "postgresql"."""
+    if kind == "sqlite":
+        yield f"sqlite:///{directory / FILE}"
+        return
+    with running_postgres() as found:
+        yield found
 
 
 def answers(url: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import stat
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,18 @@ from lora_server.errors import (
     UnauthenticatedError,
     UnknownAdapterError,
 )
-from lora_server.registry.database import FILE
+from lora_server.registry.database import metadata
 from lora_server.wire import lora_server_pb2 as pb
 from tests.gated import ADAPTERS, Gated
+from tests.postgres import database_of
 from tests.serving import until
 
 
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        yield Gated(tmp_path_factory.mktemp("gated"), stack)
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def gated(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gated")
+    with database_of(request.param, directory) as url, contextlib.ExitStack() as stack:
+        yield Gated(directory, stack, url)
 
 
 def as_(gated, tenant, role, service, method, request):
@@ -251,10 +252,13 @@ def test_a_tenants_admin_cannot_revoke_anothers(gated):
 
 
 def test_secrets_are_nowhere(gated):
-    """Neither in the database's files nor in what is printed of a token."""
+    """Neither in the database, and its file, nor in what is printed of a token."""
     secret = tokens.parse(gated.tokens["acme", Role.ENGINE])
-    directory = Path(gated.database.shown.partition("///")[2]).parent
-    content = b"".join(file.read_bytes() for file in directory.iterdir())
+    rows = gated.database.read(lambda one: [str(one.execute(t.select()).all()) for t in metadata.sorted_tables])
+    content = "".join(rows).encode()
+    if not gated.database.shared:
+        directory = Path(gated.database.shown.partition("///")[2]).parent
+        content += b"".join(file.read_bytes() for file in directory.iterdir())
     assert secret.secret.encode() not in content and secret.digest.encode() in content
     assert secret.secret not in repr(secret) and secret.digest not in repr(gated.gate._known.tokens[secret.id])
 
@@ -361,25 +365,3 @@ def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated, monkeypatch
     entries = gated.gate.audit.read(0, 1000, None)
     assert sum(one.outcome in audit.REFUSALS for one in entries) == 3
     assert any(one.outcome == "ok" for one in entries) and "more tries since" in entries[-1].reason
-
-
-# -- without a server
-
-
-def test_the_first_token_is_made_beside_the_database(tmp_path):
-    file = tmp_path / "admin"
-
-    def cli(*arguments):
-        return CliRunner().invoke(app, arguments)
-
-    done = cli("tokens", "create", "--role", "admin", "--data-dir", str(tmp_path), "--file", str(file))
-    assert done.exit_code == 0, done.output
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and tokens.parse(file.read_text().strip())
-    shown = cli("audit", "--data-dir", str(tmp_path), "--json")
-    assert '"call": "Access/CreateToken"' in shown.stdout and (tmp_path / FILE).exists()
-    made = cli("tenants", "set", "acme", "--max-bytes", "10GiB", "--data-dir", str(tmp_path))
-    assert made.exit_code == 0 and "10.0 GiB" in made.stdout
-    listed = cli("tokens", "list", "--data-dir", str(tmp_path))
-    assert "admin" in listed.stdout and "good" in listed.stdout
-    none = cli("tokens", "list", "--data-dir", str(tmp_path / "none"))
-    assert (none.exit_code, "got no directory" in none.stderr) == (2, True)

@@ -16,6 +16,7 @@ from lora_server.control import page
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.gated import ADAPTERS, TENANTS, Gated
+from tests.postgres import database_of
 
 SERVICES = pb.DESCRIPTOR.services_by_name
 CALLS = {f"{service}/{one.name}": one for service in SERVICES for one in SERVICES[service].methods}
@@ -54,6 +55,20 @@ def request_of(method):
 
 @pytest.mark.parametrize("call", sorted(set(CALLS) - STREAMS))
 def test_who_may_not_gets_nothing(gated, call):
+    check_who_may_not(gated, call)
+
+
+def test_who_may_not_gets_nothing_where_tokens_are_in_postgresql(tmp_path):
+    """A call of each service: what is behind the gate has no database of its own to ask."""
+    with database_of("postgresql", tmp_path) as url, contextlib.ExitStack() as stack:
+        gated = Gated(tmp_path, stack, url)
+        for call in ("Adapters/Add", "Clients/Acquire", "Server/Drain", "Access/ListTokens"):
+            check_who_may_not(gated, call)
+        with pytest.raises(LoraServerError, match="rival/secret"):  # and who may comes through
+            gated.ask(gated.tokens["acme", Role.VIEWER], "Adapters", "Get", pb.GetAdapterRequest(name="rival/secret"))
+
+
+def check_who_may_not(gated, call):
     """By their kind, errors say whether the gate was passed: what comes behind it is about the request."""
     service, method = call.split("/")
     request = request_of(CALLS[call])

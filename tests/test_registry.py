@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from lora_server.errors import AdapterExistsError, ConfigError
-from lora_server.registry.database import FILE, Database
+from lora_server.registry.database import Database
 from lora_server.registry.versions import EARLIER, HANDLES, Ledger, Seen, Version
-from tests.postgres import running_postgres
+from tests.postgres import database_of
 
 MODEL = '{"name": "tiny"}'
 NAMES = st.sampled_from(["law", "acme/law", "code"])
@@ -20,10 +20,7 @@ NAMES = st.sampled_from(["law", "acme/law", "code"])
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def url(request, tmp_path_factory):
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path_factory.mktemp('registry') / FILE}"
-        return
-    with running_postgres() as found:
+    with database_of(request.param, tmp_path_factory.mktemp("registry")) as found:
         yield found
 
 

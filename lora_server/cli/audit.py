@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
-from lora_server.cli.local import DataDirOption, ask_access
+from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
@@ -23,6 +23,7 @@ def audit(
     most: Annotated[int, typer.Option(min=1, max=1000, help="Entries, the newest.")] = 100,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Who changed what, and when; also who tried and may not.
@@ -34,7 +35,9 @@ def audit(
         from lora_server.wire import lora_server_pb2 as pb
 
         def entries(after: int) -> list[pb.AuditEntry]:
-            return list(ask_access(server, data_dir, "Audit", pb.AuditRequest(after=after, most=most)).entries)
+            return list(
+                ask_access(server, data_dir, registry, "Audit", pb.AuditRequest(after=after, most=most)).entries
+            )
 
         found = entries(0)
         if as_json and not follow:

@@ -15,20 +15,22 @@ DataDirOption = Annotated[
 ]
 
 
-def ask_access(server: str, data_dir: Path | None, method: str, request: Any) -> Any:
+RegistryOption = Annotated[
+    str, typer.Option("--registry", help="postgresql://..., as the server has it: as with --data-dir. (default: none)")
+]
+
+
+def ask_access(server: str, data_dir: Path | None, registry: str, method: str, request: Any) -> Any:
     """The reply of the server, or what it would be. Raises the server's errors, ConfigError."""
-    if data_dir is None:
+    if data_dir is None and not registry:
         return ask(server, "Access", method, request)
     from lora_server.access.gate import Gate
     from lora_server.access.identity import OPERATOR, Identity, Role
     from lora_server.access.rights import CHANGES
     from lora_server.access.service import AccessService
-    from lora_server.errors import ConfigError
-    from lora_server.registry.database import FILE, Database
+    from lora_server.registry.database import Database
 
-    if not data_dir.is_dir():
-        raise ConfigError(f"--data-dir {data_dir}: got no directory, expected that of lora-server serve")
-    database = Database(f"sqlite:///{(data_dir / FILE).resolve()}")
+    database = Database(registry or _file_of(data_dir))
     try:
         gate = Gate(database)
         try:
@@ -43,3 +45,12 @@ def ask_access(server: str, data_dir: Path | None, method: str, request: Any) ->
             gate.close()
     finally:
         database.close()
+
+
+def _file_of(data_dir: Path | None) -> str:
+    from lora_server.errors import ConfigError
+    from lora_server.registry.database import FILE
+
+    if data_dir is None or not data_dir.is_dir():
+        raise ConfigError(f"--data-dir {data_dir}: got no directory, expected that of lora-server serve")
+    return f"sqlite:///{(data_dir / FILE).resolve()}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
-from lora_server.cli.local import DataDirOption, ask_access
+from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 from lora_server.units import Size, size
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def set_tenant(
     max_rate: Annotated[float, typer.Option(help="Adds and acquires a second; 0: no limit.")] = 0.0,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Make a tenant, or change all that it may have."""
@@ -43,35 +44,42 @@ def set_tenant(
             name=name, weight=weight, max_adapters=max_adapters, max_active=max_active, max_rate=max_rate
         )
         request.max_bytes = 0 if max_bytes == "0" else Size.parse(max_bytes).nbytes
-        _show([ask_access(server, data_dir, "SetTenant", request)], as_json)
+        _show([ask_access(server, data_dir, registry, "SetTenant", request)], as_json)
 
     run(command)
 
 
 @app.command("list")
 def list_tenants(
-    server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """All of them."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        _show(ask_access(server, data_dir, "ListTenants", pb.ListTenantsRequest()).tenants, as_json)
+        _show(ask_access(server, data_dir, registry, "ListTenants", pb.ListTenantsRequest()).tenants, as_json)
 
     run(command)
 
 
 @app.command("remove")
 def remove(
-    name: TenantName, server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+    name: TenantName,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Revoke all its tokens. Its adapters stay, seen by the operator alone, until they are removed."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        _show([ask_access(server, data_dir, "RemoveTenant", pb.RemoveTenantRequest(name=name))], as_json)
+        _show([ask_access(server, data_dir, registry, "RemoveTenant", pb.RemoveTenantRequest(name=name))], as_json)
 
     run(command)
 

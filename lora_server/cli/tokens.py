@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lora_server.cli.call import DEFAULT_SERVER, JsonOption, ServerOption, print_json, run
-from lora_server.cli.local import DataDirOption, ask_access
+from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
@@ -32,6 +32,7 @@ def create(
     file: FileOption = None,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Make one. It is shown once, and never again."""
@@ -40,14 +41,17 @@ def create(
         from lora_server.wire import lora_server_pb2 as pb
 
         request = pb.CreateTokenRequest(tenant=tenant, role=role, note=note)
-        _hand_over(ask_access(server, data_dir, "CreateToken", request), file, as_json)
+        _hand_over(ask_access(server, data_dir, registry, "CreateToken", request), file, as_json)
 
     run(command)
 
 
 @app.command("list")
 def list_tokens(
-    server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """All of them, without what proves them."""
 
@@ -55,7 +59,7 @@ def list_tokens(
         from lora_server import terminal
         from lora_server.wire import lora_server_pb2 as pb
 
-        tokens = ask_access(server, data_dir, "ListTokens", pb.ListTokensRequest()).tokens
+        tokens = ask_access(server, data_dir, registry, "ListTokens", pb.ListTokensRequest()).tokens
         if as_json:
             print_json([_row(one) for one in tokens])
             return
@@ -71,6 +75,7 @@ def rotate(
     file: FileOption = None,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Give a token another text. Leases that were made with it go on."""
@@ -79,14 +84,18 @@ def rotate(
         from lora_server.wire import lora_server_pb2 as pb
 
         request = pb.RotateTokenRequest(id=token, overlap_seconds=overlap)
-        _hand_over(ask_access(server, data_dir, "RotateToken", request), file, as_json)
+        _hand_over(ask_access(server, data_dir, registry, "RotateToken", request), file, as_json)
 
     run(command)
 
 
 @app.command("revoke")
 def revoke(
-    token: TokenId, server: ServerOption = DEFAULT_SERVER, data_dir: DataDirOption = None, as_json: JsonOption = False
+    token: TokenId,
+    server: ServerOption = DEFAULT_SERVER,
+    data_dir: DataDirOption = None,
+    registry: RegistryOption = "",
+    as_json: JsonOption = False,
 ) -> None:
     """Nobody gets in with it any more, two seconds from now.
 
@@ -96,7 +105,7 @@ def revoke(
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
 
-        reply = ask_access(server, data_dir, "RevokeToken", pb.RevokeTokenRequest(id=token))
+        reply = ask_access(server, data_dir, registry, "RevokeToken", pb.RevokeTokenRequest(id=token))
         if as_json:
             print_json(_row(reply))
         else:
