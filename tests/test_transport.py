@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import random
+import resource
 import socket
 import threading
 import time
@@ -406,6 +407,22 @@ def test_joining_and_leaving_leaks_no_descriptor(kind, tmp_path):
         until(lambda: not shard.port.connections, "all to leave")
         gc.collect()
         until(lambda: process.num_fds() <= before, f"{process.num_fds()} descriptors to become {before}")
+
+
+def test_a_link_may_have_any_descriptor(tmp_path):
+    """Engines have many, and select(2) takes none above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+    try:
+        with echo_shard("tcp", tmp_path) as shard:
+            client = Echo(shard.join(1), seed=13)
+            client.check(client.push())
+            client.link.close()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---- what `auto` takes

@@ -15,7 +15,9 @@ from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.transport import tcp_listener
 from lora_server.transport.address import parse, readable
 from lora_server.transport.base import Grant
+from lora_server.transport.frames import HEADER, STEP
 from lora_server.transport.tcp import TcpLink
+from lora_server.transport.tls import connect
 from lora_server.wire.messages import Hello, Order
 from tests.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
 from tests.serving import until
@@ -126,6 +128,30 @@ def test_a_handshake_that_stalls_holds_nobody_up_and_ends(shard, monkeypatch):
     for one in (client, other):
         one.check(one.push())
         one.link.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
+def test_who_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
+    if not said:
+        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
+    sock = socket.create_connection(parse(shard.listener.address), SECONDS)
+    sock.setblocking(False)
+    stranger = connect(sock, der(shard), lambda stream: readable(stream, SECONDS))
+    with contextlib.closing(stranger):
+        if said:
+            stranger.sendmsg([said])
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while readable(stranger, SECONDS):
+                with contextlib.suppress(BlockingIOError):
+                    more = stranger.recv(4096)
+                    heard += more
+                    if not more:
+                        break
+    assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
+    client = Echo(shard.join(1), seed=6)
+    client.check(client.push())
+    client.link.close()
 
 
 def test_an_engine_waits_for_no_handshake_longer_than_it_said():

@@ -18,7 +18,8 @@ class Stranger:
 
     def __init__(self, sock: socket.socket, certificate: ShardCertificate | None) -> None:
         """`sock` is not used any more, and closed where this raises OSError."""
-        self.since, self.greeted = time.monotonic(), False
+        self.since = self.looked_at = time.monotonic()
+        self.greeted = False
         self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
         try:
             sock.setblocking(False)
@@ -30,7 +31,11 @@ class Stranger:
 
     def greet(self) -> bool:
         """Challenge it, encrypted where that is to be; whether that was done, now or before. Raises OSError."""
-        if not self.greeted and not (isinstance(self.socket, TlsSocket) and not self.socket.shake_hands()):
-            self.socket.sendmsg(frame(MESSAGE, messages.encode(Challenge(self.nonce))))
-            self.greeted = True
-        return self.greeted
+        if self.greeted:
+            return True
+        self.looked_at = time.monotonic()
+        if isinstance(self.socket, TlsSocket) and not self.socket.shake_hands():
+            return False
+        self.socket.sendmsg(frame(MESSAGE, messages.encode(Challenge(self.nonce))))
+        self.greeted = True
+        return True

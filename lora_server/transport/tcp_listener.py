@@ -152,15 +152,18 @@ class TcpListener:
 
     def _run(self) -> None:
         while not self._stopping:
-            may_shake_hands = True  # one per round: it is dear, and clients' steps wait meanwhile
+            shaking_hands = list[_Peer]()
             for key, events in self._selector.select(0.2 if self._strangers else None):
                 if key.fileobj is self._listening:
                     self._accept()
                 elif key.fileobj is self._bell:
                     self._answer_bell()
-                elif key.data.greeted or may_shake_hands:
-                    may_shake_hands &= key.data.greeted
+                elif key.data.greeted:
                     self._serve(key.data, events)
+                else:
+                    shaking_hands.append(key.data)
+            if shaking_hands:  # one per round, since that is dear and clients' steps wait meanwhile
+                self._serve(min(shaking_hands, key=lambda peer: peer.looked_at), selectors.EVENT_READ)
             self._end_silent()
 
     def _accept(self) -> None:

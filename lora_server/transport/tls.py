@@ -9,17 +9,20 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 RECORD_BYTES = 16 << 10  # that TLS encrypts at a time
+TOGETHER = 16  # records that are sent while nobody reads
+CLOSED = "the connection was closed"
 
 
 class TlsSocket:
-    """What is used of a socket that does not block, where all that travels is encrypted. Thread-safe.
+    """What is used of a socket that does not block, where all that travels is encrypted.
 
-    Reading waits for nothing but reading, and writing for nothing but writing: whoever asks for more than that, such as
-    new keys while it takes nothing, has broken the connection.
+    One thread may read while another writes. Reading waits for nothing but reading, and writing for nothing but
+    writing: whoever asks for more, such as new keys while it takes nothing, has broken the connection.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -34,6 +37,8 @@ class TlsSocket:
     def shake_hands(self) -> bool:
         """Go on with it; whether it is done. Raises OSError."""
         with self._lock:
+            if self._socket.fileno() < 0:
+                raise ConnectionResetError(CLOSED)
             try:
                 self._socket.do_handshake()
             except ssl.SSLWantReadError:
@@ -69,17 +74,33 @@ class TlsSocket:
             except ssl.SSLWantReadError:
                 raise BlockingIOError from None
             except ValueError:
-                raise ConnectionResetError("the connection was closed") from None
+                raise ConnectionResetError(CLOSED) from None
 
     def sendmsg(self, views: Sequence[bytes | memoryview]) -> int:
-        """At most a record. After one that was not taken the same bytes have to come first, as an Outbox's do."""
+        """See socket. After a BlockingIOError the same bytes have to come first, as an Outbox's do."""
         with self._lock:
+            sent, several = 0, sum(map(len, views)) > RECORD_BYTES
+            if several:
+                self._cork(True)
             try:
-                return self._socket.write(_record(views))
+                for record in islice(_records(views), TOGETHER):
+                    taken = self._socket.write(record)
+                    sent += taken
+                    if taken < len(record):
+                        break
             except ssl.SSLWantWriteError:
-                raise BlockingIOError from None
+                if not sent:
+                    raise BlockingIOError from None
             except ValueError:
-                raise ConnectionResetError("the connection was closed") from None
+                raise ConnectionResetError(CLOSED) from None
+            finally:
+                if several:
+                    self._cork(False)
+            return sent
+
+    def _cork(self, on: bool) -> None:
+        """Records go together: each one that comes alone wakes who reads."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
     def shutdown(self, how: int) -> None:
         """Of the connection beneath, which stays encrypted until its end."""
@@ -94,14 +115,22 @@ class TlsSocket:
 Stream = socket.socket | TlsSocket
 
 
-def _record(views: Sequence[bytes | memoryview]) -> bytes | bytearray | memoryview:
-    """The first bytes; a header goes with its payload."""
-    if len(views[0]) >= RECORD_BYTES:
-        return views[0][:RECORD_BYTES]
-    record = bytearray()
-    for view in views:
-        record += view[: RECORD_BYTES - len(record)]
-    return record
+def _records(views: Sequence[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
+    """What is smaller than one, such as a header, goes with what follows."""
+    rest = bytearray()
+    for view in (memoryview(one) for one in views):
+        lacking = RECORD_BYTES - len(rest) if rest else 0
+        rest += view[:lacking]
+        view = view[lacking:]
+        if len(rest) == RECORD_BYTES:
+            yield rest
+            rest = bytearray()
+        while len(view) >= RECORD_BYTES:
+            yield view[:RECORD_BYTES]
+            view = view[RECORD_BYTES:]
+        rest += view
+    if rest:
+        yield rest
 
 
 @dataclass(frozen=True)
