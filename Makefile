@@ -71,6 +71,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.segments
 	$(BIN)/python -m bench.turns
 	$(BIN)/python -m bench.wire
+	$(BIN)/python -m bench.tls
 	$(BIN)/python -m bench.loading
 	$(BIN)/python -m bench.cold_start
 	$(BIN)/python -m bench.memory_soak

@@ -57,7 +57,7 @@ def _median_us(times_ns: list[int]) -> float:
 
 def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
     """The other process: a shard's receive loop that answers with when it saw the push."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     port = Port(RegionLayout(depth=4, request_bytes=nbytes, response_bytes=4096))
     port.grant(Grant(HELLO.client, HELLO.epoch, HELLO.key))
     with tempfile.TemporaryDirectory() as directory:
@@ -77,7 +77,7 @@ def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
         listener.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a process of SPAWN's: it would poll for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -133,7 +133,7 @@ class _Floor:
 
 
 def _floor_partner(library: str, path: str, nbytes: int, rounds: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     with open(path, "r+b") as file:  # noqa: PTH123
         floor = _Floor(library, memoryview(mmap.mmap(file.fileno(), 4096 + nbytes)), nbytes)
     for seq in range(1, rounds + 1):
