@@ -32,10 +32,10 @@ def shard(tmp_path):
 
 
 class Relay:
-    """Hands on what either side sends, and keeps all of it."""
+    """Hands on what either side sends, and keeps all of it; what `spoils` sends it changes."""
 
     def __init__(self, stack, to):
-        self._stack, self._to, self.heard = stack, to, bytearray()
+        self._to, self.heard, self.spoils = to, bytearray(), ""
         self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
         self._threads = [threading.Thread(target=self._accept)]
@@ -45,18 +45,18 @@ class Relay:
     def _accept(self):
         near = self._listening.accept()[0]
         far = socket.create_connection(parse(self._to), SECONDS)
-        ways = [threading.Thread(target=self._carry, args=way) for way in ((near, far), (far, near))]
+        ways = [threading.Thread(target=self._carry, args=way) for way in ((near, far, "engine"), (far, near, "shard"))]
         with near, far:
             for way in ways:
                 way.start()
             for way in ways:
                 way.join(SECONDS)
 
-    def _carry(self, source, target):
+    def _carry(self, source, target, who):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self.heard += data
-                target.sendall(data)
+                target.sendall(data if self.spoils != who else data[:-1] + bytes([data[-1] ^ 1]))
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
@@ -83,6 +83,23 @@ def test_who_listens_between_engine_and_shard_hears_no_row(kind, tmp_path):
     parts = [one[at : at + 16] for one in said for at in range(0, len(one) - 16, 512)]
     assert {part in relay.heard for part in parts} == {kind == "tcp"}
     assert len(relay.heard) > sum(map(len, said))
+
+
+@pytest.mark.parametrize("who", ["engine", "shard"])
+def test_what_is_changed_on_its_way_is_not_taken(who, shard):
+    with contextlib.ExitStack() as stack:
+        relay = Relay(stack, shard.listener.address)
+        shard.port.grant(Grant(1, 1, b"key"))
+        client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=7)
+        client.check(client.push())
+        (connection,) = shard.port.connections
+        relay.spoils = who
+        seq = client.push()
+        with pytest.raises(ShardUnavailableError):
+            client.link.wait(seq, time.monotonic() + SECONDS)
+        client.link.close()
+        until(lambda: shard.gone == [(1, 1)], "the shard to let it go")
+        assert connection.served == (1 if who == "engine" else 2)
 
 
 def der(shard):
