@@ -53,8 +53,8 @@ class Node:
         self.controller.adapters.sends = True
         self.shard = ToldShard(self.controller)
         self.record = self.controller.adapters.register("law", str(self.adapter))[0]
-        self.control = self.serve("127.0.0.1:0")
-        self.address = f"127.0.0.1:{self.control.port}"
+        self.control, self.address = None, "127.0.0.1:0"
+        self.serve()
         self.cache = tmp_path / "cache"
         node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance)
         self.proof = node0.proof
@@ -62,8 +62,10 @@ class Node:
         stack.callback(self.shard.close)
         stack.callback(self.die)
 
-    def serve(self, address):
-        return ControlServer(self.controller, address, Doorkeeper(""))
+    def serve(self):
+        """At the same address as before."""
+        self.control = ControlServer(self.controller, self.address, Doorkeeper(""))
+        self.address = f"127.0.0.1:{self.control.port}"
 
     def die(self):
         """As a controller that is killed."""
@@ -83,12 +85,6 @@ class Node:
 def node(tiny_adapters, tmp_path):
     with ExitStack() as stack:
         yield Node(tiny_adapters["all"], tmp_path, stack)
-
-
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """So that a file has many."""
-    monkeypatch.setattr(sending, "PIECE_BYTES", 1 << 12)
 
 
 def is_right(lease, node):
@@ -113,42 +109,60 @@ def test_it_comes_once_and_is_looked_at_before_each_use(node):
     assert node.fetcher.use().fetches == 2
 
 
-def test_a_broken_transfer_goes_on_behind_what_came(node, small_pieces, monkeypatch):
-    """The controller is killed in the middle, three times; nothing is sent twice."""
-    killed, nbytes = 0, (node.adapter / WEIGHTS).stat().st_size
-    begun, read = [], FilesService.read
+class Dying:
+    """Node 0 sends the weights up to each of these parts, and no more until it is killed: once some of it has come."""
 
-    def note(self, request, *more):
-        begun.append(request.begin)
-        return read(self, request, *more)
+    def __init__(self, node, monkeypatch, parts, comes_back):
+        self.node, self.comes_back, self.deaths = node, comes_back, 0
+        nbytes = (node.adapter / WEIGHTS).stat().st_size
+        self.limits, self.killed = [nbytes * part for part in parts], threading.Event()
+        self.begun, read = [], FilesService.read  # where calls began
 
-    def at_piece():
-        nonlocal killed
-        for coming in node.cache.glob(f"fetching-*/{WEIGHTS}"):
-            if killed < 3 and nbytes * (killed + 1) // 4 <= coming.stat().st_size < nbytes:
-                killed += 1
-                node.die()
-                node.control = node.serve(node.address)
+        def note(service, request, *more):
+            if request.name == WEIGHTS:
+                self.begun.append(request.begin)
+            return read(service, request, *more)
 
-    monkeypatch.setattr(FilesService, "read", note)
-    assert is_right(node.fetch(at_piece), node)
-    assert killed == 3 and len(begun) >= 3 and begun[0] > 0 and begun == sorted(begun)
+        monkeypatch.setattr(FilesService, "read", note)
+        monkeypatch.setattr(sending, "PIECE_BYTES", 1 << 12)
+        monkeypatch.setattr(sending, "_piece", self.piece)
+        node.die()
+        node.serve()
+
+    def piece(self, file, at, real=sending._piece):
+        if file.name == WEIGHTS and self.limits and at >= self.limits[0]:
+            assert self.killed.wait(HANG_SECONDS)
+        return real(file, at)
+
+    def at_piece(self):
+        for coming in self.node.cache.glob(f"fetching-*/{WEIGHTS}"):
+            if self.limits and len(self.begun) > self.deaths and coming.stat().st_size > self.begun[-1]:
+                self.deaths += 1
+                self.node.die()
+                self.limits.pop(0)
+                self.killed.set()
+                self.killed = threading.Event()
+                if self.comes_back:
+                    self.node.serve()
 
 
-def test_half_of_it_is_never_used(node, small_pieces, monkeypatch):
-    """Node 0 dies in the middle, and is not back in time: nothing is left, and the next that asks gets all."""
+def test_a_broken_transfer_goes_on_behind_what_came(node, monkeypatch):
+    dying = Dying(node, monkeypatch, (0.25, 0.5, 0.75), comes_back=True)
+    assert is_right(node.fetch(dying.at_piece), node)
+    assert dying.deaths == 3 and len(dying.begun) == 4
+    assert dying.begun == sorted(set(dying.begun)), "what came is not sent again"
+
+
+def test_half_of_it_is_never_used(node, monkeypatch):
+    """Node 0 is not back in time: nothing is left, and the next that asks gets all."""
     monkeypatch.setattr(asking, "AWAY_SECONDS", 0.2)
     monkeypatch.setattr(asking, "MAX_PAUSE", 0.1)
-
-    def at_piece():
-        for coming in node.cache.glob(f"fetching-*/{WEIGHTS}"):
-            if coming.stat().st_size:
-                node.die()
-
+    dying = Dying(node, monkeypatch, (0.5,), comes_back=False)
     with pytest.raises(AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
-        node.fetch(at_piece)
-    assert left(node.cache) == []
-    node.control = node.serve(node.address)
+        node.fetch(dying.at_piece)
+    assert dying.deaths == 1 and left(node.cache) == []
+    monkeypatch.setattr(asking, "AWAY_SECONDS", HANG_SECONDS)
+    node.serve()
     assert is_right(node.fetch(), node)
 
 
