@@ -237,6 +237,19 @@ def test_transfers_that_stand_still_hold_no_client_up(node, monkeypatch):
         until(lambda: sender.under_way == 0, "all ended", HANG_SECONDS)
 
 
+def test_who_takes_nothing_loses_its_place(node, monkeypatch):
+    monkeypatch.setattr(sending, "PIECE_SECONDS", 0.2)
+    os.truncate(node.adapter / WEIGHTS, 256 << 20)
+    with open_channel(node.address) as channel:
+        stopped = node.read(channel)
+        until(lambda: node.control.files.under_way == 1, "it is sent", HANG_SECONDS)
+        until(lambda: node.control.files.under_way == 0, "it ended", HANG_SECONDS)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stopped)
+        error = translate(ended.value, node.address)
+        assert isinstance(error, ServerUnavailableError) and "took no piece" in str(error)
+
+
 def test_a_disk_that_stands_still_holds_no_client_up(node):
     """A pipe that nobody writes to, in a file's place."""
     pipe = node.adapter / WEIGHTS

@@ -10,10 +10,10 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 class Kept:
-    """`instance` names this process."""
+    """`instance` names this process, to its controller and to nobody else."""
 
     def __init__(self) -> None:
-        self.instance = secrets.token_hex(8)
+        self.instance = secrets.token_hex(16)
         self.claim = pb.Claim()
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
