@@ -18,7 +18,7 @@ from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.signals import on_signals
 from lora_server.errors import LoraServerError
 from lora_server.sources.cache import DiskCache
-from lora_server.sources.fetch import AdapterFiles, Fetcher
+from lora_server.sources.fetch import Fetcher, FromNode0
 from lora_server.spec import ModelSpec
 
 DISK_CACHE = "disk-cache"  # its directory, where --disk-cache does not name one
@@ -38,9 +38,7 @@ class Process(Protocol):
         ...
 
 
-def open_fetcher(
-    config: ProcessConfig, spec: ModelSpec, from_node0: Callable[[str], AdapterFiles] | None = None
-) -> Fetcher:
+def open_fetcher(config: ProcessConfig, spec: ModelSpec, from_node0: FromNode0 | None = None) -> Fetcher:
     """Into the disk cache that this process shares with the others of its node. Raises ConfigError."""
     assert config.disk_cache is not None  # the node chose
     return Fetcher(DiskCache(config.disk_cache, config.disk_cache_size), spec, from_node0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -31,35 +32,32 @@ class Node0:
     shard: int
     instance: str
 
-    def files(self, version: str) -> Node0Files:
-        """Of a registered adapter."""
-        return Node0Files(self, version)
+    @contextlib.contextmanager
+    def files(self, version: str) -> Iterator[Node0Files]:
+        """Of a registered adapter; by a connection beside the one that reports go through."""
+        with open_channel(self.address, self.credentials, apart=True) as channel:
+            yield Node0Files(self, rpc.ShardsStub(channel), version)
 
     @property
     def proof(self) -> pb.ShardProof:
         """Of each call."""
         return pb.ShardProof(shard=self.shard, instance=self.instance)
 
-    def channel(self) -> grpc.Channel:
-        """Beside the one that reports go through."""
-        return open_channel(self.address, self.credentials, apart=True)
-
 
 class Node0Files:
     """As sources.remote.RemoteAdapter of a URL. Methods raise AdapterSourceError, and what the controller raises."""
 
-    def __init__(self, node: Node0, version: str) -> None:
-        self._node, self._version = node, version
+    def __init__(self, node: Node0, shards: rpc.ShardsStub, version: str) -> None:
+        self._node, self._shards, self._version = node, shards, version
 
     def sizes(self, check: Callable[[], None]) -> dict[str, int]:
         """Of each file that the adapter has there, in bytes."""
         request = pb.FilesRequest(proof=self._node.proof, version=self._version)
 
         def ask() -> pb.FilesReply:
-            with self._node.channel() as channel:
-                files = rpc.ShardsStub(channel).Files
-                reply: pb.FilesReply = call(files, request, server=self._node.address, seconds=FILES_SECONDS)
-                return reply
+            method, server = self._shards.Files, self._node.address
+            reply: pb.FilesReply = call(method, request, server=server, seconds=FILES_SECONDS)
+            return reply
 
         found = {one.name: one.bytes for one in self._patiently(ask, check).files}
         for name in found:
@@ -79,8 +77,8 @@ class Node0Files:
         """Put what one call brings behind what is there; one that breaks after it brought something is no failure."""
         began = have = target.stat().st_size
         request = pb.ReadRequest(proof=self._node.proof, version=self._version, name=name, begin=began)
-        with self._node.channel() as channel, target.open("ab") as file:
-            pieces = rpc.ShardsStub(channel).Read(request, timeout=READ_SECONDS)
+        pieces = self._shards.Read(request, timeout=READ_SECONDS)
+        with target.open("ab") as file:
             try:
                 for piece in pieces:
                     have += len(piece.data)

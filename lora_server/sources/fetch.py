@@ -6,9 +6,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import structlog
 
@@ -59,6 +60,9 @@ class AdapterFiles(Protocol):
         ...
 
 
+FromNode0: TypeAlias = Callable[[str], AbstractContextManager[AdapterFiles]]
+
+
 def never() -> bool:
     """Nobody cancels it."""
     return False
@@ -70,7 +74,7 @@ class Fetcher:
 
     cache: DiskCache
     spec: ModelSpec
-    from_node0: Callable[[str], AdapterFiles] | None = None
+    from_node0: FromNode0 | None = None
     counters: FetchCounters = field(default_factory=FetchCounters)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -135,14 +139,19 @@ class Fetcher:
             if cancelled() or time.monotonic() > deadline:
                 raise AdapterSourceError("not wanted any more" if cancelled() else "not fetched within its time")
 
-        remote = self._files(url, version)
-        sizes = patiently(functools.partial(remote.sizes, check), deadline)
+        with self._files(url, version) as files:
+            return self._bring(files, url, version, deadline, check)
+
+    def _bring(
+        self, files: AdapterFiles, url: str, version: str, deadline: float, check: Callable[[], None]
+    ) -> tuple[Lease, int]:
+        sizes = patiently(functools.partial(files.sizes, check), deadline)
         claim = self._claim(version, sum(sizes.values()), check)
         if isinstance(claim, Lease):
             return claim, 0
         try:
             for name, nbytes in sizes.items():
-                patiently(functools.partial(remote.get, name, claim.path / name, nbytes, check), deadline)
+                patiently(functools.partial(files.get, name, claim.path / name, nbytes, check), deadline)
             stamp, found = self._validate(claim, url)
             if version and found != version:
                 raise AdapterSourceError(
@@ -154,10 +163,10 @@ class Fetcher:
             self.cache.abandon(claim)
             raise
 
-    def _files(self, url: str, version: str) -> AdapterFiles:
+    def _files(self, url: str, version: str) -> AbstractContextManager[AdapterFiles]:
         if url.startswith(NODE0) and self.from_node0 is not None:
             return self.from_node0(version)
-        return RemoteAdapter(url, Limits.of(self.spec))
+        return nullcontext(RemoteAdapter(url, Limits.of(self.spec)))
 
     def _claim(self, version: str, nbytes: int, check: Callable[[], None]) -> Claim | Lease:
         """A place for it; what another process brings is waited for."""
