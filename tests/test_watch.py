@@ -8,10 +8,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from lora_server import config
+from lora_server.adapters import validate_adapter
 from lora_server.control.registry import FIRST_HANDLE
 from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
+from lora_server.registry.database import FILE, Database
+from lora_server.registry.versions import Ledger
 from tests.followed import SETTLE, Followed, make_contents
 from tests.serving import until
+from tests.workload import spec_of
+
+SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +279,39 @@ def test_only_what_is_refused_at_the_start_keeps_a_server_unready(tmp_path, cont
     followed.settle()
     assert list(followed.refused()) == ["later"] and followed.controller.not_ready() == ""
     followed.close()
+
+
+def test_the_next_server_reads_what_was_touched_and_nothing_else(tmp_path, contents, monkeypatch):
+    """A whole restart, whose shards know nothing: by the stamps of the files. Pins are the ledger's."""
+    read, database = [], Database(f"sqlite:///{tmp_path / FILE}")
+
+    def note(path, spec):
+        read.append(path.name)
+        return validate_adapter(path, spec)
+
+    monkeypatch.setattr("lora_server.control.followed.validate_adapter", note)
+    followed = Followed(tmp_path, contents, ledger=Ledger(database, spec_of("mixtral").to_json()))
+    for name in ("law", "code", "art", "bad"):
+        followed.put(name, "dora" if name == "bad" else "v1")
+    followed.settle()
+    followed.adapters.pin("law", SECONDS)
+    followed.put("art", "v2")
+    followed.settle()
+    assert sorted(read) == ["art", "art", "bad", "code", "law"]
+    followed.shard.close()
+    followed.shard = None
+    read.clear()
+    followed.touch("code")
+    followed.start()
+    followed.settle()
+    assert sorted(read) == ["bad", "code"] and "DoRA" in followed.refused()["bad"]
+    assert followed.served() == {"law": "v1", "code": "v1", "art": "v2"} and followed.first_done == 2
+    assert [one.record.name for one in followed.adapters.listings() if one.record.pinned] == ["law"]
+    followed.put("law", "v2")
+    followed.settle()
+    assert followed.served()["law"] == "v2" and followed.adapters.get("law").record.pinned
+    followed.close()
+    database.close()
 
 
 def test_nothing_to_follow_is_refused():

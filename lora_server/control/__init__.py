@@ -12,6 +12,7 @@ controller   puts together:                       server      its gRPC services 
     resolver     names that nobody registered
     refusals     what is not served, and why
     followed     what is taken from it            http        health and metrics (http_limits, metrics_disk)
+      readings   what of it need not be read
     admission    who may use it now, who waits    prefetch    signals before a request's first step
     room         what fits into the pools         watch       a directory that is followed
     holds        who uses it                      agreement   what all nodes must share

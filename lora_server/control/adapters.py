@@ -10,11 +10,11 @@ from pathlib import Path
 
 import structlog
 
-from lora_server import __version__
 from lora_server.adapters import open_adapter, stamp_of
 from lora_server.adapters.refusal import clip
 from lora_server.control.held import HeldAdapters
 from lora_server.control.origins import Origin, local_path, opened, uri_of
+from lora_server.control.readings import kept_stamp
 from lora_server.control.refusals import REMOVED, Refusal
 from lora_server.control.registry import Record, check_name, version_of
 from lora_server.control.shards import PendingCommand, wait_all
@@ -158,7 +158,7 @@ class Adapters(HeldAdapters):
 
     def _register_of_directory(self, name: str, path: Path, seen: Seen | None, read: list[Seen]) -> None:
         """What was read before, and not touched since, is not read again; what is read goes to `read`."""
-        stamp = f"{__version__}/{self._spec_digest}/{stamp_of(path)}"
+        stamp = kept_stamp(self._spec_digest, stamp_of(path))
         pinned = seen is not None and seen.pinned
         if seen is not None and seen.stamp == stamp:
             record = Record.decode(seen.record.encode())

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import structlog
@@ -13,6 +14,7 @@ import structlog
 from lora_server.adapters import Adapter, stamp_of, validate_adapter
 from lora_server.control.adapters import described
 from lora_server.control.origins import local, uri_of
+from lora_server.control.readings import Readings
 from lora_server.control.reconciled import ReconciledAdapters
 from lora_server.control.registry import Record, check_name, version_of
 from lora_server.errors import AdapterError, AdapterExistsError
@@ -41,7 +43,10 @@ class FollowedAdapters(ReconciledAdapters):
         self._shards.require_up()
         try:
             check_name(name)
-            self._check_found_here(name, where)
+            served = self._check_found_here(name, where)
+            if served is None and (record := self._readings.before(where, stamp)) is not None:
+                self._take_as_before(name, where, record)
+                return
             adapter, version = validate_adapter(Path(os.path.realpath(where)), self._spec)
             with adapter:
                 if _is_unchanged(where, stamp):
@@ -61,19 +66,14 @@ class FollowedAdapters(ReconciledAdapters):
 
     def _take(self, name: str, where: Path, stamp: str, adapter: Adapter, version: str) -> None:
         with self._changing:
-            self._registry.prepare()
-            with self._lock:
-                self._require_settled()
-                served = self._check_found_here(name, where)
-                if served is None:
-                    self._check_not_a_base_models(name)
+            served = self._means(name, where)
             if served is not None and served.version == version:
                 self._touched(served, adapter, stamp)
                 return
             record = self._record(name, local(where, adapter, version), stamp, of_directory=True)
+            self._readings.note(record)
             if served is None:
-                self._offer(replace(record, pinned=record.uri in self._pinned_places()), eager=False)
-                log.info("adapter registered", **described(record))
+                self._come(record)
             else:
                 with self._lock:
                     loads = self._load_beside(record)
@@ -83,8 +83,33 @@ class FollowedAdapters(ReconciledAdapters):
             with contextlib.suppress(AdapterExistsError):  # it was removed meanwhile
                 self._replace(served, record, loads, REPLACE_SECONDS)
 
-    def _pinned_places(self) -> set[str]:
-        return {one.uri for one in self._ledger.seen().values() if one.pinned} if self._ledger is not None else set()
+    def _means(self, name: str, where: Path) -> Record | None:
+        """What comes to a followed directory may have this name; what the name means as yet."""
+        self._registry.prepare()
+        with self._lock:
+            self._require_settled()
+            served = self._check_found_here(name, where)
+            if served is None:
+                self._check_not_a_base_models(name)
+        return served
+
+    def _come(self, record: Record) -> None:
+        self._offer(replace(record, pinned=record.uri in self._readings.pinned()), eager=False)
+        log.info("adapter registered", **described(record))
+
+    def _take_as_before(self, name: str, where: Path, record: Record) -> None:
+        with self._changing:
+            if self._means(name, where) is None:
+                self._come(replace(record, name=name, handle=self._registry.next_handle()))
+
+    @cached_property
+    def _readings(self) -> Readings:
+        return Readings(self._ledger, self._spec_digest)
+
+    def keep_readings(self) -> None:
+        """So that the next server need not read what nobody touches."""
+        with self._changing:  # nobody pins meanwhile
+            self._readings.keep()
 
     def _touched(self, served: Record, adapter: Adapter, stamp: str) -> None:
         """The same content, in other files or elsewhere."""
@@ -92,6 +117,8 @@ class FollowedAdapters(ReconciledAdapters):
         record = replace(served, path=path, stamp=adapter.stamp, warnings=warnings, found=stamp)
         if self._ledger is not None and not record.of_directory:
             self._ledger.rewrite(version_of(record))
+        if record.of_directory:
+            self._readings.note(record)
         with self._lock:
             self._registry.update(record)
             self._take_back_refusal(record.name)

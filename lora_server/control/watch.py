@@ -101,6 +101,7 @@ class Watcher:
             waits = self._take(name) or waits
         if take or gone:
             self._adapters.tell_refused()
+            self._adapters.keep_readings()
         if waits and waits != self._waits:
             log.warning("not taken from the followed directory yet; trying again", reason=waits)
         self._waits = waits

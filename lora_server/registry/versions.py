@@ -185,6 +185,11 @@ class Ledger:
         rows = self._database.read(lambda connection: connection.execute(select(*columns)).all())
         return {row[0]: Seen(*row) for row in rows}
 
+    def pinned_places(self) -> set[str]:
+        """The uris of those that are pinned."""
+        query = select(directories.c.uri).where(directories.c.pinned)
+        return set(self._database.read(lambda connection: connection.execute(query).scalars().all()))
+
     def pin_seen(self, uri: str, pinned: bool) -> None:
         """Also of one that was never read."""
 
