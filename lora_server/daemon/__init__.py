@@ -3,6 +3,7 @@
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
   startup         says that it starts, and serves           spare    one in reserve, for a quick restart
 controller_main   the controller's process (rank 0)         http       its port
+                                                            heap       large buffers are given back
 shard_main        a shard's process                         backends   what it computes with
   stream            to its controller, whenever there is one
   files             of adapters, from node 0

@@ -28,6 +28,7 @@ from lora_server.control.resolver import Resolver
 from lora_server.control.server import ControlServer
 from lora_server.control.watch import Watcher
 from lora_server.daemon.child_main import open_fetcher, run_child
+from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
 from lora_server.errors import ConfigError
@@ -205,4 +206,5 @@ def _copies(config: ProcessConfig, spec: ModelSpec) -> Copies | None:
 
 
 if __name__ == "__main__":
+    give_back_large()
     run_child(ControllerProcess)

@@ -1,0 +1,15 @@
+"""Large buffers that a process frees go back to the system at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+LARGE_BYTES = 128 << 10
+_M_MMAP_THRESHOLD = -3
+
+
+def give_back_large() -> None:
+    """Before any thread starts. glibc else keeps buffers of up to 32 MB in its arenas, once one as large was freed."""
+    with contextlib.suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
