@@ -109,6 +109,11 @@ class Exchange:
             if header.num_rows:
                 with lane:
                     add(message, lane.link.rows.deltas(sent, self.packer.x))
+            lane.link.consumed(
+                slot.HEADER_BYTES + sent.payload_bytes,
+                slot.HEADER_BYTES + header.payload_bytes,
+                lane.consumed == lane.pushed,
+            )
             self._report(message.shard, sent, header, waited_ns)
             if self._queues[lane.shard]:
                 self.push(lane)

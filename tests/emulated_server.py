@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from typing_extensions import override
 
 from lora_server.daemon.inproc import InprocServer
 from lora_server.spec import ModelSpec
-from lora_server.transport.base import Link
+from lora_server.transport.base import DeviceMemory, Link
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
 from tests.emulated_link import EmulatedLink, MemfdMemory
@@ -18,13 +19,15 @@ from tests.emulated_link import EmulatedLink, MemfdMemory
 class EmulatedServer(InprocServer):
     """`twin`: "must" puts rows into device memory, "no" into the slots."""
 
+    device: Callable[[], DeviceMemory | None] = MemfdMemory  # of a shard
+
     def __init__(
         self, directory: Path, spec: ModelSpec, paths: dict[str, Path], *, twin: str, **options: object
     ) -> None:
         super().__init__(spec, paths, **options)
         self.twin, self._stop = twin, threading.Event()
         self.listeners = [
-            ShmListener(shard.port, directory / f"shard-{shard.index}.sock", MemfdMemory()) for shard in self.shards
+            ShmListener(shard.port, directory / f"shard-{shard.index}.sock", self.device()) for shard in self.shards
         ]
         self._threads = [threading.Thread(target=s.run, args=(self._stop.is_set,), daemon=True) for s in self.shards]
         for thread in self._threads:

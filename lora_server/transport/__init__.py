@@ -3,7 +3,7 @@
 base      Link, Connection, Port            session   what a client has after joining
 connect   which backend a client uses       mapping   memory that can be given up at once
 shm       shared memory on one host         park      spin a little, then sleep on a futex
-          (shm_listener: the shard's side; bells: who pushed)
+          (shm_listener: the shard's side; bells: who pushed; slack: memory that goes back)
 tcp       across hosts (tcp_listener: the   address   binding sockets
           shard's side; frames; stranger:   tls       encrypted, between hosts
           who has proved nothing yet)

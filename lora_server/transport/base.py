@@ -95,6 +95,9 @@ class Link(End, ABC):
         Raises StepTimeoutError at the deadline, ShardUnavailableError when the shard is gone.
         """
 
+    def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
+        """A step of so many bytes is done; `idle`: and nothing is outstanding here."""
+
     @abstractmethod
     def check(self) -> None:
         """Raises ShardUnavailableError if the shard is known to be gone."""

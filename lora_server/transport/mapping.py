@@ -7,6 +7,7 @@ pages were: views stay valid, show nothing of anybody, and cost nothing until so
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -43,6 +44,11 @@ class Mapping:
         if _mmap(address, self._nbytes, protection, flags | _MAP_FIXED, fd, 0) == _FAILED:
             code = ctypes.get_errno()
             raise OSError(code, f"mmap of {self._nbytes} bytes")
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Whole pages that nobody uses now; they are zeros on both sides when they are touched again."""
+        with contextlib.suppress(OSError):  # it was dropped meanwhile, or the kernel cannot
+            self._reserved.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def drop(self) -> None:
         """Give the pages up; idempotent. From any thread: every access sees the old pages or zeros."""

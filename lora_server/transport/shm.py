@@ -22,6 +22,7 @@ from lora_server.transport import park
 from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, Grant, Link
 from lora_server.transport.bells import Bell
 from lora_server.transport.mapping import Mapping
+from lora_server.transport.slack import Slack
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Welcome
 from lora_server.wire.region import Region, RegionLayout
@@ -57,6 +58,7 @@ class ShmLink(Link):
         self.shard, self.epoch = shard, hello.epoch
         self._mapping: Mapping | None = None
         self._bell: Bell | None = None
+        self._slack: Slack | None = None
         self._offers: list[int] = []  # descriptors for the shard
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -85,6 +87,8 @@ class ShmLink(Link):
             region = self._mapping = Mapping(layout.nbytes, fds[0])
             self.region = Region(region.view, Region.read_geometry(region.view))
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
+            if not (hello.device or answer.pinned):
+                self._slack = Slack(region, self.region.layout)
             if hello.device:
                 twin = self._prepare(answer, fds[2] if shares else -1)
                 send_fds(self._socket, messages.encode(Mapped(twin)), self._offers)
@@ -114,6 +118,11 @@ class ShmLink(Link):
                 raise self._gone(seq)
             if time.monotonic() >= deadline:
                 raise self._timeout(seq)
+
+    @override
+    def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
+        if self._slack is not None:
+            self._slack.consumed(request_bytes, response_bytes, idle)
 
     def _peer_alive(self) -> bool:
         try:

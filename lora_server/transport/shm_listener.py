@@ -193,6 +193,7 @@ class ShmListener:
             fds = [fd, peer.bell.fd]
             peer.region.write_geometry()
             answer = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, layout.table_bytes)
+            answer.pinned = self._device is not None
             if hello.twin:
                 self._offer_twin(peer, hello.client, answer, fds)
             if not hello.device:

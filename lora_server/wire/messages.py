@@ -37,6 +37,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
     twin: Literal["", "fd", "ipc", "slots"] = ""  # by the third descriptor, by `handle`, or not at all
     handle: bytes = b""
     why: str = ""  # there is none
+    pinned: bool = False  # a GPU reads and writes the region: its pages have to stay
     proof: bytes = b""  # over TCP: the shard, too, knows the lease
 
 

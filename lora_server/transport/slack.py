@@ -1,0 +1,64 @@
+"""Memory of a client's slots that only larger steps than of late have touched goes back to the system.
+
+A region is as large as the largest steps need, and its pages come when they are first touched. The client alone knows
+when nobody reads or writes its slots, so it gives back, a little after each step, what none in a while has needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from lora_server.transport.mapping import Mapping
+from lora_server.wire.region import PAGE_BYTES, RegionLayout
+from lora_server.wire.slot import aligned
+
+KEEP_SECONDS = 60.0  # pages that come anew cost more than those that are here
+GIVE_BYTES = 1 << 20  # at a time: as many cost less than a millisecond
+
+
+@dataclass
+class _Slots:
+    """Requests or responses, from `begin` on."""
+
+    begin: int
+    nbytes: int  # of each
+    touched: int = 0  # bytes of each, at most
+    needed: int = 0  # by the steps since they were looked at
+
+    def spare(self, depth: int) -> list[tuple[int, int]]:
+        """Where in the region what was not needed begins and ends; touched and needed are counted anew."""
+        needed = min(aligned(self.needed, PAGE_BYTES), self.nbytes)
+        touched = max(self.touched, needed)
+        self.needed, spares = 0, touched - needed >= GIVE_BYTES
+        self.touched = needed if spares else touched
+        slots = range(self.begin, self.begin + depth * self.nbytes, self.nbytes) if spares else ()
+        return [
+            (first, min(first + GIVE_BYTES, begin + touched))
+            for begin in slots
+            for first in range(begin + needed, begin + touched, GIVE_BYTES)
+        ]
+
+
+class Slack:
+    """Of one client's region, which nobody has pinned. Its thread's alone."""
+
+    def __init__(self, mapping: Mapping, layout: RegionLayout) -> None:
+        self._mapping, self._depth = mapping, layout.depth
+        self._requests = _Slots(PAGE_BYTES, layout.request_bytes)
+        self._responses = _Slots(PAGE_BYTES + layout.depth * layout.request_bytes, layout.response_bytes)
+        self._spare: deque[tuple[int, int]] = deque()
+        self._due = time.monotonic() + KEEP_SECONDS
+
+    def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
+        """A step of so many bytes is done; `idle`: and none is outstanding."""
+        self._requests.needed = max(self._requests.needed, request_bytes)
+        self._responses.needed = max(self._responses.needed, response_bytes)
+        if not idle:
+            return
+        if self._spare:
+            self._mapping.give_back(*self._spare.popleft())
+        elif time.monotonic() >= self._due:
+            self._spare.extend(self._requests.spare(self._depth) + self._responses.spare(self._depth))
+            self._due = time.monotonic() + KEEP_SECONDS
