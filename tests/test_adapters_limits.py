@@ -12,7 +12,7 @@ import torch
 
 from lora_server import spec as specs
 from lora_server.adapters import Limits, open_adapter
-from lora_server.adapters.limits import MAX_FILES
+from lora_server.adapters.limits import BYTES_PER_VALUE, MAX_FILES
 from lora_server.adapters.patterns import Patterns
 from lora_server.demo import tiny
 from tests.adapter_files import CONFIG, LAYERS, good, refused, spec_of
@@ -48,6 +48,20 @@ def test_headers_that_are_too_large_are_not_read(tmp_path):
     file = tmp_path / "adapter_model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     refused_in_little(tmp_path, "header", f"{len(header)} bytes", f"at most {LIMITS.header_bytes}")
+
+
+@pytest.mark.parametrize("dense", ["[],", "1,", "[[[[]]]],", '{"":{}},'])
+def test_a_text_of_very_many_values_is_not_parsed(tmp_path, dense):
+    """As long as it may be, but parsing it would hold everybody up."""
+    values = "[" + (dense * (LIMITS.config_bytes // len(dense) - 400)).removesuffix(",") + "]"
+    write(tmp_path)
+    header = f'{{"__metadata__": {values}}}'.encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(tmp_path, "header", "values", f"at most {LIMITS.header_bytes // BYTES_PER_VALUE}")
+    write(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace("{", f'{{"note": {values},', 1))
+    refused(tmp_path, "adapter_config.json", "values", f"at most {LIMITS.config_bytes // BYTES_PER_VALUE}")
 
 
 def test_headers_count_together(tmp_path):
@@ -94,6 +108,8 @@ def test_what_names_every_matrix_of_a_model_is_within_the_limits(name):
     assert limits.tensors >= 2 * len(modules)
     assert 3 * len(one) * len(modules) < limits.config_bytes
     assert len(described) * 2 * len(modules) < limits.header_bytes
+    values = sum(map(described.count, ",[{"))
+    assert values * 2 * len(modules) < limits.header_bytes // BYTES_PER_VALUE
 
 
 @pytest.mark.parametrize(

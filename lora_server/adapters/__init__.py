@@ -20,7 +20,7 @@ from lora_server.adapters.files import (
     no_weights,
     weight_map,
 )
-from lora_server.adapters.limits import Limits
+from lora_server.adapters.limits import Limits, check_values
 from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import Part
 from lora_server.adapters.scan import Scan, is_watched, scan, stamp_of
@@ -38,6 +38,7 @@ __all__ = [
     "Scan",
     "Weights",
     "adapter_files",
+    "check_values",
     "find_adapters",
     "is_adapter",
     "no_weights",

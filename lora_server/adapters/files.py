@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_server.adapters.config import CONFIG
 from lora_server.adapters.header import TensorEntry, header_bytes, read_header
-from lora_server.adapters.limits import MAX_FILES, Limits
+from lora_server.adapters.limits import MAX_FILES, Limits, check_values
 from lora_server.adapters.refusal import clip, few, refusal, shown
 from lora_server.adapters.scan import is_ignored
 from lora_server.errors import AdapterFormatError, ConfigError
@@ -69,7 +69,9 @@ def read_json_file(path: Path, most: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise too_large(path.name, size, most)
-        return file.read(most)
+        content = file.read(most)
+    check_values(path.name, content, most)
+    return content
 
 
 def too_large(name: str, size: int, most: int) -> AdapterFormatError:
@@ -149,7 +151,8 @@ class WeightFiles:
         self._header_bytes += length
         if self._header_bytes > limits.header_bytes:
             raise too_large(f"{name}: header", self._header_bytes, limits.header_bytes)
-        for entry in read_header(partial(opened.read, file), opened.size(file), name=name, file=file):
+        read, size, most = partial(opened.read, file), opened.size(file), limits.header_bytes
+        for entry in read_header(read, size, most, name=name, file=file):
             if len(self.entries) == limits.tensors:
                 expected = f"at most {limits.tensors}, which is what adapters of this base model have"
                 raise refusal(name, got="more tensors", expected=expected, do="is it of another base model?")

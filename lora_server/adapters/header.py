@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lora_server.adapters.limits import check_values
 from lora_server.adapters.refusal import refusal, shown
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -44,14 +45,17 @@ def header_bytes(read: Callable[[int, int], bytes | bytearray], size: int, *, na
 
 
 def read_header(
-    read: Callable[[int, int], bytes | bytearray], size: int, *, name: str, file: int = 0
+    read: Callable[[int, int], bytes | bytearray], size: int, most_bytes: int, *, name: str, file: int = 0
 ) -> list[TensorEntry]:
     """The tensors of a file of `size` bytes, by offset; `read(begin, end)` reads it, errors call it `name`.
 
-    Raises AdapterFormatError for every header that does not describe this file exactly.
+    `most_bytes`: of headers of this base model. Raises AdapterFormatError for every header that does not describe this
+    file exactly.
     """
     length = header_bytes(read, size, name=name)
-    fields = _parse(read(8, 8 + length), name)
+    raw = read(8, 8 + length)
+    check_values(f"{name}: header", raw, most_bytes)
+    fields = _parse(raw, name)
     fields.pop("__metadata__", None)
     data_begin = 8 + length
     entries = [_entry(key, value, data_begin, size, file) for key, value in fields.items()]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_server.adapters import CONFIG, INDEX, WEIGHTS, Limits, no_weights, weight_map
+from lora_server.adapters import CONFIG, INDEX, WEIGHTS, Limits, check_values, no_weights, weight_map
 from lora_server.errors import AdapterSourceError
 
 EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hf", "gs": "gs", "gcs": "gs"}
@@ -58,7 +58,9 @@ class RemoteAdapter:
             )
         if INDEX in found:
             self._check_small(INDEX, found[INDEX], self._limits.index_bytes)
-            for name in set(weight_map(self._files.cat_file(self._at(INDEX))).values()):
+            content = self._files.cat_file(self._at(INDEX))
+            check_values(INDEX, content, self._limits.index_bytes)
+            for name in set(weight_map(content).values()):
                 check()
                 if (size := self._size(name)) is not None:
                     found[name] = size
