@@ -19,6 +19,7 @@ from tests.workload import Workload
 
 VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
 PATIENCE = 60.0  # until everybody is right again
+START_SECONDS = 300.0  # for engines' processes, whose imports take a minute on a busy machine: not the server's doing
 STOP_SECONDS = 1.0
 
 
@@ -34,7 +35,7 @@ def play(
         running_server(scratch / "log", [*flags, "--coordination", mode]) as server,
         Fleet(load, server.address, scratch, (transport, transport)) as fleet,
     ):
-        fleet.all_right_again(now(), PATIENCE)
+        fleet.all_right_again(now(), START_SECONDS)
         before = held(server)
         for event in events:
             counted = fleet.outcomes()
@@ -68,8 +69,9 @@ def _harm(server: RunningServer, fleet: Fleet, victim: str, how: str, scratch: P
         if victim == "client":
             engine.stop()
             anew = Engine(scratch / "engine-1.json")
-            anew.rounds[:0] = engine.rounds
             fleet.engines[1] = anew
+            until(lambda: anew.rounds, "a new engine", START_SECONDS)
+            anew.rounds[:0] = engine.rounds
         return
     os.kill(pid, signal.SIGSTOP)
     time.sleep(STOP_SECONDS)  # the harm itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -86,15 +88,8 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
 def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type: ignore[no-untyped-def]
     seconds, count = (4.0, few) if short else (10.0, many)
     alone, outcomes = behaved.during(seconds)
-    command = [sys.executable, "-m", "tests.chaos.attacker", kind, server.address, str(count)]
-    attacker = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
-    try:
-        assert attacker.stdout is not None and attacker.stdout.readline() == "busy\n", kind
+    with _attacked_by(server, kind, count):
         during, more = behaved.during(seconds)
-    finally:
-        attacker.kill()
-        attacker.communicate(timeout=20)
-        _unlimit(server)
     try:
         bystander.check()
         lost = 0
@@ -102,6 +97,20 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
         lost = 1
     lost += sum(count for outcome, count in more.items() if outcome == "lease")
     return Line(kind, count, outcomes + more, lost=lost, ratio=during / alone, most=math.inf if short else MOST_TIMES)
+
+
+@contextlib.contextmanager
+def _attacked_by(server: RunningServer, kind: str, count: int) -> Iterator[None]:
+    """An attacker that is at it."""
+    command = [sys.executable, "-m", "tests.chaos.attacker", kind, server.address, str(count)]
+    attacker = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
+    try:
+        assert attacker.stdout is not None and attacker.stdout.readline() == "busy\n", kind
+        yield
+    finally:
+        attacker.kill()
+        attacker.communicate(timeout=20)
+        _unlimit(server)
 
 
 def _unlimit(server: RunningServer) -> None:
@@ -115,6 +124,7 @@ def _attacked(server: RunningServer) -> bool:
 
 
 def held(server: RunningServer) -> tuple[int, int]:
-    """Memory and descriptors of all of a server's processes."""
-    family = [psutil.Process(server.process.pid), *descendants(server.process.pid)]
-    return sum(one.memory_info().rss for one in family), sum(one.num_fds() for one in family)
+    """Memory that a server's processes have to themselves, and descriptors; those in reserve are not looked at."""
+    reply = status(server.address)
+    family = [psutil.Process(pid) for pid in (server.process.pid, reply.pid, *(shard.pid for shard in reply.shards))]
+    return sum(one.memory_full_info().uss for one in family), sum(one.num_fds() for one in family)

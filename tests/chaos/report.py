@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 MOST_TIMES = 3.0  # a well-behaved client's p99 under a flood, against its own before it
-LEAK_BYTES, LEAK_DESCRIPTORS = 512 << 20, 64  # of all processes of a server, pools that fill and arenas included
+LEAK_BYTES, LEAK_DESCRIPTORS = 192 << 20, 64  # of all processes of a server
 
 
 @dataclass
