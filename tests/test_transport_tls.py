@@ -38,19 +38,21 @@ class Relay:
         self._to, self.heard, self.spoils = to, bytearray(), ""
         self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
+        self._threads = []
+        self._start(self._accept)
         stack.callback(self._end)
 
+    def _start(self, target, *args):
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
+
     def _accept(self):
-        near = self._listening.accept()[0]
-        far = socket.create_connection(parse(self._to), SECONDS)
-        ways = [threading.Thread(target=self._carry, args=way) for way in ((near, far, "engine"), (far, near, "shard"))]
-        with near, far:
-            for way in ways:
-                way.start()
-            for way in ways:
-                way.join(SECONDS)
+        with contextlib.suppress(OSError):  # its end
+            while True:
+                near = self._listening.accept()[0]
+                far = socket.create_connection(parse(self._to), SECONDS)
+                self._start(self._carry, near, far, "engine")
+                self._start(self._carry, far, near, "shard")
 
     def _carry(self, source, target, who):
         with contextlib.suppress(OSError):
@@ -58,9 +60,11 @@ class Relay:
                 self.heard += data
                 target.sendall(data if self.spoils != who else data[:-1] + bytes([data[-1] ^ 1]))
         with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
+            target.shutdown(socket.SHUT_RDWR)
+        source.close()
 
     def _end(self):
+        self._listening.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(SECONDS)
             assert not thread.is_alive()
@@ -142,7 +146,8 @@ def test_a_handshake_that_stalls_holds_nobody_up_and_ends(shard, monkeypatch):
         monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
         for one in stalled:
             one.settimeout(SECONDS)
-            assert one.recv(1) == b"", "it is closed, and heard nothing"
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b"", "it is closed, and heard nothing"
     for one in (client, other):
         one.check(one.push())
         one.link.close()
@@ -150,14 +155,14 @@ def test_a_handshake_that_stalls_holds_nobody_up_and_ends(shard, monkeypatch):
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
 def test_who_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
-    if not said:
-        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
     sock = socket.create_connection(parse(shard.listener.address), SECONDS)
     sock.setblocking(False)
     stranger = connect(sock, der(shard), lambda stream: readable(stream, SECONDS))
     with contextlib.closing(stranger):
         if said:
             stranger.sendmsg([said])
+        else:
+            monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
         heard = b""
         with contextlib.suppress(ConnectionResetError):
             while readable(stranger, SECONDS):
@@ -190,10 +195,16 @@ def test_a_look_at_a_link_takes_nothing_of_an_answer(kind, tmp_path):
         client.link.check(), client.link.check()
         client.check(seq)
         shard.port.revoke(1)
-        assert readable(client.link._socket, SECONDS)
-        with pytest.raises(ShardUnavailableError):
-            client.link.check()
+        until(lambda: is_gone(client.link), "a look to see the shard's goodbye")
         client.link.close()
+
+
+def is_gone(link):
+    try:
+        link.check()
+    except ShardUnavailableError:
+        return True
+    return False
 
 
 def test_orders_are_encrypted_and_come_from_the_certificate_s_owner_alone():
