@@ -39,7 +39,12 @@ LEAVES = {
     *(f"lora_server.{name}" for name in ("spec", "placement", "errors", "address", "ports", "installed", "logs")),
     *(f"lora_server.{name}" for name in ("histogram", "host_memory")),
 }
-NOT_HERE = {"cupy": ["cupy-cuda13x"], "cuda": ["cuda-bindings"], "vllm": ["vllm"]}  # what dev does not install
+NOT_HERE = {
+    "cupy": ["cupy-cuda13x"],
+    "cuda": ["cuda-bindings"],
+    "vllm": ["vllm"],
+    "fastapi": ["fastapi"],
+}  # what dev does not install
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
 
 

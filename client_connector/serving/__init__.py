@@ -5,5 +5,6 @@ plan       scheduler -> workers, and back      holder     the scheduler's adapte
 planned    a worker's forward pass             rejoin     joining anew while the engine goes on
 linear     a dense site's exchange, as opaque torch ops too
 experts    the two expert sites of a layer            lookahead  what waits, told before its turn
+lookup     names, on a server that may be away
 asking     a request's adapter, in a session that may be lost      waiting    requests without a place, or a server
 """

@@ -5,7 +5,7 @@ graphs     where captured graphs are cut              amx        asking the kern
 punica     remote experts, by the names that vLLM's LoRA experts call
 contract   which vLLM attributes are touched               logs       our lines in vLLM's own log
 tenants    middleware of vLLM's server: who asks, and what they may
-hooks/     what is wrapped: install, frontend, engine, worker, moe; the only modules that import vLLM
+hooks/     what is wrapped: install, frontend, retry_after, engine, worker, moe; the only modules that import vLLM
 """
 
 from __future__ import annotations

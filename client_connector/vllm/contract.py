@@ -57,6 +57,7 @@ CONTRACT = (
     Touched("vllm.entrypoints.serve", "create_error_response", ("message", "err_type", "status_code", "param")),
     Touched("vllm.entrypoints.serve.engine.protocol", "ModelCard"),
     Touched("vllm.entrypoints.serve.engine.protocol", "ErrorResponse"),
+    Touched("fastapi", "FastAPI.build_middleware_stack"),
     Touched("vllm.exceptions", "GenerationError", ("message",)),
     Touched("vllm.exceptions", "RetryableRequestError", ("message",)),
     Touched("vllm.exceptions", "VLLMNotFoundError"),

@@ -156,6 +156,17 @@ def test_a_shard_that_dies_is_waited_for(load, api, server, directory):
     assert (code, tokens(answer)) == (200, load.expected[0].tokens)
 
 
+def test_a_name_that_was_never_asked_for_waits_for_a_controller_that_is_away(load, api, server, directory):
+    path = load.paths["fused"]
+    directory.add("unseen", str(path))
+    before = status(server.address).pid
+    os.kill(before, signal.SIGKILL)
+    code, answer = api.complete("unseen", load.batch[0].prompt, NEW_TOKENS)
+    assert (code, tokens(answer)) == (200, peft(load, path, load.batch[0].prompt)), answer
+    assert status(server.address).pid != before
+    directory.remove("unseen")
+
+
 def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
     connection = http.client.HTTPConnection(api.address, timeout=60)
     body = {"model": "fused", "prompt": load.batch[0].prompt, "max_tokens": 400, "min_tokens": 400, "stream": True}
@@ -175,6 +186,13 @@ def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
     answers = [api.complete("fused", prompt, 1) for _ in range(40)]
     assert {code for code, _ in answers} == {503}, answers
     assert {answer["error"]["type"] for _, answer in answers} == {"ServiceUnavailableError"}
+    connection = http.client.HTTPConnection(api.address, timeout=60)
+    body = json.dumps({"model": "never-seen", "prompt": prompt, "max_tokens": 1})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Retry-After")) == (503, "1")
+    assert json.load(answer)["error"]["type"] == "ServiceUnavailableError"
+    connection.close()
     assert api.complete("base", prompt, 1)[0] == 200
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--listen", server.address]
     again = launch(scratch / "server-again.log", *flags)

@@ -2,5 +2,5 @@
 
 install   wraps them in, once       frontend   configuration, names, errors
 engine    scheduler, KV hashes      worker     model runner, linear layers
-moe       experts
+moe       experts                   retry_after  of a 503
 """

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import Counter
 from vllm.config import CUDAGraphMode
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -23,9 +24,11 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from client_connector.directory import Directory
+from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
 from client_connector.serving.settings import ADDRESS, KEY, Settings, whose
 from client_connector.vllm.graphs import split_graphs
+from client_connector.vllm.hooks.retry_after import LOOKUP, stacked
 from client_connector.vllm.settings import of_engine
 from client_connector.vllm.tenants import CALLER
 from lora_server.errors import (
@@ -56,6 +59,7 @@ def install(wrap: Wrap) -> None:
     wrap(OpenAIServingModels, "model_name", _model_name)
     wrap(BaseServing, "_check_model", _check_model)
     wrap(AsyncLLM, "generate", _generate)
+    wrap(FastAPI, "build_middleware_stack", stacked)
 
 
 # -- configuration
@@ -101,7 +105,9 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, engine_client, *args, **kwargs)
         found = of_engine(getattr(engine_client, "vllm_config", None))
         if found is not None:
-            setattr(self, _DIRECTORY, Directory(found.address))
+            directory = Directory(found.address)
+            setattr(self, _DIRECTORY, directory)
+            setattr(self, LOOKUP, Lookup(directory, found.timeout_seconds))
             self.lora_server_added = set()  # names that this engine's API brought to the server
 
     return init
@@ -130,17 +136,19 @@ def _listed(models: Any, name: str, version: str) -> Any:
 
 
 def _check_model(original: Any) -> Callable[..., Any]:
-    """Ask the server for every name that is not the base model's: adapters come and go there."""
+    """Ask the server for every name that is not the base model's: adapters come and go there. While it is away, a name
+    that is known goes on: whoever holds its adapter waits."""
 
     async def check_model(self: Any, request: Any) -> Any:
-        directory: Directory | None = getattr(self.models, _DIRECTORY, None)
-        if directory is None or self._is_model_supported(request.model):
+        lookup: Lookup | None = getattr(self.models, LOOKUP, None)
+        if lookup is None or self._is_model_supported(request.model):
             return await original(self, request)
         tenant, name = whose(request.model) if CALLER.get() is not None else ("", request.model)
+        known = request.model in self.models.lora_requests
         try:
-            adapter = await asyncio.to_thread(directory.get, name, tenant)
+            adapter = await lookup.get(name, tenant, waits=not known)
         except ServerUnavailableError as error:
-            return None if request.model in self.models.lora_requests else _refusal(error)
+            return None if known else _refusal(error)
         except LoraServerError as error:
             self.models.lora_requests.pop(request.model, None)
             return _refusal(error)
