@@ -70,7 +70,7 @@ def test_admission_is_what_its_rule_says(seed):
     model = Model(dict.fromkeys(SHARDS, 10), sizes, dice.choice([0, 0, 3]))
     told, numbers = set(), iter(range(1, 10_000))
 
-    def changed(more, fewer):
+    def changed(more, fewer, _):
         assert not told & set(more) and set(fewer) <= told
         told.difference_update(fewer)
         told.update(more)

@@ -24,6 +24,8 @@ from lora_server.errors import UnknownAdapterError
 from tests.serving import HANG_SECONDS, until
 from tests.workload import workload
 
+POOL = 490_000  # bytes; "fused" takes all but 7 kB, and at the start others are there
+
 
 class Collector(ThreadingHTTPServer):
     """OTLP by HTTP. `spans`: (process, name, trace, id, parent, attributes, failed)"""
@@ -92,9 +94,13 @@ def load():
 @pytest.fixture(scope="module")
 def server(collector, load, tmp_path_factory):
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--max-active-adapters", "1"]
-    flags += ["--otlp-endpoint", collector.endpoint, "--log-format", "json"]
+    flags += ["--otlp-endpoint", collector.endpoint, "--log-format", "json", "--device-pool", str(POOL)]
     with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
         yield running
+
+
+def in_trace(collector, name, of):
+    return [one for one in collector.named(name) if one["trace"] == of["trace"]]
 
 
 def test_a_request_is_one_trace_through_engine_and_server(collector, load, server):
@@ -103,14 +109,18 @@ def test_a_request_is_one_trace_through_engine_and_server(collector, load, serve
     generation = collector.wait_for("lora.generation")
     acquire = collector.wait_for("lora.acquire", adapters="fused")
     answered = collector.wait_for("lora.server.Acquire")
-    loaded = collector.wait_for("lora.load", shard=0)
+    until(lambda: in_trace(collector, "lora.load", answered), "the load of it", HANG_SECONDS)
+    (loaded,) = in_trace(collector, "lora.load", answered)
     assert [one["process"] for one in (generation, answered, loaded)] == [
         ("lora-connector", ""),
         ("lora-server", "controller"),
         ("lora-server", "shard 0"),
     ]
     assert generation["trace"] == acquire["trace"] == answered["trace"]
-    assert (acquire["parent"], answered["parent"]) == (generation["id"], acquire["id"])
+    parents = [one["parent"] for one in (acquire, answered, loaded)]
+    assert parents == [one["id"] for one in (generation, acquire, answered)]
+    before = [one for one in collector.named("lora.load", shard=0) if one is not loaded]
+    assert before and not any(one["parent"] for one in before), "what was brought before anybody asked"
     assert loaded["attributes"]["lora.tier"] == "disk" and loaded["attributes"]["lora.bytes"] > 0
     join = collector.wait_for("lora.join", server=server.address)
     until(lambda: [one for one in collector.named("lora.server.Join") if one["parent"] == join["id"]], "it joined")

@@ -75,8 +75,8 @@ class Counters:
 
 @dataclass
 class Admission:
-    """`changed(more, fewer)` hears which handles became active, and which are not any more; `told(client, more,
-    fewer, anew)` what a client holds now, before it is answered.
+    """`changed(more, fewer, trace)` hears which handles became active, for whose trace, and which are not any more;
+    `told(client, more, fewer, anew)` what a client holds now, before it is answered.
 
     A ticket is known by its client and a number; asked again with the same, it is the same, until it is settled.
     """
@@ -84,7 +84,7 @@ class Admission:
     resolve: Resolve
     room: Room = field(default_factory=Room)
     holds: Holds = field(default_factory=Holds)
-    changed: Callable[[Collection[int], Collection[int]], object] = lambda more, fewer: None
+    changed: Callable[[Collection[int], Collection[int], Mapping[str, str]], object] = lambda *_: None
     told: Callable[[int, Collection[int], Collection[int], bool], object] = lambda client, more, fewer, anew: None
     is_resident: Callable[[int], bool] = lambda handle: True  # whether all its weights are in device pools
     clock: Callable[[], float] = time.monotonic
@@ -273,14 +273,14 @@ class Admission:
             telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
         else:
             self.counters.immediate += 1
-        self._update()
+        self._update(ticket.trace)
 
-    def _update(self) -> None:
+    def _update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:
         if not self.holds.anybody_unknown():
             self._presumed.clear()
         more, fewer = self.room.set_in_use(self.holds.handles() | self._presumed)
         if more or fewer:
-            self.changed(more, fewer)
+            self.changed(more, fewer, trace)
 
     def _queued(self, key: Key, ticket: Ticket) -> Queued:
         position = [other for other, _ in self._in_order()].index(key) + 1

@@ -151,8 +151,8 @@ class ToldAdapters:
         record = self._registry.by_handle(handle)
         return None if record is None else record.name
 
-    def _tell_active(self, more: Iterable[int], fewer: Iterable[int]) -> None:
-        self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer)))
+    def _tell_active(self, more: Iterable[int], fewer: Iterable[int], trace: Mapping[str, str]) -> None:
+        self._shards.broadcast(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer, trace=trace)))
 
     def _tell_holds(self, client: int, more: Collection[int], fewer: Collection[int], anew: bool) -> None:
         self._shards.broadcast(pb.ShardCommand(holds=pb.Holds(client=client, more=more, fewer=fewer, anew=anew)))

@@ -306,7 +306,8 @@ class ShardProcess:
         elif kind == "prefetch":
             self._prefetch(command.prefetch)
         elif kind == "active":
-            self.store.set_active(command.active.more, command.active.fewer, command.active.anew)
+            active = command.active
+            self.store.set_active(active.more, active.fewer, active.anew, dict(active.trace))
         elif kind == "holds":
             self.port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
         elif kind == "borrow":

@@ -15,7 +15,7 @@ An adapter's memory is allocated, and taken back, as a whole; its layers become 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -112,6 +112,7 @@ class Entry:
     demands: dict[Hashable, Demand] = field(default_factory=dict)
     stays: bool = False  # it never makes room (`adapters pin`)
     in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
+    trace: Mapping[str, str] = field(default_factory=dict)  # of the request that made it active
     active: bool = False  # a client holds it: it makes room for nobody who is not
     far: bool = False  # the disk cache does not have its files, as far as this shard knows
     preloaded: bool = False  # it came, or comes, before anybody asked, and nobody has used it yet

@@ -229,6 +229,7 @@ class Filling:
                 telemetry.record(
                     "lora.load",
                     entry.began,
+                    entry.trace,
                     handle=entry.handle,
                     version=entry.source.version,
                     tier=entry.came_from,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from lora_server.memory.entry import Done, Entry, Source, State
 from lora_server.memory.filling import Filling
 from lora_server.memory.use import MemoryUse, Residency
 from lora_server.spec import Site
+from lora_server.telemetry import NOTHING
 
 
 class WeightStore(Filling):
@@ -150,13 +151,17 @@ class WeightStore(Filling):
         for done in waiting:
             done(AdapterLoadError(f"handle {handle}: dropped while it loaded"))
 
-    def set_active(self, more: Iterable[int], fewer: Iterable[int], anew: bool = False) -> None:
-        """Which handles clients hold: these too, or with `anew` only these. They are brought in, and stay."""
+    def set_active(
+        self, more: Iterable[int], fewer: Iterable[int], anew: bool = False, trace: Mapping[str, str] = NOTHING
+    ) -> None:
+        """Which handles clients hold: these too, or with `anew` only these. They are brought in, as a part of `trace`,
+        and stay."""
         with self._changed:
             before = self._room.active
             active = self._room.active = (set() if anew else before - set(fewer)) | set(more)
             for handle in before ^ active:
                 if handle in self._entries:
+                    self._entries[handle].trace = trace if handle in active else NOTHING
                     self._note_active(self._entries[handle])
             if before - active:
                 self._turns.resume()

@@ -795,14 +795,23 @@ class Need(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., in_us: _Optional[int] = ...) -> None: ...
 
 class Active(_message.Message):
-    __slots__ = ("more", "fewer", "anew")
+    __slots__ = ("more", "fewer", "anew", "trace")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     MORE_FIELD_NUMBER: _ClassVar[int]
     FEWER_FIELD_NUMBER: _ClassVar[int]
     ANEW_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     more: _containers.RepeatedScalarFieldContainer[int]
     fewer: _containers.RepeatedScalarFieldContainer[int]
     anew: bool
-    def __init__(self, more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ...) -> None: ...
+    trace: _containers.ScalarMap[str, str]
+    def __init__(self, more: _Optional[_Iterable[int]] = ..., fewer: _Optional[_Iterable[int]] = ..., anew: bool = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Holds(_message.Message):
     __slots__ = ("client", "more", "fewer", "anew")
