@@ -96,6 +96,14 @@ def test_a_fetch_that_fails_is_tried_again(make_store, far, tiny_adapters, monke
     until(lambda: demand(store, 1) and state(store, 1) == "ready", "tried again", SECONDS)
 
 
+def test_where_it_was_said_to_be_last_counts(make_store, far, tiny_adapters):
+    """As by a controller that was started with other flags."""
+    store = make_store()
+    assert know(store, 1, f"{far.url}/nowhere", tiny_adapters["all"]).result() is None
+    assert load(store, 1, tiny_adapters["all"]).result() is None
+    assert state(store, 1) == "ready" and not far.got
+
+
 def test_the_disk_cache_is_followed(make_store, far, tiny_adapters, tmp_path):
     """Whoever of the node brings files, or takes them away."""
     store, url = make_store(), far.put("law", tiny_adapters["all"])

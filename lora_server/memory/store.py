@@ -51,6 +51,8 @@ class WeightStore(Filling):
             elif entry.source.version != source.version:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
                 return
+            else:  # said anew, by another controller
+                entry.source, entry.far = source, self._is_far(entry)
             entry.retry()
             self._moved.add(handle)
             known = entry.size is not None or (entry.far and not again)  # nothing is fetched before somebody asks
