@@ -70,6 +70,7 @@ bench: $(VENV)/ready
 	$(BIN)/python -m bench.kernels_cpu
 	$(BIN)/python -m bench.segments
 	$(BIN)/python -m bench.turns
+	$(BIN)/python -m bench.step_costs
 	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.tls
 	$(BIN)/python -m bench.loading

@@ -118,7 +118,8 @@ class Shard:
 
     def _recheck(self, step: PendingStep) -> None:
         try:
-            if not self._may_use(step):
+            lacking = self.port.not_held(step.connection.client, step.handles)
+            if lacking and not self._may_use(step, lacking):
                 return
             step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
             if step.blocked and time.monotonic_ns() >= step.expires_ns:
@@ -130,20 +131,16 @@ class Shard:
         except LoraServerError as error:
             step.refusal = error.with_traceback(None)
 
-    def _may_use(self, step: PendingStep) -> bool:
-        """Whether its client holds what it names, as far as is known yet; raises PermissionDeniedError."""
-        foreign = self._foreign(step)
+    def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
+        """Whether its client holds what it names, as far as is known yet, but for what is no adapter, which `gather`
+        refuses; raises PermissionDeniedError."""
+        foreign = self.store.known(lacking)
         if foreign and time.monotonic_ns() >= min(step.received_ns + HELD_NS, step.expires_ns):
             raise PermissionDeniedError(
                 f"shard {self.index} {step.header.where}: got handle {min(foreign)}, which this client does not hold; "
                 "acquire it first"
             )
         return not foreign
-
-    def _foreign(self, step: PendingStep) -> frozenset[int]:
-        """Adapters that its client does not hold; what is no adapter `gather` refuses."""
-        foreign = self.port.not_held(step.connection.client, step.handles)
-        return self.store.known(foreign) if foreign else foreign
 
     def _missing(self, step: PendingStep) -> int | None:
         return self.store.missing(step.handles, step.header.layer)
