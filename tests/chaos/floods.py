@@ -20,7 +20,7 @@ from client_connector.remote import RemoteServer
 from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
-from tests.chaos.report import MOST_TIMES, Held, Line
+from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
 from tests.serving import descendants, status, until
 
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
@@ -78,7 +78,7 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
             before = held(server)
             lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
             until(lambda: not _attacked(server), "the attackers' leases to end", 120)
-            return lines, Held(f"floods, {transport}", before, held(server))
+            return lines, Held(f"floods, {transport}", before, _settled(server, before))
         finally:
             behaved.process.kill()
             behaved.process.wait(20)
@@ -121,6 +121,13 @@ def _unlimit(server: RunningServer) -> None:
 
 def _attacked(server: RunningServer) -> bool:
     return status(server.address).clients > 2
+
+
+def _settled(server: RunningServer, before: tuple[int, int]) -> tuple[int, int]:
+    """What is held once connections of strangers that went are cleared away, or are not."""
+    with contextlib.suppress(AssertionError):
+        until(lambda: held(server)[1] - before[1] <= LEAK_DESCRIPTORS, "connections to be cleared away", 30)
+    return held(server)
 
 
 def held(server: RunningServer) -> tuple[int, int]:
