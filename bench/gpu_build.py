@@ -16,9 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bench.gpu_run.nvshmem_build import BEFORE, BuildError, cstdint, includes, linked
 from bench.gpu_run.state import ROOT
 from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
+from lora_server.transport.gpu import nvshmem_build
+from lora_server.transport.gpu.nvshmem_build import STATE, BuildError
 from lora_server.transport.gpu.source import FILES
 
 
@@ -47,12 +48,12 @@ PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
     "serve.cu": {"serve_bfloat16", "serve_float16"},
     "link.cu": {"link_put_vectors", "link_put_halves", "link_wait", "link_add_bfloat16", "link_add_float16"},
 }
+BEYOND = {"link.cu": {"link_send"}}  # with NVSHMEM alone
 PUT = ROOT / "lora_server/transport/put.cu"
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 168  # for a block of nine warps
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
 CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
-STATE = b"nvshmemi_device_state_d"
 AT_ONCE = 2
 USAGE = re.compile(
     r"Function properties for (\w+)\s+ptxas\s+\.\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -80,7 +81,7 @@ class Job(NamedTuple):
     @property
     def kernels(self) -> set[str]:
         """Those that must be there."""
-        return (EVERYWHERE | PROTOCOL)[self.name]
+        return (EVERYWHERE | PROTOCOL)[self.name] | (BEYOND.get(self.name, set()) if self.nvshmem else set())
 
     def complaints(self, usage: Usage, code_bytes: int) -> list[str]:
         """What is wrong with one of them."""
@@ -104,13 +105,12 @@ def compiled(job: Job) -> tuple[bytes, str]:
     """Machine code of one source, and what the compiler said. Raises BuildError with its words."""
     from cuda.bindings import nvrtc
 
-    source, headers, names = read_source(job.name, FILES | {PUT.name: PUT.read_text()}), list[bytes](), list[bytes]()
-    options = [STANDARD, f"-arch={GPUS[job.gpu].arch}", "--ptxas-options=-v", *GPUS[job.gpu].defines]
+    source = read_source(job.name, FILES | {PUT.name: PUT.read_text()})
+    options = ["--ptxas-options=-v", *GPUS[job.gpu].defines]
     if job.nvshmem:
-        source = BEFORE + source
-        headers, names = [cstdint().encode()], [b"cuda/std/cstdint"]
-        options += ["-rdc=true", "-default-device", "-DNVSHMEM=1", *(f"-I{folder}" for folder in includes())]
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), job.name.encode(), len(headers), headers, names)
+        return nvshmem_build.compiled(source, GPUS[job.gpu].arch, [*options, "-DNVSHMEM=1"])
+    options += [STANDARD, f"-arch={GPUS[job.gpu].arch}"]
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), job.name.encode(), 0, [], [])
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     said = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
     if int(error):
@@ -142,7 +142,7 @@ def build(job: Job) -> list[str]:
     wrong = [f"{job}: {line}" for line in said.splitlines() if "warning" in line and not job.nvshmem]
     sizes = code_bytes(code)
     if job.nvshmem:
-        code = linked(code, GPUS[job.gpu].arch)
+        code = nvshmem_build.linked(code, GPUS[job.gpu].arch)
         if STATE not in code:
             wrong.append(f"{job}: no {STATE.decode()} in the linked module")
     usages = [Usage(kernel, *map(int, numbers)) for kernel, *numbers in USAGE.findall(said)]

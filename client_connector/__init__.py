@@ -3,6 +3,7 @@
 remote        joining a server                  client       a joined client: start, finish, recover
 directory     its list of adapters              lanes        the way to one shard
 retry         while a server is away            exchange     one site of one step
+world         in NVSHMEM's world
 prefetch      signals before a first step
 routing       rows -> messages                  packing      messages <-> slots
 routed        rows -> messages on a device

@@ -112,6 +112,11 @@ class RemoteSession(Session):
         instance = f"{socket.gethostname()}:{os.getpid()}"
         request = pb.JoinRequest(instance=instance, served_names=server.served_names)
         try:
+            if self._in_world:
+                from client_connector import world
+
+                world.check(server.device, server.wire)
+                request.place.CopyFrom(world.wanted())
             lease: pb.Lease = self._call(self._clients.Join, request, _left(deadline))
         except BaseException:
             self._close()
@@ -121,7 +126,10 @@ class RemoteSession(Session):
         except BaseException:
             self.leave()
             raise
-        threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
+
+    @property
+    def _in_world(self) -> bool:
+        return self._server.links and self._server.transport == "nvshmem"
 
     def _connect(self, lease: pb.Lease, deadline: float) -> None:
         self._proof = pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)  # first: `leave` shows it
@@ -133,6 +141,10 @@ class RemoteSession(Session):
         self.terms = Terms(
             lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters, wire
         )
+        threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
+        if self._in_world:
+            self._connect_world(lease, deadline)
+            return
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
         if self._server.transport == "auto":
@@ -141,6 +153,18 @@ class RemoteSession(Session):
         for endpoint in endpoints:
             seconds = min(HANDSHAKE_SECONDS, _left(deadline))
             self.links.append(connect(endpoint, hello, transport, device, seconds, wire))
+
+    def _connect_world(self, lease: pb.Lease, deadline: float) -> None:
+        from client_connector import world
+
+        def ask() -> pb.Place:
+            place: pb.Place = self._call(self._clients.World, pb.WorldRequest(proof=self._proof), _left(deadline))
+            return place
+
+        shards = self.terms.layout.num_shards
+        entered = world.enter(lease, self.terms.spec, shards, self._server.device, ask, deadline)
+        for link in world.links(entered, lease, lambda: self._lost is None):
+            self.links.append(link)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
         return call(method, request, server=self._server.address, seconds=seconds)
@@ -297,7 +321,8 @@ class RemoteSession(Session):
         self._left.set()
         for link in self.links:
             link.close()
-        request = pb.LeaveRequest(proof=self._proof)
+        unanswered = any(link.unanswered for link in self.links)
+        request = pb.LeaveRequest(proof=self._proof, unanswered=unanswered)
         try:
             self._call(self._clients.Leave, request, LET_GO_SECONDS)
         except LoraServerError as error:

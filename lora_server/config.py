@@ -83,10 +83,17 @@ class ServeConfig(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights in memory; bfloat16 by default with --device cuda."
     )
-    gpu_transport: Literal["cuda_ipc", "gpu"] = Field(
+    gpu_transport: Literal["cuda_ipc", "gpu", "nvshmem"] = Field(
         "cuda_ipc",
-        description="With --device cuda, who serves engines on this host's GPUs: cuda_ipc, a loop that launches each "
-        "step; gpu, a kernel that serves by itself and has run on no GPU yet.",
+        description="With --device cuda, who serves engines on GPUs: cuda_ipc, a loop that launches each step; gpu, a "
+        "kernel that serves by itself; nvshmem, the same, also across nodes. The last two have run on no GPU yet.",
+    )
+    nvshmem_clients: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="With --gpu-transport nvshmem, engine processes in its world, which serves when all of them and "
+        "all shards are there, and which no other joins.",
     )
     device_pool: PoolSize = Field(
         Size(share=0.8),
@@ -211,10 +218,15 @@ class ServeConfig(BaseSettings):
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
         settings = (self.device, self.coordination, self.wire)
-        if self.gpu_transport == "gpu" and settings != ("cuda", "independent", "exact"):
+        if self.gpu_transport != "cuda_ipc" and settings != ("cuda", "independent", "exact"):
             raise ValueError(
-                f"gpu-transport: got gpu with --device {self.device}, --coordination {self.coordination} and --wire "
-                f"{self.wire}; expected cuda, independent and exact"
+                f"gpu-transport: got {self.gpu_transport} with --device {self.device}, --coordination "
+                f"{self.coordination} and --wire {self.wire}; expected cuda, independent and exact"
+            )
+        if (self.gpu_transport == "nvshmem") != (self.nvshmem_clients > 0):
+            raise ValueError(
+                f"nvshmem-clients: got {self.nvshmem_clients} with --gpu-transport {self.gpu_transport}, expected at "
+                "least 1 with nvshmem and none without: its world has a fixed number of PEs"
             )
         if self.watch and self.adapters is None:
             raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")

@@ -14,6 +14,7 @@ LoraServerError
 ├── AdmissionError           the adapters in use leave no place for another, yet
 ├── GeometryMismatchError    engine and server do not run the same base model
 ├── LeaseError               the client's lease is gone (expired, revoked, or never granted)
+├── WorldError               NVSHMEM's world has no place for this process, or is over
 ├── StepError
 │   ├── StepTimeoutError     a wait passed its deadline
 │   ├── ShardUnavailableError  a shard died or cannot be reached
@@ -108,6 +109,12 @@ class LeaseError(LoraServerError):
     """The client's lease is gone: expired, revoked, or never granted."""
 
     code = "lease"
+
+
+class WorldError(LoraServerError):
+    """NVSHMEM's world has no place for this process, is over, or did not come about."""
+
+    code = "world"
 
 
 class StepError(LoraServerError):

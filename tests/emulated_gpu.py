@@ -18,6 +18,7 @@ from typing_extensions import override
 from kernels_cuda.heuristics import Variant
 from lora_server.transport import put
 from lora_server.transport.gpu import gpu, opened, source
+from lora_server.transport.gpu.world import WorldGpu
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.shm import create_memory
 from tests import emulated
@@ -37,20 +38,22 @@ MEMORY = {
 
 
 @cache
-def library(name: str) -> tuple[ctypes.CDLL, threading.Lock]:
-    """A source's kernels, one at a time; compiled once, shared by processes."""
+def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lock]:
+    """A source's kernels, one at a time; compiled once, shared by processes. `nvshmem`: for its world."""
     own = "struct BlockMemory {};" if name == "link.cu" else ""
     count = f'extern "C" int memory_bytes() {{ return static_cast<int>(sizeof({MEMORY[name]})); }}'
-    beyond = f'\n#include "{name}"\n{own}\n{count}\n'
-    files = put.FILES | source.FILES | {f"live-{name}": beyond}
+    beyond = f'#define NVSHMEM {int(nvshmem)}\n#include "{name}"\n{own}\n{count}\n'
+    kernels = {name: text for name, text in source.FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
+    files = put.FILES | kernels | {f"live-{name}": beyond}
     variant = VARIANTS.get(name, ROUTE)
     return emulated.library(f"live-{name}", variant, files), threading.Lock()
 
 
-def compile_all() -> None:
+def compile_all(nvshmem: bool = False) -> None:
     """Beside each other."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(library, MEMORY))
+        list(pool.map(library, source.SOURCES if nvshmem else (), (True, True)))
 
 
 class EmulatedMemory(gpu.Shared):
@@ -80,7 +83,8 @@ class EmulatedQueue(gpu.Queue):
     stop_after = 0
     stopped = threading.Event()
 
-    def __init__(self) -> None:
+    def __init__(self, nvshmem: bool = False) -> None:
+        self._nvshmem = nvshmem
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._given = self._done = 0
         self._failure: Exception | None = None
@@ -114,11 +118,11 @@ class EmulatedQueue(gpu.Queue):
 
     @override
     def launch(self, kernel: str, *values: int) -> None:
-        name = gpu.Gpu.kernels[kernel]
-        lib, lock = library(name)
+        name = WorldGpu.kernels[kernel]
+        lib, lock = library(name, self._nvshmem and name in source.SOURCES)
         warps = VARIANTS.get(name, ROUTE).warps
         threads = warps * 32 + 32 * (name == "serve.cu")
-        blocks = 1 if kernel in ("route", "link_wait") else GRID
+        blocks = 1 if kernel in ("route", "link_wait", "link_send") else GRID
         pointer, numbers = ctypes.cast(lib[kernel], ctypes.c_void_p), (ctypes.c_int64 * len(values))(*values)
         rounds = self.stop_after if "put" in kernel else 0
 

@@ -30,13 +30,19 @@ class Client:
         self.random, self.places, self.id = shard.random, shard.places[index], index + 7
         self.epoch, self.seq, self.answered = self.random.choice([0, 0xFFFE, 0x1FFFE]), 0, 0
         self.since = 0  # notes that were there when it joined
+        self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
+
+    def seen_by(self, pe: int, array: np.ndarray) -> int:
+        """The address by which a PE names a part of this link."""
+        return address(array) if self.is_here else self.world.seen_by(pe, array)
 
     def join(self) -> Waiting:
         self.epoch, self.seq = self.epoch + 1, 0
         p = self.places
-        seen = functools.partial(self.world.seen_by, DEVICE)
+        seen = functools.partial(self.seen_by, DEVICE)
         words = [self.epoch, self.id, DEPTH, seen(p.requests), seen(p.request_signal), LAYOUT.request_bytes]
-        words += [seen(p.responses), seen(p.response_signal), LAYOUT.response_bytes, address(p.tables), self.index + 1]
+        words += [seen(p.responses), seen(p.response_signal), LAYOUT.response_bytes, address(p.tables)]
+        words.append(layout.HERE if self.is_here else self.index + 1)
         yield from self.shard.post(CommandKind.CONNECT, self.index, *words)
         self.since = len(self.shard.notes)
 
@@ -134,11 +140,11 @@ class GpuClient(Client):
             "epoch": self.epoch,
             "client": self.id,
             "depth": DEPTH,
-            "request_slots": self.world.seen_by(self.device, p.requests),
-            "request_signal": self.world.seen_by(self.device, p.request_signal),
+            "request_slots": self.seen_by(self.device, p.requests),
+            "request_signal": self.seen_by(self.device, p.request_signal),
             "request_bytes": LAYOUT.request_bytes,
-            "response_slots": self.world.seen_by(self.device, p.responses),
-            "response_signal": self.world.seen_by(self.device, p.response_signal),
+            "response_slots": self.seen_by(self.device, p.responses),
+            "response_signal": self.seen_by(self.device, p.response_signal),
             "response_bytes": LAYOUT.response_bytes,
             "pushed": 0,
             "answered": 0,
@@ -146,7 +152,7 @@ class GpuClient(Client):
             "arrived": 0,
             "status": 0,
             "abort": 0,
-            "pe": DEVICE,
+            "pe": layout.HERE if self.is_here else DEVICE,
         }.items():
             state[name] = value
 

@@ -14,6 +14,7 @@ from lora_server.shard.pump import Pump
 from lora_server.transport.base import DeviceMemory
 from lora_server.transport.gpu.connection import SlotsMemory
 from tests.emulated_gpu import EmulatedGpu
+from tests.emulated_world import EmulatedWorldGpu
 
 GPU = EmulatedGpu()
 PAGES = 6  # an adapter of a tiny model takes one
@@ -33,7 +34,7 @@ class EmulatedShard(ShardProcess):
                 placement,
                 config.shard,
                 dtype,
-                GPU,
+                EmulatedWorldGpu() if config.gpu_transport == "nvshmem" else GPU,
                 self.port.layout,
                 config.max_step_rows,
                 pool,

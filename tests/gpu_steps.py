@@ -21,15 +21,15 @@ IN_MAP, PROJECTION = slot.HAS_IN_MAP, PROJECTIONS.index(SITE.projection)
 class Steps:
     """Of one client; `x` are the rows of each."""
 
-    def __init__(self, session: Session, handle: int, shard: int = 0) -> None:
+    def __init__(self, session: Session, handle: int, shard: int = 0, layer: int = SITE.layer) -> None:
         self.link, self.terms, self.handle, self.seq = session.links[shard], session.terms, handle, 0
-        spec = session.terms.spec
+        self.layer, spec = layer, session.terms.spec
         self.windows = ((0, spec.out_width(SITE)),)
         self.x = torch.randn(ROWS, spec.in_width(SITE), generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def header(self, seq: int, payload_bytes: int, seconds: float = SECONDS) -> RequestHeader:
         client, epoch = self.terms.client, self.terms.epoch
-        where = (seq % self.link.region.layout.depth, SITE.layer, PROJECTION, slot.DTYPES.index("bfloat16"))
+        where = (seq % self.link.region.layout.depth, self.layer, PROJECTION, slot.DTYPES.index("bfloat16"))
         counts = (ROWS, ROWS, 1, ROWS, 0, self.x.shape[1])
         return RequestHeader(
             0, 0, client, epoch, seq, *where, *counts, self.windows, payload_bytes, int(seconds * 1e6), 0

@@ -85,9 +85,11 @@ def test_what_is_odd_is_found_and_has_a_cure(tmp_path, name):
 def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
     nic = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "/proc/driver/nvidia/version": "580.65.06"}
     strangers = list(gpu.infiniband(machine(tmp_path, nic)))
-    assert [one.state for one in strangers] == [State.OK, State.WARNING, State.WARNING]
-    assert "modprobe nvidia_peermem" in strangers[1].cure and "PeerMappingOverride" in strangers[2].cure
+    assert [one.state for one in strangers] == [State.OK, *[State.WARNING] * 3]
+    for one, cure in zip(strangers[1:], ("--device /dev/infiniband", "nvidia_peermem", "PeerMappingO"), strict=True):
+        assert cure in one.cure
     friends = {"/proc/modules": "nvidia_peermem 16384 0\n", "/proc/driver/nvidia/params": "PeerMappingOverride=1\n"}
+    friends |= {"/dev/infiniband/uverbs0": ""}
     assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [State.OK]
 
 

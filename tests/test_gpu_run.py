@@ -21,7 +21,6 @@ from bench.gpu_run import (
     carried,
     cuda_tests,
     nvshmem,
-    nvshmem_build,
     ours,
     put_timing,
     record,
@@ -34,6 +33,7 @@ from bench.gpu_run import (
 from bench.gpu_run.stages import STAGES, Stage, chosen
 from bench.gpu_run.state import ROOT, Outcome, Results
 from lora_server.demo import children
+from lora_server.transport.gpu import nvshmem_build
 from tests.serving import HANG_SECONDS, all_gone, until
 
 SECONDS = 60.0

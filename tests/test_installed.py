@@ -42,6 +42,7 @@ LEAVES = {
 NOT_HERE = {
     "cupy": ["cupy-cuda13x"],
     "cuda": ["cuda-bindings"],
+    "nvshmem": ["nvshmem4py-cu13"],
     "vllm": ["vllm"],
     "fastapi": ["fastapi"],
 }  # what dev does not install

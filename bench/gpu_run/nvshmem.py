@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run import nvshmem_build, nvshmem_pe, stage
+from bench.gpu_run import nvshmem_pe, stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.spoken import Spoken
+from lora_server.transport.gpu import nvshmem_build
 
+SOURCE = Path(__file__).with_name("nvshmem.cu")
 WORLDS = (2, 4)
 TURNS = 3
 START_SECONDS, ANSWER_SECONDS = 45.0, 10.0
@@ -116,12 +118,12 @@ def attempt(record: Record, world: World, name: str, step: Callable[[World], dic
 def check(record: Record, _: argparse.Namespace) -> None:
     """That PEs take their flags, and the device code is there; that it compiles, where the compiler is."""
     nvshmem_pe.parse(["0", "2", "module"])
-    nvshmem_build.SOURCE.read_text()
+    SOURCE.read_text()
     missing = nvshmem_build.missing()
     if missing:
         record.add("absent", what=missing)
     else:
-        record.add("built", bytes=len(nvshmem_build.build("sm_90")))
+        record.add("built", bytes=len(nvshmem_build.build(SOURCE.read_text(), "sm_90")))
 
 
 def work(record: Record, _: argparse.Namespace) -> bool:
@@ -133,7 +135,7 @@ def work(record: Record, _: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="lora-nvshmem-") as scratch:
         module = Path(scratch) / "module.cubin"
         began = time.monotonic()
-        module.write_bytes(nvshmem_build.build(f"sm_{major}{minor}"))
+        module.write_bytes(nvshmem_build.build(SOURCE.read_text(), f"sm_{major}{minor}"))
         record.add("built", bytes=module.stat().st_size, seconds=round(time.monotonic() - began, 1))
         for size in WORLDS:
             good = play(record, World(size, module)) and good

@@ -51,6 +51,7 @@ RIGHTS: dict[str, Right] = {
     "Clients/Prefetch": _COMPUTE,
     "Clients/Restore": _COMPUTE,
     "Clients/Borrow": _COMPUTE,
+    "Clients/World": _COMPUTE,
     "Server/Status": _ALL,
     "Server/Drain": _OPERATORS_ADMIN,
     "Server/Resume": _OPERATORS_ADMIN,

@@ -21,4 +21,5 @@ controller   puts together:                       server      its gRPC services 
   drain        nobody is admitted any more        calls       ids, spans and refusals of all calls
   clients      leases, and what they hold         arrivals    shards that come, go, and tell what they kept
     leases       until when                       shards      who is up, commands to them
+  world        of NVSHMEM: who has which place
 """

@@ -23,6 +23,8 @@ class Agreement:
     max_step_rows: int
     data_port_base: int | None = None
     wire: Wire = "exact"
+    nvshmem_clients: int = 0
+    slots: int = 4
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:
@@ -35,11 +37,20 @@ class Agreement:
         layout = Layout.parse(config.layout)
         require_work(Placement(spec, layout))
         steps = (config.dtype, config.coordination, config.max_step_rows)
-        return cls(spec, layout, *steps, config.data_port_base, config.wire)
+        return cls(spec, layout, *steps, config.data_port_base, config.wire, config.nvshmem_clients, config.slots)
 
     def digest(self) -> str:
         """What shards show when they register."""
-        flags = (self.layout, self.dtype, self.coordination, self.max_step_rows, self.data_port_base, self.wire)
+        flags: tuple[object, ...] = (
+            self.layout,
+            self.dtype,
+            self.coordination,
+            self.max_step_rows,
+            self.data_port_base,
+            self.wire,
+        )
+        if self.nvshmem_clients:  # then links have the same places on all PEs
+            flags = (*flags, self.nvshmem_clients, self.slots)
         parts = (self.spec.fingerprint(), *flags)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -49,6 +60,7 @@ class Agreement:
             f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
             f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, wire {self.wire}, "
             f"data-port-base {self.data_port_base or 'not given'}"
+            + (f", nvshmem-clients {self.nvshmem_clients}, slots {self.slots}" if self.nvshmem_clients else "")
         )
 
 

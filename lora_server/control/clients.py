@@ -15,6 +15,7 @@ from lora_server.control.prefetch import Prefetches
 from lora_server.control.registry import Record
 from lora_server.control.shards import ShardHandle, ShardTable, wait_all
 from lora_server.control.told import RESTARTED
+from lora_server.control.world import World
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
@@ -27,8 +28,11 @@ log = structlog.get_logger()
 class Clients:
     """Thread-safe. `settled`: all shards have said whom they know, so that an unknown lease is none."""
 
-    def __init__(self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event) -> None:
+    def __init__(
+        self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event, world: World
+    ) -> None:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
+        self.world = world
         self.prefetches = Prefetches(leases, adapters, shards)
         self._waiters = threading.Semaphore(MAX_WAITERS)
         self.refused = ""  # why nobody may join
@@ -40,8 +44,12 @@ class Clients:
         tenant: str = "",
         token: str = "",
         weight: float = 1.0,
+        asked: pb.Place | None = None,
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
-        """A lease that every shard knows of. Raises ServerUnavailableError while a shard is not up."""
+        """A lease that every shard knows of, with the place in NVSHMEM's world that is asked for.
+
+        Raises ServerUnavailableError while a shard is not up, WorldError.
+        """
         if self.refused:
             raise ServerUnavailableError(self.refused)
         live = self._shards.require_up()
@@ -52,6 +60,9 @@ class Clients:
         grant.served_names.extend(served_names)
         grant.tenant, grant.token, grant.weight = tenant, token, weight
         try:
+            if asked is not None:
+                lease.place = self.world.take(lease.client, asked)
+                grant.pe = lease.place.rank
             wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
         except LoraServerError:
             self.end(lease.client, lease.epoch)
@@ -74,9 +85,10 @@ class Clients:
         self._adapters.settle_tickets(client, settled)
         return self._adapters.is_unknown(client)
 
-    def leave(self, proof: Proof) -> None:
-        """It goes, if it had not gone before."""
+    def leave(self, proof: Proof, unanswered: bool = False) -> None:
+        """It goes, if it had not gone before; `unanswered`: steps of it may still be on their way."""
         if self.leases.proven(proof) is not None:
+            self.world.give_back(proof.client, rests=unanswered)
             self.end(proof.client, proof.epoch)
 
     def end(self, client: int, epoch: int) -> None:
@@ -158,15 +170,23 @@ class Clients:
         for grant in grants:
             if self.leases.adopt(grant):
                 self._adapters.expect(grant.client)
+                self.world.adopt(grant.client, grant.pe)
 
     def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:
         """A shard that arrived cuts off whom nobody knows any more."""
         for grant in grants:
             if not self.leases.is_known(grant.client, grant.epoch):
                 handle.send(pb.ShardCommand(revoke=grant.client))
+        over = self.world.arrive(handle.registration)
+        self.end_where(lambda lease: lease.client in over, "NVSHMEM's world is over")
+
+    def place_of(self, proof: Proof) -> pb.Place:
+        """See World.of; raises LeaseError."""
+        return self.world.of(self.renew(proof))
 
     def _forget(self, client: int) -> None:
         self.prefetches.forget(client)
+        self.world.give_back(client, rests=True)
         self._shards.broadcast(pb.ShardCommand(revoke=client))
         self._adapters.forget_client(client)
         log.info("client gone", client=client)

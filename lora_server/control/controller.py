@@ -12,6 +12,7 @@ from lora_server.control.drain import Drain
 from lora_server.control.followed import FollowedAdapters
 from lora_server.control.leases import Leases
 from lora_server.control.shards import ShardTable
+from lora_server.control.world import World
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
@@ -43,7 +44,8 @@ class Controller:
             agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed, ledger, copies
         )
         self.fetcher = fetcher
-        self.clients = Clients(leases, self.shards, self.adapters, settled)
+        world = World(self.shards, agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots)
+        self.clients = Clients(leases, self.shards, self.adapters, settled, world)
         self.drain = Drain(self.shards, self.clients, self.adapters, ledger.drains if ledger is not None else None)
         listed = ledger.listed() if ledger is not None else None
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted, listed)
@@ -56,6 +58,8 @@ class Controller:
         missing = self.shards.missing()
         if missing:
             return f"shards not up: {missing}"
+        if self.clients.world.reason:
+            return self.clients.world.reason
         if not self.adapters.registered.is_set():
             done, total = self.adapters.progress
             return f"registering adapters: {done:,} of {total:,}" if total else "registering adapters"

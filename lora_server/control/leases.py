@@ -29,6 +29,7 @@ class ClientLease:
     served_names: tuple[str, ...] = ()  # the engine's names of its base model
     tenant: str = ""  # whose client it is; empty: the operator's
     token: str = ""  # the id of what it joined with
+    place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
 
     @property
     def proof(self) -> Proof:

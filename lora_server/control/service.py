@@ -12,7 +12,7 @@ from lora_server.control.listing import adapter, invocation, page
 from lora_server.control.registry import Record, record_of
 from lora_server.control.scope import Scopes
 from lora_server.control.status import status
-from lora_server.errors import AdapterExistsError
+from lora_server.errors import AdapterExistsError, PermissionDeniedError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
@@ -106,7 +106,13 @@ class ClientsService:
 
     def Join(self, request: pb.JoinRequest, who: Identity) -> pb.Lease:
         weight = self._scopes.gate.tenant(who.tenant).weight
-        lease, live = self._clients.join(request.instance, request.served_names, who.tenant, who.token, weight)
+        asked = request.place if request.HasField("place") else None
+        if asked is not None and not who.is_operator:
+            raise PermissionDeniedError(
+                f"transport nvshmem: got an engine of tenant {who.tenant}, expected the operator's: every PE of its "
+                "world can write to every other's memory; attach with transport='tcp'"
+            )
+        lease, live = self._clients.join(request.instance, request.served_names, who.tenant, who.token, weight, asked)
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
         agreement, adapters = self._controller.agreement, self._controller.adapters
@@ -127,14 +133,18 @@ class ClientsService:
             hidden_adapters=hidden,
             adapters=len(adapters) if who.is_operator else 0,
             wire=agreement.wire,
+            place=lease.place,
         )
+
+    def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:
+        return self._clients.place_of(self._own(request.proof, who))
 
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
         forgot = self._clients.heartbeat(self._own(request.proof, who), request.settled)
         return pb.HeartbeatReply(forgot=forgot)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
-        self._clients.leave(self._own(request.proof, who))
+        self._clients.leave(self._own(request.proof, who), request.unanswered)
         return pb.LeaveReply()
 
     def Acquire(self, request: pb.AcquireRequest, who: Identity) -> pb.AcquireReply:

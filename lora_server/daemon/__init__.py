@@ -8,6 +8,7 @@ shard_main        a shard's process                         backends   what it c
   stream            to its controller, whenever there is one
   files             of adapters, from node 0
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
+  world             its place in NVSHMEM's
 child_main        what both processes have in common          signals    that ask a process to stop
 inproc            the same shards inside the caller's own process
 """

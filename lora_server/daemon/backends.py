@@ -32,7 +32,7 @@ from lora_server.transport.base import DeviceMemory
 from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.opened import gpu_of
+from lora_server.transport.gpu.opened import gpu_of, world_gpu_of
 from lora_server.units import Size
 from lora_server.wire.region import RegionLayout
 
@@ -211,18 +211,19 @@ def cuda_resident(
     local_index: int,
     memory: Memory,
     on_layer: OnLayer,
+    nvshmem: bool = False,
 ) -> Resident:
     """The same in the memory of the GPU that `cuda` would give the shard. Raises ConfigError.
 
-    One shard to a GPU: the kernel takes every multiprocessor.
+    One shard to a GPU: the kernel takes every multiprocessor. `nvshmem`: it reaches other PEs.
     """
     device, gpus = _gpu(local_index), torch.cuda.device_count()
     if local_shards > gpus:
         raise ConfigError(
-            f"--gpu-transport gpu: got {local_shards} shards on this node, expected at most {gpus}, a GPU each; use "
+            f"--gpu-transport: got {local_shards} shards on this node, expected at most {gpus}, a GPU each; use "
             "--gpu-transport cuda_ipc, or another --layout"
         )
-    gpu = gpu_of(device)
+    gpu = world_gpu_of(device) if nvshmem else gpu_of(device)
     pool = _device_pool(device, memory, 1)
     host_pool = _pinned_pool(dataclasses.replace(memory, sharing=local_shards), pool.capacity)
     return resident(placement, shard, dtype, gpu, region, max_step_rows, pool, host_pool, memory, on_layer)
@@ -239,7 +240,7 @@ def _is_lost(device: torch.device) -> bool:
 
 def client_memory(local_index: int, transport: str) -> DeviceMemory:
     """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
-    if transport == "gpu":
+    if transport != "cuda_ipc":
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # a kernel that is loaded later waits for the one that serves
         return SlotsMemory(gpu_of(_gpu(local_index)))
     from lora_server.transport.device_memory import GpuMemory

@@ -26,6 +26,7 @@ from lora_server.daemon.files import Node0
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.run_directory import hold, leave
 from lora_server.daemon.stream import ControllerStream, Done
+from lora_server.daemon.world import ShardWorld
 from lora_server.errors import AdapterSourceError, ConfigError, LeaseError, LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.placement import Layout, Placement
@@ -37,6 +38,7 @@ from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port
+from lora_server.transport.gpu.world import WorldGpu
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
 from lora_server.transport.tls import ShardCertificate
@@ -80,13 +82,14 @@ class ShardProcess:
         node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance)
         self.fetcher = open_fetcher(config, spec, node0.files)
         self.coordinator = self._coordinator(layout)
+        self.world: ShardWorld | None = None
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
 
     def _serving(self, placement: Placement) -> Shard | Pump:
         """A loop, or a kernel that needs none."""
         config = self.config
-        if config.gpu_transport == "gpu":
+        if config.gpu_transport != "cuda_ipc":
             return self._pump(self._resident(placement))
         store, compute = self._backend(placement)
         return Shard(
@@ -101,7 +104,12 @@ class ShardProcess:
         )
 
     def _pump(self, resident: Resident) -> Pump:
-        return Pump(self.config.shard, self.port, resident.store, resident.kernel)
+        config, gpu, ready = self.config, resident.kernel.gpu, None
+        if config.gpu_transport == "nvshmem":
+            assert isinstance(gpu, WorldGpu)
+            self.world = ShardWorld(gpu, config.shard, Layout.parse(config.layout).num_shards, self.port)
+            ready = self.world.ready
+        return Pump(config.shard, self.port, resident.store, resident.kernel, ready)
 
     def _resident(self, placement: Placement) -> Resident:
         config = self.config
@@ -115,6 +123,7 @@ class ShardProcess:
             local_index=self._local_index,
             memory=self._memory(1),
             on_layer=self._layer_loaded,
+            nvshmem=config.gpu_transport == "nvshmem",
         )
 
     def _backend(self, placement: Placement) -> Backend:
@@ -284,6 +293,7 @@ class ShardProcess:
             secret=config.secret,
             order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
             order_badge=self.coordinator.badge if isinstance(self.coordinator, Leader) else b"",
+            place=self.world.place if self.world is not None else None,
         )
 
     # -- commands
@@ -299,6 +309,8 @@ class ShardProcess:
         if kind == "grant":
             self._grant(command.grant)
         elif kind == "revoke":
+            if self.world is not None:
+                self.world.revoke(command.revoke)
             self.port.revoke(command.revoke)
             self.store.forget(command.revoke)
         elif kind == "drop":
@@ -312,6 +324,8 @@ class ShardProcess:
             self.port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
         elif kind == "borrow":
             self.port.borrow(command.borrow.client, command.borrow.holder)
+        elif kind == "place" and self.world is not None:
+            self.world.enter(command.place)
         elif kind == "note":
             self.store.relocate(command.note.handle, self._source(command.note))
             self._keep(command.note)
@@ -358,7 +372,10 @@ class ShardProcess:
         self.store.forget(asked.client, {need.handle for need in asked.needs})
 
     def _grant(self, grant: pb.Grant) -> None:
-        self.port.grant(Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0))
+        given = Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0, grant.pe)
+        self.port.grant(given)
+        if self.world is not None:
+            self.world.grant(given)
 
 
 if __name__ == "__main__":

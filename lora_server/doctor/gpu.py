@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lora_server.doctor.finding import Finding, failed, ok, warning
 from lora_server.doctor.machine import Machine
-from lora_server.transport.gpu import needs
+from lora_server.transport.gpu import needs, nvshmem_build
 from lora_server.units import size
 
 OLDEST_DRIVER = 580  # of CUDA 13
@@ -85,7 +85,12 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
         missing = ({NVSHMEM, NVSHMEM4PY} - found.keys()).pop()
         yield warning("nvshmem", f"{found}, but no {missing}", "pip install 'lora-server[cuda]', or remove the other")
     elif found:
-        yield ok("nvshmem", ", ".join(f"{name} {number}" for name, number in found.items()))
+        lacks = needs.missing_for_nvshmem(needs.host_library, nvshmem_build.missing)
+        for lack in lacks:
+            what, _, cure = lack.rpartition("; ")
+            yield warning("nvshmem", f"for --gpu-transport nvshmem: {what}", cure)
+        if not lacks:
+            yield ok("nvshmem", ", ".join(f"{name} {number}" for name, number in found.items()))
     elif machine.read("/proc/driver/nvidia/version") is not None:
         yield ok("nvshmem", "not installed: GPUs of one node need none")
 

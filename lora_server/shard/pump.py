@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,12 +24,14 @@ from lora_server.shard.loop import Counters
 from lora_server.transport.base import Connection, Port
 from lora_server.transport.gpu.carrier import Carrier
 from lora_server.transport.gpu.connection import GpuConnection
-from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
 from lora_server.transport.gpu.layout import MAX_LINKS, CommandKind, NoteKind, Refusal
 from lora_server.transport.gpu.mailbox import Note
+from lora_server.transport.gpu.world_link import WorldConnection
 
 LOOK_SECONDS, CARRY_SECONDS = 2e-3, 1e-4  # between two looks, and while a carried step is out
 NOTE_SECONDS = 1e-3
+READY_SECONDS = 0.1  # between two looks whether to go on waiting
 WANTED_SECONDS = 30.0  # what a step waits for is wanted for so long, unless the step asks again
 log = structlog.get_logger()
 
@@ -39,7 +42,7 @@ class _Seat:
 
     link: int
     connection: Connection
-    end: GpuConnection | Carrier
+    end: GpuConnection | WorldConnection | Carrier
     leaving: int | None = None  # the command that it was revoked with
     held: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())  # own, and lent
 
@@ -52,6 +55,7 @@ class Pump:
     port: Port
     store: WeightStore
     kernel: ServeKernel
+    ready: Future[None] | None = None  # without it, the kernel may be launched at once
     counters: Counters = field(default_factory=Counters)
     phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
     _seats: dict[Connection, _Seat] = field(default_factory=dict)
@@ -67,8 +71,9 @@ class Pump:
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until `stopped()`. Raises KernelLostError, after which the process must end."""
         hears = threading.Thread(target=self._hear, name="kernel-notes", daemon=True)
-        self.kernel.start()
         hears.start()
+        if self._is_ready(stopped):
+            self.kernel.start()
         while not stopped():
             self._round()
         self.kernel.stop()
@@ -76,6 +81,17 @@ class Pump:
         hears.join()
         for seat in (*self._seats.values(), *self._leaving):
             self._give_up(seat)
+
+    def _is_ready(self, stopped: Callable[[], bool]) -> bool:
+        while self.ready is not None and not stopped():
+            try:
+                self.ready.result(READY_SECONDS)
+                return True
+            except TimeoutError:
+                continue
+            except Exception as error:
+                raise KernelLostError(str(error)) from error
+        return self.ready is None
 
     def _round(self) -> None:
         self._follow_clients()
@@ -131,7 +147,11 @@ class Pump:
                 self._drop(connection)
             return
         try:
-            end = connection if isinstance(connection, GpuConnection) else Carrier(self.kernel.gpu, connection)
+            end: GpuConnection | WorldConnection | Carrier
+            if isinstance(connection, GpuConnection | WorldConnection):
+                end = connection
+            else:
+                end = Carrier(self.kernel.gpu, connection)
         except LoraServerError as error:
             log.error("a client's steps cannot be carried to the GPU", client=connection.client, error=str(error))
             self._drop(connection)

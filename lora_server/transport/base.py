@@ -62,6 +62,7 @@ class Link(End, ABC):
     shard: int
     transport: str  # what it turned out to be, where `auto` was asked for
     device: torch.device | None = None  # activations there need not visit the host
+    unanswered = False  # once it is closed: what was pushed may still arrive
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
         """Rows `rows_M` (int64 on the host, or int32 where x is) of x become those of a request. Raises ProtocolError.
@@ -195,6 +196,7 @@ class Grant:
     key: bytes
     tenant: str = ""  # the operator
     weight: float = 1.0  # of the tenant, beside others
+    pe: int = 0  # in NVSHMEM's world; 0, a shard's: none
 
 
 class Port:

@@ -19,7 +19,7 @@ from lora_server.wire.slot import Wire
 
 log = structlog.get_logger()
 WIRES = ("any", *get_args(Wire))
-TRANSPORTS = ("auto", "gpu", "cuda_ipc", "shm", "tcp")
+TRANSPORTS = ("auto", "gpu", "nvshmem", "cuda_ipc", "shm", "tcp")
 FAR = "on another host"
 
 

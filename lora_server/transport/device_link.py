@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.routing import Choice, Route
+from lora_server.transport.base import Link
 from lora_server.transport.put import Put
 from lora_server.transport.rows import Rows, TwinRows
 from lora_server.transport.shm import ShmLink
@@ -21,24 +22,19 @@ from lora_server.wire.messages import Hello
 from lora_server.wire.slot import RequestHeader
 
 
-class DeviceLink(ShmLink):
-    """The client's end; see Link. `device` is where activations are; `twin` where rows are, unless in the slots."""
+class DeviceSteps(Link):
+    """Steps of a client whose activations are on `device`; `twin` is where rows are, unless in the slots."""
 
     device: torch.device
     twin: TwinRows | None = None
 
-    def __init__(
-        self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool, slots: bool = False
-    ) -> None:
+    def _begin(self, device: torch.device) -> None:
+        """Before anything else."""
         self.device = device
         self._waiting: tuple[Put, Choice | None] | None = None
         self._routes: dict[int, Route] = {}  # of each slot
         self._finished = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_rows = torch.zeros(1, 8, dtype=torch.bfloat16, device=device)
-        asks = Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin, slots=slots)
-        super().__init__(address, asks, shard)
-        if self.twin is not None:
-            self.transport = "cuda_ipc"
 
     @abstractmethod
     def _launch(self, step: Put, choice: Choice | None) -> None:
@@ -110,4 +106,21 @@ class DeviceLink(ShmLink):
         waiting, self._waiting = self._waiting, None
         step, choice = waiting or (self._step(seq, self._no_rows, 0, rows_M=self._finished[:0]), None)
         self._launch(step, choice)
+
+
+class DeviceLink(DeviceSteps, ShmLink):
+    """The client's end; see Link."""
+
+    def __init__(
+        self, address: str, hello: Hello, shard: int, device: torch.device, wants_twin: bool, slots: bool = False
+    ) -> None:
+        self._begin(device)
+        asks = Hello(hello.client, hello.epoch, hello.key, device=True, twin=wants_twin, slots=slots)
+        super().__init__(address, asks, shard)
+        if self.twin is not None:
+            self.transport = "cuda_ipc"
+
+    @override
+    def push(self, seq: int, nbytes: int) -> None:
+        super().push(seq, nbytes)
         self._ring()

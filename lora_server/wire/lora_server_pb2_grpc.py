@@ -464,6 +464,11 @@ class ClientsStub(object):
                 request_serializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.SerializeToString,
                 response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.FromString,
                 _registered_method=True)
+        self.World = channel.unary_unary(
+                '/lora_server.v1.Clients/World',
+                request_serializer=lora__server_dot_wire_dot_lora__server__pb2.WorldRequest.SerializeToString,
+                response_deserializer=lora__server_dot_wire_dot_lora__server__pb2.Place.FromString,
+                _registered_method=True)
 
 
 class ClientsServicer(object):
@@ -535,6 +540,13 @@ class ClientsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def World(self, request, context):
+        """The client's place in NVSHMEM's world, as far as that is known now: see Place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClientsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -587,6 +599,11 @@ def add_ClientsServicer_to_server(servicer, server):
                     servicer.Borrow,
                     request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.FromString,
                     response_serializer=lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.SerializeToString,
+            ),
+            'World': grpc.unary_unary_rpc_method_handler(
+                    servicer.World,
+                    request_deserializer=lora__server_dot_wire_dot_lora__server__pb2.WorldRequest.FromString,
+                    response_serializer=lora__server_dot_wire_dot_lora__server__pb2.Place.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -859,6 +876,33 @@ class Clients(object):
             '/lora_server.v1.Clients/Borrow',
             lora__server_dot_wire_dot_lora__server__pb2.BorrowRequest.SerializeToString,
             lora__server_dot_wire_dot_lora__server__pb2.BorrowReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def World(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lora_server.v1.Clients/World',
+            lora__server_dot_wire_dot_lora__server__pb2.WorldRequest.SerializeToString,
+            lora__server_dot_wire_dot_lora__server__pb2.Place.FromString,
             options,
             channel_credentials,
             insecure,

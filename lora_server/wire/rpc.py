@@ -24,6 +24,7 @@ from lora_server.errors import (
     StepTimeoutError,
     UnauthenticatedError,
     UnknownAdapterError,
+    WorldError,
     rebuild,
 )
 from lora_server.wire.credentials import Credentials, Shows, of_environment
@@ -57,6 +58,7 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
     (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
     (GeometryMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (LeaseError, grpc.StatusCode.FAILED_PRECONDITION),
+    (WorldError, grpc.StatusCode.FAILED_PRECONDITION),
     (StepTimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (ProtocolError, grpc.StatusCode.INVALID_ARGUMENT),
     (ServerBusyError, grpc.StatusCode.RESOURCE_EXHAUSTED),

@@ -22,12 +22,16 @@ inline std::vector<NetworkPut> network_puts;
 inline Stores arrived[16];  // at a PE, and not seen for sure
 inline uint64 heap_bytes;
 inline bool network;
+inline int live_pe;  // of this process, in a world of several
+inline unsigned char* live_heap;  // its own
 inline int stalled = -1;  // a queue whose puts do not move for a while, as long as several steps take
 
+inline int my_pe() { return world.live ? live_pe : my_device(); }
 inline unsigned char* at_pe(void* p, int pe) {
-    return static_cast<unsigned char*>(p) + (pe - my_device()) * static_cast<int64>(heap_bytes);
+    return static_cast<unsigned char*>(p) + (pe - my_pe()) * static_cast<int64>(heap_bytes);
 }
-inline void* nvshmem_ptr(void* p, int pe) { return network && pe != my_device() ? nullptr : at_pe(p, pe); }
+inline bool is_in_heap(void* p) { return !world.live || (p >= live_heap && p < live_heap + heap_bytes); }
+inline void* nvshmem_ptr(void* p, int pe) { return !is_in_heap(p) || (network && pe != my_pe()) ? nullptr : at_pe(p, pe); }
 
 inline void see_arrived(int pe) {
     for (const Store& s : arrived[pe]) land(s, -2);
@@ -39,6 +43,11 @@ inline int nvshmem_uint64_test(uint64_t* p, int, uint64 value) {
     return is;
 }
 inline void begin_put(void* to, void* from, uint64 nbytes, uint64_t* signal, uint64 value, int pe) {
+    if (!is_in_heap(to) || (signal && !is_in_heap(signal))) return fail("a put that does not go to the heap");
+    if (world.live) {
+        std::memcpy(at_pe(to, pe), from, nbytes);
+        return store_release_system(reinterpret_cast<uint64*>(at_pe(signal, pe)), value);
+    }
     NetworkPut put = {at_pe(to, pe), static_cast<unsigned char*>(from), nbytes, {}, signal ? at_pe(signal, pe) : nullptr, value, my_device(), pe,
                       my_device() * 64 + current->block->index};
     for (uint64 at = 0; at < nbytes; at += PIECE) put.left.push_back(at);

@@ -126,7 +126,7 @@ extern "C" int run(const void* kernel, int grid, int late, int shared_bytes, con
 // after `rounds`, unless that is 0: a process that is about to be killed.
 extern "C" int run_live(const void* kernel, int grid, int threads, int shared_bytes, const int64* arguments, int count, int rounds) {
     copy_late = false;
-    world = World(), world.live = true;
+    world = World(), world.live = true, failure = nullptr;
     Grid* one = begin(kernel, grid, threads, shared_bytes, 0, arguments, count);
     for (int round = 1; one->running; round++) {
         bool works = false;
@@ -136,7 +136,7 @@ extern "C" int run_live(const void* kernel, int grid, int threads, int shared_by
         if (round == rounds) return 1;
     }
     end(one);
-    return copies.empty() ? 0 : -2;
+    return failure ? -3 : copies.empty() ? 0 : -2;
 }
 
 extern "C" void world_begin(uint64 seed, unsigned char* shared, uint64 shared_bytes) {
@@ -152,6 +152,9 @@ extern "C" void world_heaps(uint64 nbytes, int over_network) {  // of each PE, s
     heap_bytes = nbytes, network = over_network;
     network_puts.clear(), stalled = -1;
     for (Stores& stores : arrived) stores.clear();
+}
+extern "C" void live_world(int pe, unsigned char* heap, uint64 nbytes, int over_network) {
+    live_pe = pe, live_heap = heap, heap_bytes = nbytes, network = over_network;
 }
 extern "C" int world_in_flight() {
     size_t all = network_puts.size();

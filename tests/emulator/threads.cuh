@@ -4,6 +4,7 @@
 // kernels seeds choose: a thread may yield at any access to memory, so that others come between any two of them.
 #pragma once
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>

@@ -19,7 +19,7 @@ from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Route
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.transport.gpu.layout import CLIENT, LinkStatus
-from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.gpu.link import KernelLink
 from lora_server.transport.put import VECTOR_BYTES
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
@@ -28,7 +28,9 @@ from lora_server.wire.slot import RequestHeader, ResponseHeader
 class CapturedSite:
     """One site's step on one link. Keeps what its kernels read."""
 
-    def __init__(self, link: GpuLink, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> None:
+    def __init__(
+        self, link: KernelLink, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool
+    ) -> None:
         """header: all of it that does not change; counts, seq and budget are the GPU's. Raises ProtocolError."""
         if x_TK.dtype not in DTYPE_NAMES or x_TK.stride(1) != 1 or route.row_N is None or route.token_M is None:
             raise ProtocolError(
@@ -84,7 +86,7 @@ class CapturedSite:
 class Captured:
     """Of one link; see this module."""
 
-    def __init__(self, link: GpuLink) -> None:
+    def __init__(self, link: KernelLink) -> None:
         self._link = link
 
     def site(self, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> CapturedSite:
@@ -108,7 +110,7 @@ class Captured:
         raise _refusal(link, seq)
 
 
-def _refusal(link: GpuLink, seq: int) -> LoraServerError:
+def _refusal(link: KernelLink, seq: int) -> LoraServerError:
     memory = link.gpu.read(link.response_address(seq), 2 * slot.HEADER_BYTES)
     header = ResponseHeader.unpack_from(memoryview(bytearray(memory)))
     code, _, message = memory[slot.HEADER_BYTES :][: header.payload_bytes].decode(errors="replace").partition("\n")

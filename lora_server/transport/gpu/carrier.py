@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from lora_server.transport.base import Connection
 from lora_server.transport.gpu.gpu import Gpu
+from lora_server.transport.gpu.layout import HERE
 from lora_server.transport.gpu.slots import SIGNAL_BYTES
 from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES
@@ -44,6 +45,7 @@ class Carrier:
             "response_signal": self._signal_at,
             "response_slots": self._region_at + PAGE_BYTES + layout.depth * layout.request_bytes,
             "response_bytes": layout.response_bytes,
+            "pe": HERE,
         }
 
     @property

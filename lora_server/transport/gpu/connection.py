@@ -15,6 +15,7 @@ from lora_server.errors import ConfigError, ProtocolError
 from lora_server.transport.base import Grant, Twin
 from lora_server.transport.bells import Bell
 from lora_server.transport.gpu.gpu import Gpu, Memory
+from lora_server.transport.gpu.layout import HERE
 from lora_server.transport.gpu.slots import GpuRows, SlotSizes
 from lora_server.transport.rows import Rows
 from lora_server.transport.shm import ShmConnection
@@ -55,6 +56,7 @@ class GpuConnection(ShmConnection):
             "response_signal": self._responses.address,
             "response_slots": self._responses.address + PAGE_BYTES,
             "response_bytes": sizes.response,
+            "pe": HERE,
         }
 
     @property

@@ -32,6 +32,7 @@ HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch ta
 PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 LINK = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
+ONE_BLOCK = ("route", "link_wait", "link_send")
 SERVE_OWN_BYTES = 4096  # of shared memory, at most, beside what the compute takes
 
 
@@ -114,6 +115,7 @@ class CudaGpu(Gpu):
         optin = about["MaxSharedMemoryPerBlockOptin"]
         self._serve = choose(torch.cuda.get_device_capability(device), optin - SERVE_OWN_BYTES)
         self._functions: dict[str, Any] = {}
+        self._of: dict[str, Any] = {}  # modules, by source
         self._lock = threading.Lock()
         with on_device(device):
             self._writes = torch.cuda.Stream(device)
@@ -124,16 +126,20 @@ class CudaGpu(Gpu):
             if its == source:
                 self._function(kernel)
 
-    def _function(self, kernel: str) -> Any:
+    def _module(self, name: str) -> Any:
+        """A source's kernels, as a cupy.RawModule."""
         import cupy
 
+        text, options = read_source(name, put.FILES | source.FILES), (STANDARD, *self._variant(name).defines)
+        return cupy.RawModule(code=text, options=options, enable_cooperative_groups=name == "serve.cu")
+
+    def _function(self, kernel: str) -> Any:
         with self._lock, on_device(self.device):
             if kernel not in self._functions:
                 name = self.kernels[kernel]
-                text = read_source(name, put.FILES | source.FILES)
-                options = (STANDARD, *self._variant(name).defines)
-                module = cupy.RawModule(code=text, options=options, enable_cooperative_groups=name == "serve.cu")
-                function = module.get_function(kernel)
+                if name not in self._of:
+                    self._of[name] = self._module(name)
+                function = self._of[name].get_function(kernel)
                 if self._shared_bytes(name):
                     function.max_dynamic_shared_size_bytes = self._shared_bytes(name)
                 self._functions[kernel] = function
@@ -152,7 +158,7 @@ class CudaGpu(Gpu):
         import cupy
 
         name = self.kernels[kernel]
-        blocks = self._multiprocessors if name == "serve.cu" else 1 if kernel in ("route", "link_wait") else PUT_BLOCKS
+        blocks = self._multiprocessors if name == "serve.cu" else 1 if kernel in ONE_BLOCK else PUT_BLOCKS
         threads = 32 * (self._variant(name).warps + (name == "serve.cu"))
         numbers = tuple(cupy.uint64(value) for value in values)
         with on_torch_stream(self.device):

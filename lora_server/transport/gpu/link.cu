@@ -105,6 +105,19 @@ template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
 PUT(link_put_vectors, uint4)
 PUT(link_put_halves, unsigned short)
 
+#if NVSHMEM
+// A step that another kernel, and its host, have left in this PE's own slot, to a peer beyond a network. One block.
+extern "C" __global__ void __launch_bounds__(THREADS) link_send(Client* link, uint64 seq) {
+    const Client& k = *link;
+    const uint64 place = load(&k.request_slots) + seq % load(&k.depth) * load(&k.request_bytes);
+    const uint64 payload = load_l2(reinterpret_cast<const uint64*>(place + offsetof(lora_request, payload_bytes)));
+    if (threadIdx.x == 0) fence_system();
+    sync_block();
+    put_block(place, LORA_HEADER_BYTES + payload, load(&k.request_signal), LORA_SIGNAL(load(&k.epoch), seq),
+              static_cast<int>(load(&k.pe)));
+}
+#endif
+
 DEVICE int status_of_answer(const Client& k, uint64 seq) {
     const uint64* slot = reinterpret_cast<const uint64*>(load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes));
     const uint64 first = load_l2(slot), second = load_l2(slot + 1);

@@ -3,12 +3,14 @@
 The link's *state block* says where they are, how far it has come, and how long to wait; kernels in CUDA graphs know
 nothing but its address, so that they outlive a link: see `take_over`. Used through Link, a step is put by put.cu as any
 device's, the answer is awaited by a kernel, and a host that asks gets its header. Used by `captured` no host is asked.
+KernelLink is that, wherever the other end is; GpuLink shares memory with a shard of this host, world_link has the rest.
 """
 
 from __future__ import annotations
 
 import mmap
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -18,9 +20,9 @@ from typing_extensions import override
 from kernels_cuda import routing
 from kernels_cuda.routing import Choice
 from lora_server.errors import ConfigError, LoraServerError, ProtocolError
-from lora_server.transport.device_link import DeviceLink
+from lora_server.transport.device_link import DeviceLink, DeviceSteps
 from lora_server.transport.gpu.gpu import Gpu, Memory, Shared
-from lora_server.transport.gpu.layout import CLIENT, LinkStatus
+from lora_server.transport.gpu.layout import CLIENT, HERE, LinkStatus
 from lora_server.transport.gpu.slots import GpuRows, SlotSizes, check_dtype
 from lora_server.transport.put import Put
 from lora_server.transport.rows import Rows
@@ -34,66 +36,48 @@ LATE_SECONDS = 1.0  # behind its budget, for the kernel that waits to end
 SPIN_SECONDS, LOOK_SECONDS = 100e-6, 20e-6
 
 
-class GpuLink(DeviceLink):
-    """The client's end; see Link and DeviceLink. Each step is waited for before its slot's next one is pushed."""
+class KernelLink(DeviceSteps):
+    """The client's end; see Link. Each step is waited for before its slot's next one is pushed."""
 
-    transport = "gpu"
+    _sizes: SlotSizes
+    _requests: Memory | None = None  # as this GPU sees it
+    _responses: Memory | None = None
 
-    def __init__(self, address: str, hello: Hello, shard: int, gpu: Gpu) -> None:
-        """Raises ConfigError where the shard has no such memory, or it cannot be mapped."""
-        self.gpu = gpu
+    def _open(self, gpu: Gpu, client: int) -> None:
+        """Before the other end is known."""
+        self.gpu, self._client = gpu, client
         for source in ("put.cu", "route.cu", "link.cu"):
             gpu.compile(source)
         self.queue = gpu.queue(urgent=True)
-        self._requests: Memory | None = None
-        self._responses: Shared | None = None
         self._unpins: list[Callable[[], None]] = []
         self._waited = 0
         self.state = torch.zeros(CLIENT.itemsize, dtype=torch.uint8, device=gpu.device)
         self._home = memoryview(mmap.mmap(-1, mmap.PAGESIZE))  # of the state, after each wait
         self._pin(self._home)
-        self._client = hello.client
-        super().__init__(address, hello, shard, gpu.device, wants_twin=True, slots=True)
+        self._begin(gpu.device)
 
     def _pin(self, memory: memoryview) -> None:
         self._unpins.append(self.gpu.pin(memory)[1])
 
-    @override
-    def _prepare(self, welcome: Welcome, fd: int) -> bool:
-        if welcome.twin != "slots":
-            raise ConfigError(
-                f"transport gpu: shard {self.shard}: {welcome.why or 'it has no kernel that serves'}; start the server "
-                "with --device cuda --gpu-transport gpu, or attach with transport='auto'"
-            )
-        self._sizes = SlotSizes.of(self.region.layout)
-        self._requests = self.gpu.map(fd, self._sizes.requests)
-        self._responses = self.gpu.create(self._sizes.responses)
-        self._pin(self.region.memory)
-        self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
-        self._offers = [self._responses.fd]
-        self._write_state(self.state)
-        return True
+    @abstractmethod
+    def _places(self) -> dict[str, int]:
+        """Words of the state block: where the slots and signals of both ends are, and the other end's pe."""
+
+    @abstractmethod
+    def _is_served(self) -> bool:
+        """Whether the shard may still answer."""
 
     def _write_state(self, state: torch.Tensor) -> None:
         """As if no step had been pushed."""
-        assert self._requests is not None and self._responses is not None
         block, sizes = np.zeros(1, CLIENT), self._sizes
-        for name, value in {
-            "epoch": self.epoch,
-            "client": self._client,
-            "depth": sizes.depth,
-            "request_signal": self._requests.address,
-            "request_slots": self._requests.address + PAGE_BYTES,
-            "request_bytes": sizes.request,
-            "response_signal": self._responses.address,
-            "response_slots": self._responses.address + PAGE_BYTES,
-            "response_bytes": sizes.response,
-        }.items():
+        own = {"epoch": self.epoch, "client": self._client, "depth": sizes.depth}
+        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response}
+        for name, value in (own | self._places()).items():
             block[name] = value
         self.gpu.settle()  # zeros that torch made
         self.gpu.write(state.data_ptr(), block.tobytes())
 
-    def take_over(self, older: GpuLink) -> None:
+    def take_over(self, older: KernelLink) -> None:
         """What was captured with `older`, which is closed, is this link's from now on, at its first step."""
         self._write_state(older.state)
         self.state = older.state
@@ -152,10 +136,6 @@ class GpuLink(DeviceLink):
         self.queue.keep(step.x, step.rows_M, *(choice.tensors if choice is not None else ()))
 
     @override
-    def _ring(self) -> None:
-        """The kernel looks by itself."""
-
-    @override
     def wait(self, seq: int, deadline: float) -> None:
         """By a kernel, which ends at the deadline, or when the shard is gone; the headers come home behind it."""
         assert self._requests is not None and self._responses is not None
@@ -184,7 +164,7 @@ class GpuLink(DeviceLink):
             now = time.monotonic()
             if now - began < SPIN_SECONDS:
                 continue
-            if not self._peer_alive():
+            if not self._is_served():
                 self.tell({"abort": 1})
             if now > deadline:
                 self.tell({"abort": 1})
@@ -206,16 +186,65 @@ class GpuLink(DeviceLink):
     def responded(self) -> int:
         return self._waited
 
-    # -- its end
+    def _end(self) -> None:
+        """Once nothing of this process uses the link's memory."""
+        self.tell({"abort": 1})
+        self.queue.close()
+        while self._unpins:
+            self._unpins.pop()()
+
+
+class GpuLink(KernelLink, DeviceLink):
+    """To a shard of this host, whose memory and this end's are handed over as descriptors."""
+
+    transport = "gpu"
+    _responses: Shared | None = None
+
+    def __init__(self, address: str, hello: Hello, shard: int, gpu: Gpu) -> None:
+        """Raises ConfigError where the shard has no such memory, or it cannot be mapped."""
+        self._open(gpu, hello.client)
+        super().__init__(address, hello, shard, gpu.device, wants_twin=True, slots=True)
+
+    @override
+    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+        if welcome.twin != "slots":
+            raise ConfigError(
+                f"transport gpu: shard {self.shard}: {welcome.why or 'it has no kernel that serves'}; start the server "
+                "with --device cuda --gpu-transport gpu, or attach with transport='auto'"
+            )
+        self._sizes = SlotSizes.of(self.region.layout)
+        self._requests = self.gpu.map(fd, self._sizes.requests)
+        self._responses = self.gpu.create(self._sizes.responses)
+        self._pin(self.region.memory)
+        self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
+        self._offers = [self._responses.fd]
+        self._write_state(self.state)
+        return True
+
+    @override
+    def _places(self) -> dict[str, int]:
+        assert self._requests is not None and self._responses is not None
+        return {
+            "request_signal": self._requests.address,
+            "request_slots": self._requests.address + PAGE_BYTES,
+            "response_signal": self._responses.address,
+            "response_slots": self._responses.address + PAGE_BYTES,
+            "pe": HERE,
+        }
+
+    @override
+    def _is_served(self) -> bool:
+        return self._peer_alive()
+
+    @override
+    def _ring(self) -> None:
+        """The kernel looks by itself."""
 
     @override
     def close(self) -> None:
         """Unmaps once nothing of this process uses it; the shard keeps what it mapped."""
-        self.tell({"abort": 1})
-        self.queue.close()
+        self._end()
         for memory in (self._requests, self._responses):
             if memory is not None:
                 memory.close()
-        while self._unpins:
-            self._unpins.pop()()
         super().close()

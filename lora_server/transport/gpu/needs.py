@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 
 from lora_server.errors import ConfigError
 
+NVSHMEM = "nvidia-nvshmem-cu13"
 LEAST_DRIVER = 12040  # as the driver counts: CUDA 12.4
 MODULES = {  # to the cure
     "cupy": "install lora-server[cuda]",
@@ -81,6 +82,14 @@ def ask(index: int) -> Answers:
     return Answers(version, failed, frozenset(lacking))
 
 
+def has_dma_buf(index: int) -> bool:
+    """Whether the driver hands a GPU's memory to a network card without nvidia_peermem."""
+    from lora_server.transport.virtual_memory import call, driver
+
+    attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+    return bool(call("cuDeviceGetAttribute", attribute, index))
+
+
 def check(device: torch.device) -> None:
     """Raises ConfigError that names all that is missing."""
     lacks = missing(ask(device.index or 0))
@@ -95,11 +104,44 @@ def _version(number: int) -> str:
 # -- beyond a node
 
 
+def host_library() -> str:
+    """Where NVSHMEM's host library is; it is loaded then, for nvshmem4py too. Raises what cuda.pathfinder does."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = load_nvidia_dynamic_lib("nvshmem_host").abs_path
+    if path is None:
+        raise OSError("libnvshmem_host: it was found, and cannot be named")
+    return str(path)
+
+
+def missing_for_nvshmem(host_library: Callable[[], str], not_built: Callable[[], str]) -> list[str]:
+    """What NVSHMEM's world lacks on a host. These say where its library is, and why device code cannot be linked."""
+    try:
+        library = Path(host_library())
+        importlib.import_module("nvshmem.bindings")
+    except Exception as error:  # a broken installation fails in many ways
+        return [f"nvshmem: {type(error).__name__}: {error}; install lora-server[cuda]"]
+    found = []
+    if not list(library.parent.glob("nvshmem_bootstrap_uid.so*")):
+        found.append(f"nvshmem_bootstrap_uid: not beside {library.name}; install {NVSHMEM}, the whole of it")
+    if why := not_built():
+        found.append(
+            f"device code: {why}; install {NVSHMEM}, nvidia-cuda-nvrtc, nvidia-nvjitlink, nvidia-cuda-runtime and "
+            "nvidia-cuda-cccl of CUDA 13"
+        )
+    return found
+
+
 def missing_for_network(root: Path = Path("/"), dma_buf: bool = False) -> list[str]:
     """What NVSHMEM's IBGDA lacks on a host, whose /proc and /sys lie below `root`; `dma_buf`: the driver has it."""
     found = []
     if not list(root.glob("sys/class/infiniband/mlx5_*")):
         found.append("no mlx5 network card; expected a ConnectX with its driver loaded")
+    if not list(root.glob("dev/infiniband/uverbs*")):
+        found.append(
+            "no /dev/infiniband/uverbs*; modprobe ib_uverbs, and give a container --device /dev/infiniband and "
+            "--ulimit memlock=-1"
+        )
     modules = _text(root / "proc/modules")
     if not dma_buf and not any(line.startswith("nvidia_peermem ") for line in modules.splitlines()):
         found.append("neither DMA-BUF nor nvidia_peermem; modprobe nvidia_peermem, or use the open kernel modules")

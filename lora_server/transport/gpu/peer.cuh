@@ -1,12 +1,15 @@
 // Memory of the other end: mapped, or beyond a network. In NVSHMEM's world (-DNVSHMEM=1) an address is that of this PE's
-// own heap, where a put's source lies too; `pe` says whose is meant. Without it everything is mapped, and `pe` unused.
+// own heap, where a put's source lies too; `pe` says whose is meant, HERE that it is mapped already and in no heap.
+// Without it everything is mapped, and `pe` unused.
 #pragma once
 
 #if NVSHMEM
 #include "nvshmem.cuh"
+constexpr int HERE = -1;
 
 // Null where there is no way but a put.
 DEVICE unsigned char* mapped(uint64 address, int pe) {
+    if (pe == HERE) return reinterpret_cast<unsigned char*>(address);
     return static_cast<unsigned char*>(nvshmem_ptr(reinterpret_cast<void*>(address), pe));
 }
 // A signal came: what was put before it is visible from here on, also where a network brought both.

@@ -1,16 +1,21 @@
 """Device code that calls NVSHMEM, built where it runs: NVRTC, then nvJitLink with NVSHMEM's device library.
 
 Neither nvcc nor a driver is needed, only wheels: cuda-bindings, nvidia-nvshmem-cu13, nvidia-cuda-nvrtc,
-nvidia-nvjitlink, nvidia-cuda-runtime and nvidia-cuda-cccl.
+nvidia-nvjitlink, nvidia-cuda-runtime and nvidia-cuda-cccl. What came out is kept on disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).with_name("nvshmem.cu")
+STANDARD = "-std=c++17"
+STATE = b"nvshmemi_device_state_d"  # what NVSHMEM's host library initialises in a module
 TOOLKITS = (Path("/usr/local/cuda"),)  # where headers are, if not in wheels
 # NVSHMEM's headers want std::, and NVRTC has none
 BEFORE = """#include <cuda/std/cstdint>
@@ -92,26 +97,27 @@ def missing() -> str:
     return ""
 
 
-def compiled(source: str, arch: str) -> bytes:
-    """NVRTC: relocatable machine code for `arch` (sm_90). Raises BuildError."""
+def compiled(source: str, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
+    """NVRTC: relocatable machine code for `arch` (sm_90a), and what the compiler said. Raises BuildError."""
     from cuda.bindings import nvrtc
 
-    options = [b"-std=c++17", b"-rdc=true", b"-default-device", f"-arch={arch}".encode()]
-    options += [f"-I{folder}".encode() for folder in includes()]
-    text = (BEFORE + source).encode()
-    error, program = nvrtc.nvrtcCreateProgram(text, b"nvshmem.cu", 1, [cstdint().encode()], [b"cuda/std/cstdint"])
+    given = [STANDARD, "-rdc=true", "-default-device", f"-arch={arch}", *options]
+    given += [f"-I{folder}" for folder in includes()]
+    text, headers, names = (BEFORE + source).encode(), [cstdint().encode()], [b"cuda/std/cstdint"]
+    error, program = nvrtc.nvrtcCreateProgram(text, b"nvshmem.cu", 1, headers, names)
     _succeeded(nvrtc, error)
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.decode(errors="replace")
     if int(error):
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise BuildError(log.decode(errors="replace")[:2000])
+        raise BuildError(said[:2000])
     error, size = nvrtc.nvrtcGetCUBINSize(program)
     _succeeded(nvrtc, error)
     code = b" " * size
     _succeeded(nvrtc, *nvrtc.nvrtcGetCUBIN(program, code))
-    return bytes(code)
+    return bytes(code), said
 
 
 def _succeeded(nvrtc: Any, error: Any) -> None:
@@ -139,6 +145,23 @@ def linked(code: bytes, arch: str) -> bytes:
         nvjitlink.destroy(handle)
 
 
-def build(arch: str) -> bytes:
-    """nvshmem.cu as a module for `arch`."""
-    return linked(compiled(SOURCE.read_text(), arch), arch)
+def build(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
+    """A module for `arch`. Raises BuildError, FileNotFoundError."""
+    return linked(compiled(source, arch, options)[0], arch)
+
+
+def cached(source: str, arch: str, options: Sequence[str], folder: Path) -> Path:
+    """The same as a file, under a hash of all that it is made of; whoever sees it sees all of it."""
+    from cuda.bindings import nvrtc
+
+    device, version = library().stat(), nvrtc.nvrtcVersion()[1:]
+    made_of = (source, arch, *options, version, str(library()), device.st_size, device.st_mtime_ns)
+    path = folder / f"lora-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.cubin"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        module = build(source, arch, options)
+        descriptor, name = tempfile.mkstemp(dir=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(module)
+        Path(name).replace(path)
+    return path
