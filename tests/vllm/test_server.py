@@ -7,12 +7,14 @@ import json
 import os
 import re
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from engines import ApiServer
 
 from client_connector.directory import Directory
+from client_connector.serving.settings import Settings
 from lora_server import __version__
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
@@ -157,13 +159,15 @@ def test_a_shard_that_dies_is_waited_for(load, api, server, directory):
 
 
 def test_a_name_that_was_never_asked_for_waits_for_a_controller_that_is_away(load, api, server, directory):
-    path = load.paths["fused"]
+    """Until it is back, or has been away for timeout_seconds: on a busy machine it may need longer than that."""
+    path, prompt = load.paths["fused"], load.batch[0].prompt
     directory.add("unseen", str(path))
-    before = status(server.address).pid
-    os.kill(before, signal.SIGKILL)
-    code, answer = api.complete("unseen", load.batch[0].prompt, NEW_TOKENS)
-    assert (code, tokens(answer)) == (200, peft(load, path, load.batch[0].prompt)), answer
-    assert status(server.address).pid != before
+    os.kill(status(server.address).pid, signal.SIGKILL)
+    asked = time.monotonic()
+    code, answer = api.complete("unseen", prompt, NEW_TOKENS)
+    assert code == 200 or time.monotonic() - asked >= Settings.timeout_seconds, answer
+    until(lambda: api.complete("unseen", prompt, 1)[0] == 200, "it is served", HANG_SECONDS)
+    assert tokens(api.complete("unseen", prompt, NEW_TOKENS)[1]) == peft(load, path, prompt)
     directory.remove("unseen")
 
 
