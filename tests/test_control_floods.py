@@ -233,6 +233,7 @@ def test_only_who_has_a_lease_speaks_for_it(server):
             (clients.Release, pb.ReleaseRequest(proof=forged, handles=[1])),
             (clients.Prefetch, pb.PrefetchRequest(proof=forged)),
             (clients.Restore, pb.RestoreRequest(proof=forged)),
+            (clients.World, pb.WorldRequest(proof=forged)),
             (clients.Borrow, pb.BorrowRequest(proof=forged, holder=forged)),
             (clients.Borrow, pb.BorrowRequest(proof=proven(mine), holder=forged)),
         ]

@@ -13,10 +13,9 @@ DataDirOption = Annotated[
     Path | None,
     typer.Option("--data-dir", help="The server's: ask the database there, without a token. (default: ask the server)"),
 ]
-
-
 RegistryOption = Annotated[
-    str, typer.Option("--registry", help="postgresql://..., as the server has it: as with --data-dir. (default: none)")
+    str,
+    typer.Option("--registry", help="A postgresql:// URL, as the server has it: as with --data-dir. (default: none)"),
 ]
 
 
