@@ -196,8 +196,8 @@ def test_help_is_quick_and_without_torch():
 
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_demo_as_json(tmp_path):
-    """Of a model and adapters of one's own, of one layer, which few layouts fit; CI runs the one without."""
-    model = tiny.make_model("mixtral", num_hidden_layers=1)
+    """Of a model and adapters of one's own, so small that one layout fits; CI runs the one without."""
+    model = tiny.make_model("mixtral", num_hidden_layers=1, num_local_experts=2)
     tiny.save_model(model, tmp_path / "model")
     for seed, name in enumerate(("law", "code")):
         tiny.make_adapter(model, tmp_path / "adapters" / name, lora_rank=4, seed=seed, targets="all")
@@ -208,7 +208,7 @@ def test_demo_as_json(tmp_path):
     document = json.loads(done.stdout)
     assert document["tokens_checked"] == document["tokens_equal"] > 0
     assert document["max_abs_logprob_diff"] <= 1e-4
-    assert [row["layout"] for row in document["layouts"]] == ["ep1-pp1", "ep4-pp1"]
+    assert [row["layout"] for row in document["layouts"]] == ["ep1-pp1"]
 
 
 def test_demo_needs_both_or_neither(tmp_path):

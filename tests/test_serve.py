@@ -50,8 +50,11 @@ def check(load: Workload, address: str, transport: str) -> None:
         load.check(generate(load.model, load.batch, NEW_TOKENS))
 
 
-@pytest.mark.parametrize("coordination", ["independent", "leader"])
-@pytest.mark.parametrize("layout", ["ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2"])
+LAYOUTS = [(layout, "independent") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")]
+LED = [(layout, "leader") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2")]
+
+
+@pytest.mark.parametrize(("layout", "coordination"), LAYOUTS + LED)
 def test_tokens_equal_peft(tmp_path, layout, coordination):
     load = workload("mixtral")
     more = ("--layout", layout, "--coordination", coordination, "--max-step-rows", "32")
