@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from lora_server.transport.gpu.world import WorldGpu
 
 openers: dict[str, Callable[[torch.device], Gpu]] = {}  # by type of device
 world_openers: dict[str, Callable[[torch.device], WorldGpu]] = {}
+_G = TypeVar("_G")
 
 
 def gpu_of(device: torch.device) -> Gpu:
@@ -20,9 +22,7 @@ def gpu_of(device: torch.device) -> Gpu:
         from lora_server.transport.gpu.cuda import open_cuda
 
         openers["cuda"] = open_cuda
-    if device.type not in openers:
-        raise ConfigError(f"transport gpu: got a {device.type} device, expected a GPU; use transport auto")
-    return openers[device.type](device)
+    return _open(openers, device, "gpu")
 
 
 def world_gpu_of(device: torch.device) -> WorldGpu:
@@ -31,6 +31,10 @@ def world_gpu_of(device: torch.device) -> WorldGpu:
         from lora_server.transport.gpu.nvshmem import open_nvshmem
 
         world_openers["cuda"] = open_nvshmem
-    if device.type not in world_openers:
-        raise ConfigError(f"transport nvshmem: got a {device.type} device, expected a GPU; use transport auto")
-    return world_openers[device.type](device)
+    return _open(world_openers, device, "nvshmem")
+
+
+def _open(known: dict[str, Callable[[torch.device], _G]], device: torch.device, transport: str) -> _G:
+    if device.type not in known:
+        raise ConfigError(f"transport {transport}: got a {device.type} device, expected a GPU; use transport auto")
+    return known[device.type](device)
