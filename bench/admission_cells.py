@@ -1,6 +1,7 @@
 """What bench.admission asks for, and what is expected of it: by `provision`'s models, by its simulation, by the rule.
 
-The rule is the server's own `Admission` (lora_server/control/admission.py) in virtual time, with nothing around it.
+The rule is the server's own `Admission` (lora_server/control/admission/admission.py) in virtual time, with nothing
+around it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_server.control.admission import Admission
-from lora_server.control.room import Room
+from lora_server.control.admission.admission import Admission
+from lora_server.control.admission.room import Room
 from provisioning.arrays import Floats
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, measured
 from provisioning.simulation.run import System, run

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from lora_server import spec
-from lora_server.control.agreement import Agreement
+from lora_server.control.adapters.registry import Record
 from lora_server.control.controller import Controller
-from lora_server.control.registry import Record
+from lora_server.control.members.agreement import Agreement
 from lora_server.daemon.kept import Kept
 from lora_server.placement import Layout
 from lora_server.spec import Invocation, Site

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from lora_server.adapters import validate_adapter
-from lora_server.control.agreement import Agreement
+from lora_server.control.adapters.watch import Watcher
 from lora_server.control.controller import Controller
-from lora_server.control.watch import Watcher
+from lora_server.control.members.agreement import Agreement
 from lora_server.placement import Layout
 from tests.controllers import ToldShard
 from tests.workload import spec_of

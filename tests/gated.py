@@ -9,11 +9,11 @@ from pathlib import Path
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Role
 from lora_server.access.store import Tenant
-from lora_server.control import page
-from lora_server.control.http import HttpServer
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.registry import Record
-from lora_server.control.server import ControlServer
+from lora_server.control.adapters.registry import Record
+from lora_server.control.http import page
+from lora_server.control.http.server import HttpServer
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.registry.database import FILE, Database
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc

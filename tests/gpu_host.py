@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from lora_server.adapters import validate_adapter
-from lora_server.control.registry import FIRST_HANDLE
+from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.memory.entry import Source
 from lora_server.memory.pages import PagePool
 from lora_server.memory.resident import ResidentTier

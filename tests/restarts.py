@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
 from lora_server.placement import Layout
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger

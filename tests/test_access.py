@@ -16,7 +16,7 @@ from lora_server.access.limits import Bucket
 from lora_server.access.names import Names
 from lora_server.access.store import Tenant
 from lora_server.cli import app
-from lora_server.control.scope import Scopes
+from lora_server.control.rpc.scope import Scopes
 from lora_server.errors import (
     AdapterSourceError,
     ConfigError,

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lora_server.access.identity import Identity, Role
 from lora_server.access.rights import CHANGES, RIGHTS
-from lora_server.control import page
+from lora_server.control.http import page
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.gated import ADAPTERS, TENANTS, Gated

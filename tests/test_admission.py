@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from lora_server.control.admission import FIRST_SECONDS, Admission, Queued
-from lora_server.control.room import Room
+from lora_server.control.admission.admission import FIRST_SECONDS, Admission, Queued
+from lora_server.control.admission.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.controllers import ToldShard, kept, make_controller

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_server.control.admission import Admission, Queued
-from lora_server.control.room import Room
+from lora_server.control.admission.admission import Admission, Queued
+from lora_server.control.admission.room import Room
 
 WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2)
 

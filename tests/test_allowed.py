@@ -9,10 +9,10 @@ import os
 import pytest
 
 from lora_server.config import ServeConfig, load
-from lora_server.control.agreement import Agreement
-from lora_server.control.allowed import Allowed
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.adapters.origins import opened
 from lora_server.control.controller import Controller
-from lora_server.control.origins import opened
+from lora_server.control.members.agreement import Agreement
 from lora_server.errors import AdapterSourceError, ConfigError, LoraServerError
 from lora_server.placement import Layout
 from tests.adapter_files import spec_of
@@ -163,7 +163,7 @@ def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path, mo
     assert len(adapters) == 0
     (root / "law").mkdir()
     (root / "law" / "adapter_config.json").write_text("{}")
-    monkeypatch.setattr("lora_server.control.origins.validate_adapter", fail)
+    monkeypatch.setattr("lora_server.control.adapters.origins.validate_adapter", fail)
     with pytest.raises(AdapterSourceError, match="cannot be read: Input/output error"):
         adapters.add("law", str(root / "law"), 5.0)
     monkeypatch.undo()

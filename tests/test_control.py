@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lora_server.control.leases import Leases
-from lora_server.control.registry import FIRST_HANDLE, Record, Registry, check_name
-from lora_server.control.shards import ShardHandle, ShardTable, wait_all
+from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry, check_name
+from lora_server.control.members.leases import Leases
+from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
     AdapterExistsError,
     AdapterFormatError,

@@ -15,10 +15,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from lora_server.control import listener
-from lora_server.control.listener import Threads
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.server import ControlServer
+from lora_server.control.rpc import listener
+from lora_server.control.rpc.listener import Threads
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import AdmissionError, ConfigError, LeaseError, LoraServerError, ProtocolError, ServerBusyError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc

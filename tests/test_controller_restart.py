@@ -5,11 +5,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lora_server.control.agreement import Agreement
+from lora_server.control.adapters.refusals import Refusal, Refusals
+from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.control.controller import Controller
-from lora_server.control.refusals import Refusal, Refusals
-from lora_server.control.registry import FIRST_HANDLE
-from lora_server.control.shards import ShardHandle
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.members.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.placement import Layout

@@ -11,7 +11,7 @@ import torch
 
 from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
-from lora_server.control.registry import FIRST_HANDLE
+from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site

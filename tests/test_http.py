@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from lora_server.control.http import HttpServer
-from lora_server.control.http_limits import MAX_CONNECTIONS
+from lora_server.control.http.limits import MAX_CONNECTIONS
+from lora_server.control.http.server import HttpServer
 from tests.hostile_http import HOSTILE, attack, opened, request
 from tests.serving import until
 
@@ -24,7 +24,7 @@ PER_KIND = 100
 SERVE = """
 import sys
 from lora_server import logs
-from lora_server.control.http import HttpServer
+from lora_server.control.http.server import HttpServer
 logs.configure()
 server = HttpServer("127.0.0.1", 0, lambda: "not yet", None)
 print(server.port, flush=True)
@@ -134,7 +134,7 @@ def test_slow_clients_delay_neither_others_nor_the_end():
 
 
 def test_too_many_connections_are_refused_and_then_end(monkeypatch):
-    monkeypatch.setattr("lora_server.control.http_limits.REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 2.0)
     with serving() as server, contextlib.ExitStack() as stack:
         for _ in range(2 * MAX_CONNECTIONS):
             stack.enter_context(opened(server.port, b"GET /livez HT"))
@@ -147,7 +147,7 @@ def test_too_many_connections_are_refused_and_then_end(monkeypatch):
 
 
 def test_an_answer_that_nobody_reads_ends(monkeypatch):
-    monkeypatch.setattr("lora_server.control.http_limits.REQUEST_SECONDS", 1.0)
+    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 1.0)
     length = 1 << 24  # more than the kernel keeps for a reader
     with serving(lambda: "x" * length) as server, opened(server.port, request(path=b"/readyz")) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 503")

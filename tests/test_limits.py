@@ -10,9 +10,9 @@ import pytest
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Tenant
-from lora_server.control.allowed import Allowed
-from lora_server.control.scope import Scopes
-from lora_server.control.service import AdaptersService, ClientsService
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.rpc.scope import Scopes
+from lora_server.control.rpc.service import AdaptersService, ClientsService
 from lora_server.errors import LimitError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.restarts import SECONDS, Server

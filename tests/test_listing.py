@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from lora_server.control.listing import MAX_PAGE, PAGE_BYTES, page
-from lora_server.control.refusals import Refusal, Refusals
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.registry import Record, check_name
-from lora_server.control.server import ControlServer
+from lora_server.control.adapters.refusals import Refusal, Refusals
+from lora_server.control.adapters.registry import Record, check_name
+from lora_server.control.reports.listing import MAX_PAGE, PAGE_BYTES, page
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import AdapterFormatError, ProtocolError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc

@@ -9,9 +9,9 @@ import pytest
 
 from client_connector.directory import Directory
 from client_connector.serving.lookup import Lookup
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.registry import Record
-from lora_server.control.server import ControlServer
+from lora_server.control.adapters.registry import Record
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.demo.launch import free_address
 from lora_server.errors import ServerUnavailableError, UnknownAdapterError
 from tests.controllers import kept, make_controller

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from lora_server.adapters import WEIGHTS, open_adapter
-from lora_server.control import files as sending
-from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
-from lora_server.control.files import FilesService
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.server import ControlServer
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.rpc import files as sending
+from lora_server.control.rpc.files import FilesService
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon import files as asking
 from lora_server.daemon.files import Node0
 from lora_server.errors import (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lora_server import spec
-from lora_server.control.agreement import require_work
+from lora_server.control.members.agreement import require_work
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout, Placement, share
 

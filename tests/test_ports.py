@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lora_server import spec
 from lora_server.config import ServeConfig, load
-from lora_server.control.agreement import Agreement
+from lora_server.control.members.agreement import Agreement
 from lora_server.placement import Layout, share
 from lora_server.ports import ANY_PORT, DataPorts
 from tests.doc_commands import blocks

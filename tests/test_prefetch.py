@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 
 from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOST, SPACING_SECONDS, Lookahead
 from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, SPACING_US
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.server import ControlServer
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.shard_main import STEP_SECONDS
 from lora_server.errors import LeaseError
 from lora_server.transport.session import MAX_PREFETCHED

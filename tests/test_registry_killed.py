@@ -78,7 +78,7 @@ def test_what_a_directory_had_is_not_read_again_unless_it_was_touched(server, mo
     def read(*_, **__):
         raise LoraServerError("it was read")
 
-    monkeypatch.setattr("lora_server.control.adapters.opened", read)
+    monkeypatch.setattr("lora_server.control.adapters.adapters.opened", read)
     server.adapters.register_directory(found)
     assert server.served() == before and not server.adapters.refused()
     assert server.adapters.get(next(iter(found))).record.pinned

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lora_server.control.agreement import Agreement
 from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
 from lora_server.demo.launch import running_server
 from lora_server.errors import ServerUnavailableError
 from lora_server.placement import Layout

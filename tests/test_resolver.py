@@ -7,7 +7,7 @@ import pytest
 
 from client_connector.directory import Directory
 from client_connector.transformers import attach
-from lora_server.control.resolver import COMING, REFUSED_SECONDS, Resolver
+from lora_server.control.adapters.resolver import COMING, REFUSED_SECONDS, Resolver
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import running_server
 from lora_server.errors import (

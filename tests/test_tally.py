@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lora_server.control.holds import Holds
-from lora_server.control.tally import Sum, Tally
+from lora_server.control.admission.holds import Holds
+from lora_server.control.admission.tally import Sum, Tally
 
 NAMES = {handle: f"tenant-{handle}" for handle in range(1, 40)}
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.cli.loading import follow
-from lora_server.control import adapters as adapters_module
+from lora_server.control.adapters import adapters as adapters_module
 from lora_server.terminal import progress
 from tests.controllers import make_controller, registration
 from tests.serving import HANG_SECONDS, cli, status, until

@@ -10,7 +10,7 @@ import pytest
 from lora_server.access import exposure, tls
 from lora_server.access.identity import Role
 from lora_server.config import ServeConfig
-from lora_server.control.http import HttpServer
+from lora_server.control.http.server import HttpServer
 from lora_server.errors import ConfigError, ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from lora_server import config
 from lora_server.adapters import validate_adapter
-from lora_server.control.registry import FIRST_HANDLE
+from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
@@ -289,7 +289,7 @@ def test_the_next_server_reads_what_was_touched_and_nothing_else(tmp_path, conte
         read.append(path.name)
         return validate_adapter(path, spec)
 
-    monkeypatch.setattr("lora_server.control.followed.validate_adapter", note)
+    monkeypatch.setattr("lora_server.control.adapters.followed.validate_adapter", note)
     followed = Followed(tmp_path, contents, ledger=Ledger(database, spec_of("mixtral").to_json()))
     for name in ("law", "code", "art", "bad"):
         followed.put(name, "dora" if name == "bad" else "v1")

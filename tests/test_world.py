@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from lora_server.control.shards import ShardHandle, ShardTable
-from lora_server.control.world import World
+from lora_server.control.members.shards import ShardHandle, ShardTable
+from lora_server.control.members.world import World
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb

@@ -65,8 +65,8 @@ RIGHTS: dict[str, Right] = {
     "Access/ListTenants": _OPERATORS_ADMIN,
     "Access/Share": _PUBLISH,
     "Access/Audit": _ADMIN,
-    "Shards/Register": _EVERYBODY,  # who is a shard is proven by the secret of its node, see control/registration.py
-    "Shards/Files": _EVERYBODY,  # by what it registered as, see control/files.py
+    "Shards/Register": _EVERYBODY,  # the secret of its node proves it: control/rpc/registration.py
+    "Shards/Files": _EVERYBODY,  # by what it registered as: control/rpc/files.py
     "Shards/Read": _EVERYBODY,
     "Health/Check": _EVERYBODY,  # yes or no
     "/livez": _EVERYBODY,

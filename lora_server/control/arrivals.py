@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from lora_server.control.agreement import Agreement
+from lora_server.control.adapters.reconciled import ReconciledAdapters
 from lora_server.control.clients import Clients
-from lora_server.control.reconciled import ReconciledAdapters
-from lora_server.control.shards import ShardHandle, ShardTable
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.errors import ConfigError
 from lora_server.registry.versions import Version
 from lora_server.wire import lora_server_pb2 as pb

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
-from lora_server.control.adapters import Adapters
-from lora_server.control.admission import Queued
-from lora_server.control.held import CheckInUse
-from lora_server.control.leases import ClientLease, Leases
+from lora_server.control.adapters.adapters import Adapters
+from lora_server.control.adapters.held import CheckInUse
+from lora_server.control.adapters.registry import Record
+from lora_server.control.adapters.told import RESTARTED
+from lora_server.control.admission.admission import Queued
+from lora_server.control.members.leases import ClientLease, Leases
+from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
+from lora_server.control.members.world import World
 from lora_server.control.prefetch import Prefetches
-from lora_server.control.registry import Record
-from lora_server.control.shards import ShardHandle, ShardTable, wait_all
-from lora_server.control.told import RESTARTED
-from lora_server.control.world import World
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 
-from lora_server.control.agreement import Agreement
-from lora_server.control.allowed import NOWHERE, Allowed
+from lora_server.control.adapters.allowed import NOWHERE, Allowed
+from lora_server.control.adapters.followed import FollowedAdapters
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import Clients
 from lora_server.control.drain import Drain
-from lora_server.control.followed import FollowedAdapters
-from lora_server.control.leases import Leases
-from lora_server.control.shards import ShardTable
-from lora_server.control.world import World
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.members.leases import Leases
+from lora_server.control.members.shards import ShardTable
+from lora_server.control.members.world import World
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import structlog
 
-from lora_server.control.adapters import Adapters
+from lora_server.control.adapters.adapters import Adapters
+from lora_server.control.adapters.told import RESTARTED
 from lora_server.control.clients import Clients
-from lora_server.control.shards import ShardTable, wait_all
-from lora_server.control.told import RESTARTED
+from lora_server.control.members.shards import ShardTable, wait_all
 from lora_server.errors import ConfigError, ServerBusyError, ServerUnavailableError
 from lora_server.registry.drains import Drains
 from lora_server.wire import lora_server_pb2 as pb

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from lora_server.control.adapters import Adapters
-from lora_server.control.leases import Leases
-from lora_server.control.shards import ShardTable
+from lora_server.control.adapters.adapters import Adapters
+from lora_server.control.members.leases import Leases
+from lora_server.control.members.shards import ShardTable
 from lora_server.logs import Repeats
 from lora_server.transport.session import MAX_PREFETCHED, Proof
 from lora_server.wire import lora_server_pb2 as pb

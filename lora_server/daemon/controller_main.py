@@ -17,16 +17,16 @@ from lora_server.access.gate import Gate
 from lora_server.access.tls import server_credentials
 from lora_server.adapters import find_adapters, is_adapter
 from lora_server.config import ProcessConfig
-from lora_server.control import page
-from lora_server.control.agreement import Agreement
-from lora_server.control.allowed import Allowed
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.adapters.resolver import Resolver
+from lora_server.control.adapters.watch import Watcher
 from lora_server.control.controller import Controller
-from lora_server.control.leases import Leases
-from lora_server.control.metrics import ControllerCollector
-from lora_server.control.registration import Doorkeeper
-from lora_server.control.resolver import Resolver
-from lora_server.control.server import ControlServer
-from lora_server.control.watch import Watcher
+from lora_server.control.http import page
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.members.leases import Leases
+from lora_server.control.reports.metrics import ControllerCollector
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http

@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from lora_server.access import tls as tls_files
 from lora_server.config import ServeConfig
-from lora_server.control.build import build_info
-from lora_server.control.http import Answer, HttpGate, HttpServer
+from lora_server.control.http.server import Answer, HttpGate, HttpServer
+from lora_server.control.reports.build import build_info
 from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 

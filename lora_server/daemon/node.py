@@ -18,7 +18,7 @@ from lora_server.access.remote import RemoteGate
 from lora_server.adapters import find_adapters
 from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
-from lora_server.control.agreement import Agreement
+from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.http import NodeCollector, listen_http

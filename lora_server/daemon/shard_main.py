@@ -18,7 +18,7 @@ import torch
 
 from lora_server.access.tls import own_credentials
 from lora_server.config import ProcessConfig
-from lora_server.control.agreement import Agreement
+from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import backends
 from lora_server.daemon.backends import Backend, Resident
 from lora_server.daemon.child_main import open_fetcher, run_child

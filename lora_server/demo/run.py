@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from lora_server import spec, terminal
 from lora_server.adapters import find_adapters
-from lora_server.control.agreement import require_work
+from lora_server.control.members.agreement import require_work
 from lora_server.demo import children, tiny
 from lora_server.demo.check import against_peft
 from lora_server.demo.engine import Job, Result, Sequence

@@ -1,0 +1,104 @@
+"""Where an adapter may come from that somebody adds by name: below some directories, from some URLs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from lora_server.adapters.refusal import clip
+from lora_server.adapters.scan import is_watched
+from lora_server.config import ServeConfig
+from lora_server.control.adapters.origins import local_path
+from lora_server.errors import AdapterSourceError, ConfigError
+from lora_server.sources.remote import canonical, is_remote
+
+NO_URL = "none"
+
+
+class Allowed(NamedTuple):
+    """`roots` are resolved directories of this host; `sources` what URLs begin with, any where there are none."""
+
+    roots: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> Allowed:
+        """Where no --adapter-root is given: --adapters, and where processes of this host alone reach the server, the
+        directory where it was started, unless that is all of the file system. Raises ConfigError."""
+        roots = list(config.adapter_root)
+        if not roots:
+            roots = [config.adapters] if config.adapters is not None else []
+            here = Path.cwd()
+            if config.listen.is_loopback() and here != Path(here.anchor):
+                roots.append(here)
+        resolved = dict.fromkeys(os.path.realpath(root) for root in roots)
+        return cls(tuple(resolved), tuple(map(_source, config.allow_source)))
+
+    def check(self, uri: str) -> None:
+        """Links are followed first, also those of the adapter's files. Raises AdapterSourceError, which says the same
+        of what exists and of what does not."""
+        if is_remote(uri):
+            self._check_url(canonical(uri))
+            return
+        where = local_path(uri)
+        if not self._has(where):
+            raise AdapterSourceError(
+                f"adapter source {clip(uri)}: got a path that leads elsewhere, expected one below {self._shown()}; "
+                "copy it there, or start the server with --adapter-root DIRECTORY"
+            )
+        for file in _files(where):
+            if not self._has(file):
+                raise AdapterSourceError(
+                    f"adapter source {clip(uri)}: got {clip(file.name)}, a link that leads elsewhere, expected files "
+                    f"below {self._shown()}; copy it there, or start the server with --adapter-root DIRECTORY"
+                )
+
+    def within(self, tenant: str) -> Allowed:
+        """What a tenant may add: below the parts of these that have its name."""
+        roots = tuple(os.path.join(root, tenant) for root in self.roots)  # noqa: PTH118  (they are texts)
+        return Allowed(roots, tuple(f"{source.rstrip('/')}/{tenant}" for source in self.sources) or (NO_URL,))
+
+    def _check_url(self, url: str) -> None:
+        steps_up = any(unquote(part) in (".", "..") for part in url.split("/"))
+        if self.sources and (steps_up or not any(_is_below(url, source) for source in self.sources)):
+            raise AdapterSourceError(
+                f"adapter source {clip(url)}: got a URL that is not allowed, expected one below "
+                f"{', '.join(self.sources)}; start the server with --allow-source for others"
+            )
+
+    def _has(self, path: Path) -> bool:
+        real = os.path.realpath(path)
+        return any(os.path.commonpath((real, root)) == root for root in self.roots)
+
+    def _shown(self) -> str:
+        return " or ".join(self.roots) or "a directory that the server was started with (none was given)"
+
+
+NOWHERE = Allowed()  # on this host
+
+
+def _source(text: str) -> str:
+    try:
+        if is_remote(text):
+            return canonical(text)
+        reason = "no URL"
+    except AdapterSourceError as error:
+        reason = str(error)
+    raise ConfigError(
+        f"--allow-source: got {text!r}, expected the beginning of a URL, such as s3://adapters ({reason})"
+    )
+
+
+def _is_below(url: str, source: str) -> bool:
+    ends = ("/", "@") if source.startswith("hf://") else ("/",)  # a revision
+    return url == source or url.startswith(tuple(source + end for end in ends))
+
+
+def _files(where: Path) -> list[Path]:
+    try:
+        with os.scandir(where) as entries:
+            return [Path(one.path) for one in entries if is_watched(one.name)]
+    except OSError:  # said by who opens it
+        return []

@@ -1,0 +1,38 @@
+"""A page to look at, live, without a build step and from nowhere else: what it shows is `overview`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lora_server.control.controller import Controller
+from lora_server.control.reports.overview import overview
+
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def answers(controller: Controller, owner: Callable[[str], str]) -> dict[str, Callable[[Request], Response]]:
+    """By path: the page, and what it asks for. `owner` of an adapter: its tenant."""
+
+    def status(_: Request) -> Response:
+        return JSONResponse(overview(controller, owner), headers={"Cache-Control": "no-store"})
+
+    return {**{path: _file(name, kind) for path, (name, kind) in FILES.items()}, "/status.json": status}
+
+
+def _file(name: str, kind: str) -> Callable[[Request], Response]:
+    content = (files(__package__) / name).read_bytes()
+    return lambda _: Response(content, media_type=kind, headers=HEADERS)

@@ -1,0 +1,184 @@
+"""NVSHMEM's world as the controller sees it: who has which place, when it is made, and when it is over.
+
+NVSHMEM makes a world once, of a number of processes that is said beforehand; none comes in later, none leaves, and a
+process is in one world in its life. So a world is *gathered* first: shards have the first ranks, engines lease the
+others when they join, and whoever goes gives his place to the next. Nobody is told its unique id, which shard 0's
+process makes, before all are there; then all are. From then on places belong to processes: an engine that left may
+come back to its own, and one that died leaves a place that nobody has again. A shard that died ends the world: the
+other shards start anew, engines lose their leases, and the next one is gathered.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Iterable
+
+import structlog
+
+from lora_server.control.members.shards import ShardTable
+from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
+from lora_server.wire import lora_server_pb2 as pb
+
+REST_SECONDS = 60.0  # what a network still carries to a place has arrived then, or never will
+log = structlog.get_logger()
+
+
+class World:
+    """Thread-safe. Without places for clients there is none."""
+
+    def __init__(
+        self, table: ShardTable, shards: int, clients: int = 0, slots: int = 0, rest_seconds: float = REST_SECONDS
+    ) -> None:
+        self._table, self._shards, self._size, self._slots = table, shards, shards + clients, slots
+        self._rest_seconds = rest_seconds
+        self._lock = threading.Lock()
+        self._number, self._uid, self._made = 0, b"", False
+        self._here: dict[int, str] = {}  # shards, and the instances of their processes
+        self._clients: dict[int, int] = {}  # by rank
+        self._rests: dict[int, float] = {}  # rank -> until when nobody has it
+
+    def arrive(self, registration: pb.Registration) -> set[int]:
+        """A shard's process registered; the clients of the world that this ended."""
+        if self._size == self._shards:
+            return set()
+        shard, place = registration.shard, registration.place
+        with self._lock:
+            if place.world and not self._number:  # of an earlier controller's
+                self._number, self._uid, self._made = place.world, place.uid, True
+            if place.world:
+                if place.world == self._number and self._made:
+                    self._here[shard] = registration.instance
+                else:
+                    self._start_anew([shard])
+                return set()
+            if self._made and self._here.get(shard) == registration.instance:  # the command did not reach it
+                self._tell(shard)
+                return set()
+            over = self._begin(shard) if self._made or not self._number else set()
+            self._here[shard] = registration.instance
+            if shard == 0:
+                self._uid = place.uid
+            self._make()
+            return over
+
+    def _begin(self, first: int) -> set[int]:
+        """Gather one, of which this shard is the first; its number is above all, also those of earlier controllers."""
+        over = set(self._clients.values()) if self._made else set()
+        if self._made:
+            log.error("NVSHMEM's world is over: a shard died; the others start anew", world=self._number)
+            self._start_anew(self._here.keys() - {first})
+            self._clients, self._rests = {}, {}
+        self._number, self._uid, self._made = max(self._number + 1, int(time.time())), b"", False
+        self._here = {}
+        return over
+
+    def _start_anew(self, shards: Iterable[int]) -> None:
+        live = self._table.live()
+        for shard in shards:
+            if shard in live:
+                live[shard].send(pb.ShardCommand(stop=True))
+
+    def _make(self) -> None:
+        """Once all are there."""
+        if self._made or not self._uid or len(self._here) + len(self._clients) < self._size:
+            return
+        self._made = True
+        for shard in self._table.live():
+            self._tell(shard)
+        log.info("NVSHMEM's world is complete", world=self._number, pes=self._size)
+
+    def _tell(self, shard: int) -> None:
+        handle = self._table.live().get(shard)
+        if handle is not None:  # else it registers once more
+            handle.send(pb.ShardCommand(place=self._place(shard)))
+
+    def _place(self, rank: int) -> pb.Place:
+        uid = self._uid if self._made else b""
+        return pb.Place(world=self._number, rank=rank, size=self._size, uid=uid, slots=self._slots)
+
+    # -- clients
+
+    def take(self, client: int, asked: pb.Place) -> pb.Place:
+        """A place for a client: any, or that which its process has already.
+
+        Raises WorldError where there is none for it, ServerUnavailableError where there is soon, ConfigError.
+        """
+        if self._size == self._shards:
+            raise ConfigError(
+                "transport nvshmem: the server has no such world; start it with --device cuda --gpu-transport nvshmem "
+                "--nvshmem-clients N, or attach with transport='auto'"
+            )
+        with self._lock:
+            rank = self._own(asked) if asked.world else self._free()
+            self._clients[rank] = client
+            self._make()
+            return self._place(rank)
+
+    def _own(self, asked: pb.Place) -> int:
+        known = hmac.compare_digest(asked.uid, self._uid) and self._shards <= asked.rank < self._size
+        if not (self._made and known and asked.world == self._number):
+            raise WorldError(
+                f"NVSHMEM: this process was PE {asked.rank} of world {asked.world}, which is over, and a process is in "
+                "one world in its life: start the engine anew, or attach with transport='tcp'"
+            )
+        if asked.rank in self._clients:
+            holder = self._clients[asked.rank]
+            raise ServerUnavailableError(f"NVSHMEM: PE {asked.rank} still has the lease of client {holder}")
+        seconds = self._rests.get(asked.rank, 0.0) - time.monotonic()
+        if seconds > 0:
+            raise ServerUnavailableError(
+                f"NVSHMEM: PE {asked.rank} was cut off, and what it sent may still be on its way; it may come back in "
+                f"{seconds:.0f} s"
+            )
+        return int(asked.rank)
+
+    def _free(self) -> int:
+        free = [rank for rank in range(self._shards, self._size) if rank not in self._clients]
+        if self._made:
+            raise WorldError(
+                f"NVSHMEM: world {self._number} is complete, and no process joins it any more ({len(free)} of "
+                f"{self._size - self._shards} places of engines are idle, of processes that left or died); start the "
+                "server and all engines anew, or attach with transport='gpu' or 'tcp'"
+            )
+        if not free:
+            raise WorldError(
+                f"NVSHMEM: all {self._size - self._shards} places of engines are taken; start the server with a larger "
+                "--nvshmem-clients, or attach with transport='gpu' or 'tcp'"
+            )
+        return free[0]
+
+    def of(self, client: int) -> pb.Place:
+        """A client's place as it is now; raises WorldError where it has none."""
+        with self._lock:
+            for rank, holder in self._clients.items():
+                if holder == client:
+                    return self._place(rank)
+        raise WorldError(f"NVSHMEM: client {client} has no place; join again")
+
+    def adopt(self, client: int, rank: int) -> None:
+        """What a shard kept from an earlier controller; 0: none."""
+        if rank:
+            with self._lock:
+                self._clients[rank] = client
+
+    def give_back(self, client: int, rests: bool) -> None:
+        """Its lease ended; `rests`: not by its own will, so that steps of it may still be on their way."""
+        with self._lock:
+            for rank in [rank for rank, holder in self._clients.items() if holder == client]:
+                del self._clients[rank]
+                if rests and self._made:
+                    self._rests[rank] = time.monotonic() + self._rest_seconds
+
+    @property
+    def reason(self) -> str:
+        """Why steps cannot go through it; empty where they can, or where there is none."""
+        with self._lock:
+            if self._made or self._size == self._shards:
+                return ""
+            shards, clients = len(self._here), len(self._clients)
+            return (
+                f"NVSHMEM's world: {shards} of {self._shards} shards and {clients} of {self._size - self._shards} "
+                "engines are here"
+            )

@@ -1,0 +1,73 @@
+"""The list of adapters, page by page: what is served and what was refused, by name, in messages that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lora_server.control.adapters.held import HeldAdapters, Listing, Place
+from lora_server.control.adapters.refusals import Refusal
+from lora_server.control.adapters.registry import Record
+from lora_server.errors import ProtocolError
+from lora_server.wire import lora_server_pb2 as pb
+
+MAX_PAGE, PAGE_BYTES = 1000, 1 << 20  # adapters, and about so many bytes
+
+
+def page(
+    adapters: HeldAdapters, token: str, most: int = 0, sees: Callable[[str], bool] = lambda name: True
+) -> pb.ListAdaptersReply:
+    """What comes after that which `token` stands for; raises ProtocolError where it is none."""
+    most = min(most or MAX_PAGE, MAX_PAGE)
+    entries = adapters.after(_place(token), most + 1, sees)
+    reply, nbytes, last = pb.ListAdaptersReply(), 0, ("", 0)
+    for number, (place, entry) in enumerate(entries):
+        if number == most or nbytes > PAGE_BYTES:
+            reply.next_page_token = f"{last[1]}:{last[0]}"
+            break
+        if isinstance(entry, Listing):
+            reply.adapters.append(adapter(entry))
+        else:
+            reply.refused.append(refusal(entry))
+        nbytes, last = reply.ByteSize(), place
+    return reply
+
+
+def _place(token: str) -> Place:
+    handle, _, name = token.partition(":")
+    try:
+        return (name, int(handle)) if token else ("", 0)
+    except ValueError:
+        raise ProtocolError(f"page_token: got {token[:100]!r}, expected a reply's next_page_token, or none") from None
+
+
+def adapter(listing: Listing) -> pb.Adapter:
+    """As it travels."""
+    record = listing.record
+    return pb.Adapter(
+        name=record.name,
+        version=record.version,
+        handle=record.handle,
+        uri=record.uri or record.path,
+        lora_rank=record.lora_rank,
+        bytes=record.nbytes,
+        state=listing.state,
+        resident_layers=listing.resident_layers,
+        layers=listing.layers,
+        warnings=listing.warnings,
+        error=listing.error,
+        holders=listing.holders,
+        invocation=invocation(record),
+        pinned=record.pinned and listing.state != "draining",
+    )
+
+
+def invocation(record: Record) -> pb.Invocation | None:
+    """Of an activated LoRA."""
+    if record.invocation is None:
+        return None
+    return pb.Invocation(tokens=record.invocation.tokens, text=record.invocation.text)
+
+
+def refusal(one: Refusal) -> pb.Refusal:
+    """As it travels."""
+    return pb.Refusal(name=one.name, uri=one.uri, code=one.code, reason=one.reason)

@@ -1,0 +1,170 @@
+"""What a server counts and measures, as Prometheus metrics."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from lora_server.control.admission.admission import Admission
+from lora_server.control.admission.tally import Tally
+from lora_server.control.controller import Controller
+from lora_server.control.members.shards import ShardHandle
+from lora_server.control.reports.build import build_info
+from lora_server.control.reports.metrics_disk import disk_metrics
+from lora_server.errors import AdapterFormatError, AdmissionError
+from lora_server.histogram import BOUNDS_NS
+
+STATES = ("remote", "disk", "host", "loading", "ready", "failed", "draining")  # of an adapter
+
+# metric, help, field of ShardStats, factor
+_COUNTERS = (
+    ("lora_server_steps", "Steps served", "steps", 1.0),
+    ("lora_server_failed_steps", "Steps answered with an error", "failed", 1.0),
+    ("lora_server_entries", "Rows times experts computed", "entries", 1.0),
+    ("lora_server_request_bytes", "Bytes of requests served", "request_bytes", 1.0),
+    ("lora_server_response_bytes", "Bytes of responses pushed", "response_bytes", 1.0),
+    ("lora_server_wait_seconds", "Time steps waited on their shard", "wait_ns", 1e-9),
+    ("lora_server_compute_seconds", "Time shards computed", "compute_ns", 1e-9),
+    ("lora_server_loads", "Adapters brought into the device pool", "loads", 1.0),
+    ("lora_server_loaded_bytes", "Bytes brought into the device pool", "loaded_bytes", 1.0),
+    ("lora_server_preloads", "Adapters brought into idle memory before anybody asked", "preloads", 1.0),
+    ("lora_server_preload_hits", "Of these, those that were used", "preload_hits", 1.0),
+    ("lora_server_evictions", "Adapters that made room in the device pool", "evictions", 1.0),
+)
+# metric, help, fields of ShardStats for the device pool and for the host pool
+_POOLS = (
+    ("lora_server_weight_bytes", "Bytes that adapters take of a pool", "weight_bytes", "host_bytes"),
+    ("lora_server_pool_bytes", "Bytes of a pool", "total_bytes", "host_total_bytes"),
+)
+
+
+class ControllerCollector(Collector):
+    """The controller's state as Prometheus metrics, made when asked for."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self.refusals: Mapping[str, int] = {}  # of calls, by the error's code
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per quantity; most are labelled by shard, whose stage and node `lora_server_shard_info` says."""
+        controller = self._controller
+        live = controller.shards.live()
+        yield build_info(controller.agreement.spec.name, controller.agreement.layout)
+        ready = not controller.not_ready()
+        yield GaugeMetricFamily("lora_server_ready", "1 where /readyz says yes", float(ready))
+        yield _shard_info(controller)
+        missing = set(controller.shards.missing())
+        up = GaugeMetricFamily("lora_server_shard_up", "1 where the shard serves", labels=["shard"])
+        restarts = CounterMetricFamily("lora_server_shard_restarts", "Restarts of a shard", labels=["shard"])
+        for shard, count in controller.shards.restarts.items():
+            up.add_metric([str(shard)], float(shard not in missing))
+            restarts.add_metric([str(shard)], max(0, count))
+        yield from (up, restarts)
+        for name, text, device, host in _POOLS:
+            pool = GaugeMetricFamily(name, text, labels=["shard", "tier"])
+            for shard, handle in live.items():
+                pool.add_metric([str(shard), "device"], getattr(handle.stats, device))
+                pool.add_metric([str(shard), "host"], getattr(handle.stats, host))
+            yield pool
+        for name, text, field, factor in _COUNTERS:
+            family = CounterMetricFamily(name, text, labels=["shard"])
+            for shard, handle in live.items():
+                family.add_metric([str(shard)], getattr(handle.stats, field) * factor)
+            yield family
+        text = "Time of steps at their shard, by phase"
+        yield _durations("lora_server_step_seconds", text, ["shard", "phase"], _of_shards(live, "phases"))
+        text = "Time from when an adapter got its memory until it was whole, by where it came from"
+        yield _durations("lora_server_load_seconds", text, ["shard", "tier"], _of_shards(live, "load_times"))
+        ignored = CounterMetricFamily("lora_server_prefetches_ignored", "Prefetches ignored, by why", labels=["why"])
+        for why, times in sorted(controller.clients.prefetches.ignored.items()):
+            ignored.add_metric([why], times)
+        yield ignored
+        yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
+        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
+        yield _states(controller)
+        yield from _admission(controller.adapters.admission)
+        yield _holds(controller.adapters.tally)
+        yield from disk_metrics(controller)
+        refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
+        for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
+            refusals.add_metric([code], count)
+        yield refusals
+        help_text = "Adapters of --adapters that are refused, by the error's code"
+        refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
+        codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
+        codes.update(one.code for one in controller.adapters.refused())
+        for code, count in codes.items():
+            refused.add_metric([code], count)
+        yield refused
+
+
+Durations = Iterable[tuple[list[str], Sequence[int], int]]  # labels, counts, nanoseconds
+
+
+def _of_shards(live: dict[int, ShardHandle], field: str) -> Durations:
+    each = ((shard, one) for shard, handle in live.items() for one in getattr(handle.stats, field))
+    return (([str(shard), one.phase], one.counts, one.sum_ns) for shard, one in each)
+
+
+def _durations(name: str, text: str, labels: Sequence[str], durations: Durations) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    bounds = [*(f"{bound * 1e-9:.6g}" for bound in BOUNDS_NS), "+Inf"]
+    for values, counts, sum_ns in durations:
+        buckets = list(zip(bounds, map(float, itertools.accumulate(counts)), strict=True))
+        family.add_metric(values, buckets, sum_ns * 1e-9)
+    return family
+
+
+def _admission(admission: Admission) -> Iterable[Metric]:
+    counters = admission.counters
+    hits, misses, waits = counters.hits, counters.misses, counters.waits
+    admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
+    admitted.add_metric(["immediate"], counters.immediate)
+    admitted.add_metric(["queued"], counters.queued)
+    waited = "Time that queued requests waited until they were admitted"
+    yield from (
+        admitted,
+        _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
+        CounterMetricFamily("lora_server_adapter_hits", "Adapters that were whole in device pools when held", hits),
+        CounterMetricFamily("lora_server_adapter_misses", "Adapters that were not", misses),
+        GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
+        GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
+    )
+
+
+def _holds(tally: Tally) -> Metric:
+    text = "Time that requests held an adapter; (other): those without a line of their own"
+    held = SummaryMetricFamily("lora_server_adapter_hold_seconds", text, labels=["adapter"])
+    own, others = tally.sums()
+    for name, sums in (*own.items(), ("(other)", others)):
+        held.add_metric([name], sums.holds, sums.seconds)
+    return held
+
+
+def _shard_info(controller: Controller) -> Metric:
+    layout = controller.agreement.layout
+    labels = ["shard", "stage", "ep_rank", "node", "device"]
+    info = GaugeMetricFamily("lora_server_shard_info", "1; where a shard that is up stands and runs", labels=labels)
+    for shard, handle in controller.shards.live().items():
+        place = shard, layout.stage(shard), layout.ep_rank(shard), handle.node
+        info.add_metric([*map(str, place), handle.stats.device], 1)
+    return info
+
+
+def _states(controller: Controller) -> Metric:
+    counts = Counter(dict.fromkeys(STATES, 0))
+    counts.update(one.state for one in controller.adapters.listings())
+    states = GaugeMetricFamily("lora_server_adapters_in_state", "Adapters by state", labels=["state"])
+    for state, count in counts.items():
+        states.add_metric([state], count)
+    return states

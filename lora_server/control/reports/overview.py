@@ -1,0 +1,71 @@
+"""What the page shows: a server's status, and its hottest adapters."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from lora_server.control.adapters.held import Listing
+from lora_server.control.admission.tally import Sum
+from lora_server.control.controller import Controller
+from lora_server.control.reports.status import status
+from lora_server.wire.plain import fields
+
+MOST_ADAPTERS = MOST_TENANTS = 100
+NEVER = Sum()
+
+
+def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, Any]:
+    """As JSON says it: `fields` of StatusReply, `hottest`, `tenants` where there are some, how often an adapter was
+    there when somebody got it, and `seconds` of a clock, so that differences are rates. `owner` says whose one is."""
+    used, _ = controller.adapters.tally.sums()
+    listings = controller.adapters.listings()
+
+    def heat(one: Listing) -> tuple[int, int, int]:
+        return one.holders, used.get(one.record.name, NEVER).holds, one.resident_layers
+
+    hottest = heapq.nlargest(MOST_ADAPTERS, listings, key=heat)
+    adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
+    counters = controller.adapters.admission.counters
+    more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
+    engines = Counter(lease.tenant for lease, _ in controller.clients.leases.silences())
+    return fields(status(controller)) | more | {"tenants": _tenants(listings, engines, owner)}
+
+
+def _tenants(listings: list[Listing], engines: Counter[str], owner: Callable[[str], str]) -> list[dict[str, Any]]:
+    of_tenant: dict[str, list[Listing]] = {name: [] for name in engines}
+    for one in listings:
+        of_tenant.setdefault(owner(one.record.name), []).append(one)
+    if not any(of_tenant):
+        return []
+    rows = (
+        {
+            "tenant": name or "(operator)",
+            "engines": engines[name],
+            "adapters": len(own),
+            "in use": sum(one.holders > 0 for one in own),
+        }
+        for name, own in of_tenant.items()
+    )
+    return heapq.nlargest(MOST_TENANTS, rows, key=lambda row: (row["in use"], row["engines"], row["adapters"]))
+
+
+def _adapter(one: Listing, used: Sum) -> dict[str, Any]:
+    record = one.record
+    return {
+        "name": record.name,
+        "version": record.version,
+        "state": one.state,
+        "bytes": record.nbytes,
+        "lora_rank": record.lora_rank,
+        "pinned": record.pinned,
+        "resident_layers": one.resident_layers,
+        "layers": one.layers,
+        "holders": one.holders,
+        "holds": used.holds,
+        "hold_seconds": used.seconds,
+        "error": one.error,
+    }

@@ -1,0 +1,64 @@
+"""What a server says of itself: its shards, the clients that joined, what it refused."""
+
+from __future__ import annotations
+
+import os
+
+from lora_server.control.controller import Controller
+from lora_server.control.reports.listing import refusal
+from lora_server.wire import lora_server_pb2 as pb
+
+MOST_REFUSED = 100  # the list of adapters has all of them
+
+
+def status(controller: Controller) -> pb.StatusReply:
+    """All of it, as it is now."""
+    reason, refused = controller.not_ready(), controller.adapters.refused()
+    return pb.StatusReply(
+        model=controller.agreement.spec.name,
+        layout=str(controller.agreement.layout),
+        ready=not reason,
+        reason=reason,
+        refused=[refusal(one) for one in refused[:MOST_REFUSED]],
+        num_refused=len(refused),
+        warned=controller.adapters.num_warned,
+        clients=len(controller.clients.leases),
+        adapters=len(controller.adapters),
+        active=len(controller.adapters.admission.room.active),
+        queued=controller.adapters.admission.num_queued,
+        pid=os.getpid(),
+        run=controller.arrivals.run,
+        shards=_shards(controller),
+        joined=_joined(controller),
+    )
+
+
+def _shards(controller: Controller) -> list[pb.ShardStatus]:
+    layout, rows = controller.agreement.layout, []
+    live, missing = controller.shards.live(), set(controller.shards.missing())
+    for shard, count in controller.shards.restarts.items():
+        row = pb.ShardStatus(shard=shard, stage=layout.stage(shard), ep_rank=layout.ep_rank(shard))
+        row.state = "starting" if shard in missing else "up"
+        row.restarts = max(0, count)
+        if shard in live:
+            row.node, row.pid = live[shard].node, live[shard].pid
+            row.stats.CopyFrom(live[shard].stats)
+        rows.append(row)
+    return rows
+
+
+def _joined(controller: Controller) -> list[pb.ClientStatus]:
+    transports: dict[int, set[str]] = {}
+    for handle in controller.shards.live().values():
+        for one in handle.stats.attached:
+            transports.setdefault(one.client, set()).add(one.transport)
+    return [
+        pb.ClientStatus(
+            client=lease.client,
+            instance=lease.instance,
+            adapters=controller.adapters.held(lease.client),
+            transports=sorted(transports.get(lease.client, ())),
+            silent_seconds=silence,
+        )
+        for lease, silence in controller.clients.leases.silences()
+    ]

@@ -1,0 +1,102 @@
+"""Files of registered adapters, for shards of nodes that do not have them. They are read on threads of their own, and
+few are under way at once: calls of clients wait for none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+
+from lora_server.access.identity import Identity
+from lora_server.adapters import Limits, adapter_files
+from lora_server.control.controller import Controller
+from lora_server.control.rpc.listener import Threads, Write
+from lora_server.errors import (
+    AdapterFormatError,
+    AdapterSourceError,
+    PermissionDeniedError,
+    ServerBusyError,
+    ServerUnavailableError,
+)
+from lora_server.wire import lora_server_pb2 as pb
+
+PIECE_BYTES = 1 << 20
+MOST_AT_ONCE, MOST_WAITING = 8, 1024  # files
+PIECE_SECONDS = 30.0  # for a shard to take a piece
+
+
+class FilesService:
+    """The RPCs `Files` and `Read` of Shards. Who calls proves to be a process that is registered."""
+
+    def __init__(self, controller: Controller, threads: Threads) -> None:
+        self._shards, self._adapters, self._threads = controller.shards, controller.adapters, threads
+        self._limits = Limits.of(controller.agreement.spec)
+        self._places, self.under_way = asyncio.Semaphore(MOST_AT_ONCE), 0
+
+    def files(self, request: pb.FilesRequest, _: Identity) -> pb.FilesReply:
+        """What an adapter consists of."""
+        self._check(request.proof)
+        found = self._found(request.version)[1]
+        return pb.FilesReply(files=[pb.File(name=name, bytes=nbytes) for name, nbytes in found.items()])
+
+    async def read(self, request: pb.ReadRequest, _: AsyncIterator[pb.ReadRequest], write: Write) -> None:
+        """A file of it, on the event loop. One piece after the other: memory holds a piece of each."""
+        self._check(request.proof)
+        if self.under_way >= MOST_AT_ONCE + MOST_WAITING:
+            raise ServerBusyError(f"{self.under_way} files are on their way to shards, as many as may; try again soon")
+        self.under_way += 1
+        try:
+            async with self._places:
+                await self._send(request, write)
+        finally:
+            self.under_way -= 1
+
+    async def _send(self, request: pb.ReadRequest, write: Write) -> None:
+        file, at = await self._threads.run(self._file, request), request.begin
+        while data := await self._threads.run(_piece, file, at):
+            try:
+                await asyncio.wait_for(write(pb.Piece(data=data)), PIECE_SECONDS)
+            except TimeoutError:
+                raise ServerUnavailableError(
+                    f"shard {request.proof.shard}: took no piece of {request.name} within {PIECE_SECONDS:g} s"
+                ) from None
+            except grpc.aio.BaseError:  # it has gone
+                return
+            at += len(data)
+
+    def _file(self, request: pb.ReadRequest) -> Path:
+        path, files = self._found(request.version)
+        if request.name not in files:
+            raise AdapterSourceError(f"{path}: got {request.name[:80]!r}, expected one of {', '.join(files)}")
+        return path / request.name
+
+    def _found(self, version: str) -> tuple[Path, dict[str, int]]:
+        path = self._adapters.path_of(version)
+        try:
+            return path, adapter_files(path, self._limits)
+        except (AdapterFormatError, OSError) as error:
+            raise AdapterSourceError(f"{path}: cannot be read any more: {error}") from error
+
+    def _check(self, proof: pb.ShardProof) -> None:
+        """That it is the process that registered, which was told by nobody else what it is called."""
+        handle = self._shards.live().get(proof.shard)
+        if handle is None:
+            raise ServerUnavailableError(f"shard {proof.shard} is not registered now; try again once it is")
+        if not hmac.compare_digest(handle.registration.instance.encode(), proof.instance.encode()):
+            raise PermissionDeniedError(
+                f"files of adapters: got a call that is not of the registered process of shard {proof.shard}, "
+                "expected one of that process; clients compute with adapters and do not read them"
+            )
+
+
+def _piece(file: Path, at: int) -> bytes:
+    """Empty at its end."""
+    try:
+        with file.open("rb", buffering=0) as opened:
+            return os.pread(opened.fileno(), PIECE_BYTES, at)
+    except OSError as error:
+        raise AdapterSourceError(f"{file}: cannot be read: {error.strerror}; was the adapter removed?") from error

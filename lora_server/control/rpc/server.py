@@ -1,0 +1,137 @@
+"""The controller's gRPC server: every service at one address, and which calls may wait for which others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from lora_server.access.gate import Gate
+from lora_server.access.identity import Identity
+from lora_server.access.rights import CHANGES
+from lora_server.access.service import AccessService
+from lora_server.control.clients import MAX_WAITERS
+from lora_server.control.controller import Controller
+from lora_server.control.rpc.files import FilesService
+from lora_server.control.rpc.listener import Listener, Service, Stream, Threads, Unary
+from lora_server.control.rpc.registration import Doorkeeper, ShardsService
+from lora_server.control.rpc.scope import Scopes
+from lora_server.control.rpc.service import AdaptersService, ClientsService, HealthService, ServerService
+from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError
+from lora_server.wire import lora_server_pb2 as pb
+
+_SHARDS = pb.DESCRIPTOR.services_by_name["Shards"].full_name
+_SUBJECTS = ("name", "id", "tenant", "role", "on_behalf_of", "stop")
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+def _nothing() -> None:
+    """What a heartbeat comes to, without the heartbeat."""
+
+
+def _kept(call: str, answer: Callable[[Message, Identity], Message], gate: Gate) -> Callable[..., Message]:
+    """A call whose outcome is kept: always of one that changes something, otherwise where somebody may not."""
+
+    def kept(request: Message, who: Identity) -> Message:
+        try:
+            reply = answer(request, who)
+        except LoraServerError as error:
+            if call in CHANGES:
+                gate.changed(who, call, _subject(request), error)
+            elif isinstance(error, PermissionDeniedError):
+                gate.audit.note(who, call, _subject(request), error)
+            raise
+        if call in CHANGES:
+            gate.changed(who, call, _subject(request), None)
+        return reply
+
+    return kept
+
+
+def _subject(request: Message) -> str:
+    """What it is about; never a URL, which may have a password in it."""
+    told = (f"{name}={value}" for name in _SUBJECTS if (value := getattr(request, name, "")))
+    return " ".join(told)
+
+
+def _methods(service: str, servicer: object, gate: Gate, threads: Threads, **apart: Threads) -> tuple[str, Service]:
+    """All of a service: each of its methods is one of the servicer's; on `threads` where none are named apart."""
+    described = pb.DESCRIPTOR.services_by_name[service]
+    return described.full_name, {
+        method.name: Unary(
+            message_factory.GetMessageClass(method.input_type),
+            _kept(f"{service}/{method.name}", getattr(servicer, method.name), gate),
+            apart.get(method.name, threads),
+        )
+        for method in described.methods
+    }
+
+
+class ControlServer:
+    """Serves from its constructor on. A lease is renewed on threads that nothing slow runs on."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        address: str,
+        door: Doorkeeper,
+        reflection: bool = False,
+        gate: Gate | None = None,
+        tls: grpc.ServerCredentials | None = None,
+    ) -> None:
+        """Raises RuntimeError where it cannot listen at `address`."""
+        leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
+        waits = Threads("waits", MAX_WAITERS + 8, 4096)
+        changes = Threads("changes", 16, 4096)  # files are read, loads are waited for
+        reads, shards = Threads("reads", 4, 1024), Threads("shards", 4, controller.agreement.layout.num_shards)
+        files = Threads("files", 4, 4096)
+        self._leases, self._asked = leases, 0.0
+        self._heard: Future[None] | None = None
+        self._threads = leases, joins, waits, changes, reads, shards, files
+        self._health = HealthService()
+        gate = gate or Gate()
+        scopes = Scopes(controller, gate)
+        adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes)
+        access = AccessService(gate, scopes.find, scopes.begin_with)
+        own = dict(
+            [
+                _methods("Adapters", adapters, gate, changes, List=reads, Get=reads),
+                _methods("Clients", clients, gate, leases, Join=joins, Borrow=joins, Await=waits),
+                _methods("Server", ServerService(controller, scopes), gate, reads, Drain=changes),
+                _methods("Access", access, gate, changes, WhoIs=reads),
+            ]
+        )
+        public = tuple(own) if reflection else ()
+        self.files = FilesService(controller, files)
+        own[_SHARDS] = {
+            "Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register),
+            "Files": Unary(pb.FilesRequest, self.files.files, files),
+            "Read": Stream(pb.ReadRequest, self.files.read),
+        }
+        own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
+        self._listener = Listener(address, own, gate.admit, public, tls)
+        self.port, self.refused = self._listener.port, self._listener.calls.refused
+
+    def stalled(self) -> float:
+        """For how many seconds no call of a client has been heard; to be asked again and again."""
+        if self._heard is None or self._heard.done():
+            with contextlib.suppress(ServerUnavailableError):  # it stops
+                self._asked, self._heard = time.monotonic(), self._listener.run(self._leases.run(_nothing))
+            return 0.0
+        return time.monotonic() - self._asked
+
+    def set_ready(self, ready: bool) -> None:
+        """What grpc.health.v1 answers."""
+        self._health.ready = ready
+
+    def close(self, seconds: float) -> None:
+        """Refuse new calls, give running ones `seconds`."""
+        self._listener.close(seconds)
+        for threads in self._threads:
+            threads.close()

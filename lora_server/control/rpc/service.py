@@ -1,0 +1,244 @@
+"""What the controller answers over gRPC, message by message: `server` says where, and on which threads."""
+
+from __future__ import annotations
+
+import structlog
+from grpc_health.v1 import health_pb2
+
+from lora_server.access.identity import Identity
+from lora_server.control.adapters.registry import Record, record_of
+from lora_server.control.admission.admission import check_bounds
+from lora_server.control.controller import Controller
+from lora_server.control.reports.listing import adapter, invocation, page
+from lora_server.control.reports.status import status
+from lora_server.control.rpc.scope import Scopes
+from lora_server.errors import AdapterExistsError, PermissionDeniedError
+from lora_server.spec import PROJECTIONS
+from lora_server.transport.session import Proof
+from lora_server.wire import lora_server_pb2 as pb
+
+MAX_WAIT_SECONDS = 600.0
+log = structlog.get_logger()
+
+
+class AdaptersService:
+    """The RPCs of this service, as the proto describes them. Callers' names become full ones here."""
+
+    def __init__(self, controller: Controller, scopes: Scopes) -> None:
+        self._adapters, self._scopes = controller.adapters, scopes
+        self._leases, self._allowed = controller.clients.leases, controller.allowed
+
+    def Add(self, request: pb.AddAdapterRequest, who: Identity) -> pb.Adapter:
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        if who.is_operator:
+            return self._shown(self._adapters.add(request.name, request.uri, seconds).name, who)
+        self._allowed.within(who.tenant).check(request.uri)
+        if self._leases.serving(request.name, who.tenant) is not None:
+            raise AdapterExistsError(
+                f"adapter {request.name!r}: an engine serves its base model under this name; take another name"
+            )
+        with self._scopes.adding(who) as check_bytes:
+            record = self._adapters.add(self._scopes.of(who).own(request.name), request.uri, seconds)
+            check_bytes(record)
+        return self._shown(record.name, who)
+
+    def List(self, request: pb.ListAdaptersRequest, who: Identity) -> pb.ListAdaptersReply:
+        scope = self._scopes.of(who, request.on_behalf_of)
+        return scope.cut_page(page(self._adapters, request.page_token, request.page_size, scope.sees))
+
+    def Get(self, request: pb.GetAdapterRequest, who: Identity) -> pb.Adapter:
+        scope = self._scopes.of(who, request.on_behalf_of)
+        full = scope.find(request.name)
+        with scope.asking([request.name], [full]):
+            reply = scope.cut(adapter(self._adapters.get(full, brings=not request.registered)))
+            for shard, ready, host, layers, remote in self._adapters.by_shard(full):
+                reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
+            if scope.owns(full):
+                for one in self._adapters.versions(full):
+                    uri = record_of(one).uri if who.is_operator else ""
+                    reply.versions.add(version=one.version, uri=uri, added=one.added, listed=one.listed)
+        return reply
+
+    def Remove(self, request: pb.RemoveAdapterRequest, who: Identity) -> pb.RemoveAdapterReply:
+        scope = self._scopes.of(who)
+        full = scope.find_own(request.name)
+        with scope.asking([request.name], [full]):
+            holders = self._adapters.remove(full, _drain_seconds(request))
+        self._scopes.forget(full, who)
+        return pb.RemoveAdapterReply(holders=holders)
+
+    def Update(self, request: pb.UpdateAdapterRequest, who: Identity) -> pb.Adapter:
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        scope = self._scopes.of(who)
+        full = scope.find_own(request.name)
+        with scope.asking([request.name], [full]):
+            if not who.is_operator:
+                self._allowed.within(who.tenant).check(request.uri)
+            with self._scopes.updating(who) as check:
+                self._adapters.update(full, request.uri, seconds, _drain_seconds(request), check)
+        return self._shown(full, who)
+
+    def Rollback(self, request: pb.RollbackAdapterRequest, who: Identity) -> pb.Adapter:
+        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        scope = self._scopes.of(who)
+        full = scope.find_own(request.name)
+        with scope.asking([request.name], [full]), self._scopes.updating(who) as check:
+            self._adapters.rollback(full, request.version, seconds, _drain_seconds(request), check)
+        return self._shown(full, who)
+
+    def Pin(self, request: pb.PinAdapterRequest, who: Identity) -> pb.Adapter:
+        self._adapters.pin(request.name, min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS))
+        return self._shown(request.name, who)
+
+    def Unpin(self, request: pb.UnpinAdapterRequest, who: Identity) -> pb.Adapter:
+        self._adapters.unpin(request.name)
+        return self._shown(request.name, who)
+
+    def _shown(self, full: str, who: Identity) -> pb.Adapter:
+        return self._scopes.of(who).cut(adapter(self._adapters.get(full)))
+
+
+class ClientsService:
+    """The RPCs of this service, as the proto describes them. A lease is for the token that it was made with."""
+
+    def __init__(self, controller: Controller, scopes: Scopes) -> None:
+        self._controller, self._clients, self._scopes = controller, controller.clients, scopes
+
+    def Join(self, request: pb.JoinRequest, who: Identity) -> pb.Lease:
+        weight = self._scopes.gate.tenant(who.tenant).weight
+        asked = request.place if request.HasField("place") else None
+        if asked is not None and not who.is_operator:
+            raise PermissionDeniedError(
+                f"transport nvshmem: got an engine of tenant {who.tenant}, expected the operator's: every PE of its "
+                "world can write to every other's memory; attach with transport='tcp'"
+            )
+        lease, live = self._clients.join(request.instance, request.served_names, who.tenant, who.token, weight, asked)
+        self._scopes.check_still_good(lease)
+        hidden = self._scopes.of(who).hidden(request.served_names)
+        agreement, adapters = self._controller.agreement, self._controller.adapters
+        if hidden:
+            log.error("an engine's base model hides adapters of its name", adapters=hidden, instance=request.instance)
+        return pb.Lease(
+            client=lease.client,
+            epoch=lease.epoch,
+            key=lease.key,
+            lease_seconds=self._clients.leases.seconds,
+            spec_json=agreement.spec.to_json(),
+            layout=str(agreement.layout),
+            dtype=agreement.dtype,
+            coordination=agreement.coordination,
+            max_step_rows=agreement.max_step_rows,
+            endpoints=[handle.registration.endpoint for handle in live.values()],
+            server=self._controller.arrivals.run,
+            hidden_adapters=hidden,
+            adapters=len(adapters) if who.is_operator else 0,
+            wire=agreement.wire,
+            place=lease.place,
+        )
+
+    def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:
+        return self._clients.place_of(self._own(request.proof, who))
+
+    def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
+        forgot = self._clients.heartbeat(self._own(request.proof, who), request.settled)
+        return pb.HeartbeatReply(forgot=forgot)
+
+    def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
+        self._clients.leave(self._own(request.proof, who), request.unanswered)
+        return pb.LeaveReply()
+
+    def Acquire(self, request: pb.AcquireRequest, who: Identity) -> pb.AcquireReply:
+        proof, scope = self._own(request.proof, who), self._scopes.of(who, request.on_behalf_of)
+        check_bounds(request.names)
+        full = [scope.find(name) for name in request.names]
+        check = scope.check_acquire(full)
+        with scope.asking(request.names, full):
+            tenant = scope.tenant
+            records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
+        asked = dict(zip(full, request.names, strict=True))
+        reply = pb.AcquireReply(adapters=[_held(record, asked.get(record.name, record.name)) for record in records])
+        if queued is not None:
+            reply.position, reply.reason = queued
+        return reply
+
+    def Await(self, request: pb.AwaitRequest, who: Identity) -> pb.AwaitReply:
+        waited = self._clients.wait_admitted(self._own(request.proof, who), request.tickets, request.seconds)
+        return pb.AwaitReply(tickets=waited)
+
+    def Cancel(self, request: pb.CancelRequest, who: Identity) -> pb.CancelReply:
+        self._clients.cancel(self._own(request.proof, who), request.tickets)
+        return pb.CancelReply()
+
+    def Release(self, request: pb.ReleaseRequest, who: Identity) -> pb.ReleaseReply:
+        self._clients.release(self._own(request.proof, who), request.handles)
+        return pb.ReleaseReply()
+
+    def Prefetch(self, request: pb.PrefetchRequest, who: Identity) -> pb.PrefetchReply:
+        self._clients.prefetch(self._own(request.proof, who), {need.handle: need.in_us for need in request.needs})
+        return pb.PrefetchReply()
+
+    def Restore(self, request: pb.RestoreRequest, who: Identity) -> pb.RestoreReply:
+        proof = self._own(request.proof, who)
+        self._clients.restore(proof, self._scopes.of(who).held_before(request.handles))
+        return pb.RestoreReply()
+
+    def Borrow(self, request: pb.BorrowRequest, who: Identity) -> pb.BorrowReply:
+        self._clients.borrow(self._own(request.proof, who), self._own(request.holder, who))
+        return pb.BorrowReply()
+
+    def _own(self, told: pb.Proof, who: Identity) -> Proof:
+        """Raises LeaseError for a lease that was made with another token."""
+        proof = Proof(told.client, told.epoch, told.key)
+        self._scopes.of(who).check_lease(self._clients.leases.proven(proof))
+        return proof
+
+
+def _drain_seconds(
+    request: pb.RemoveAdapterRequest | pb.UpdateAdapterRequest | pb.RollbackAdapterRequest,
+) -> float | None:
+    return request.drain_seconds if request.HasField("drain_seconds") else None
+
+
+def _held(record: Record, asked: str) -> pb.HeldAdapter:
+    sites = [site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection) for site in record.sites]
+    return pb.HeldAdapter(
+        name=asked,
+        handle=record.handle,
+        sites=sites,
+        version=record.version,
+        invocation=invocation(record),
+    )
+
+
+class ServerService:
+    """The RPCs of this service, as the proto describes them."""
+
+    def __init__(self, controller: Controller, scopes: Scopes) -> None:
+        self._controller, self._scopes = controller, scopes
+
+    def Status(self, request: pb.StatusRequest, who: Identity) -> pb.StatusReply:
+        return self._scopes.of(who).cut_status(status(self._controller))
+
+    def Drain(self, request: pb.DrainRequest, who: Identity) -> pb.DrainReply:
+        drain = self._controller.drain
+        if request.HasField("shard"):
+            drain.restart(request.shard, request.seconds)
+            return pb.DrainReply()
+        return pb.DrainReply(held=drain.begin(request.seconds))
+
+    def Resume(self, request: pb.ResumeRequest, who: Identity) -> pb.ResumeReply:
+        self._controller.drain.resume()
+        return pb.ResumeReply()
+
+
+class HealthService:
+    """grpc.health.v1, as far as probes use it: whoever asks is answered, nobody is told later."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def Check(self, request: health_pb2.HealthCheckRequest, who: Identity) -> health_pb2.HealthCheckResponse:
+        answers = health_pb2.HealthCheckResponse
+        if request.service:
+            return answers(status=answers.SERVICE_UNKNOWN)
+        return answers(status=answers.SERVING if self.ready else answers.NOT_SERVING)
