@@ -91,7 +91,7 @@ class ServeConfig(BaseSettings):
     nvshmem_clients: int = Field(
         0,
         ge=0,
-        le=32,
+        le=1024,
         description="With --gpu-transport nvshmem, engine processes in its world, which serves when all of them and "
         "all shards are there, and which no other joins.",
     )

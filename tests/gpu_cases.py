@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from tests import gpu_weights as weights
 from tests.gpu_clients import BUDGET_NS, GpuClient, WildClient
 from tests.gpu_oracle import replay
 from tests.gpu_schedules import drive
-from tests.gpu_shard import Shard, Waiting
+from tests.gpu_shard import LINKS, Shard, Waiting
 from tests.gpu_weights import BODIES, DEPTH, reference
 from tests.gpu_world import World
 
@@ -26,12 +27,18 @@ class Scene:
     """A shard with one adapter, and clients that have joined."""
 
     def __init__(
-        self, library: ctypes.CDLL, clients: int = 1, wild: int = 0, idle_ns: int = 50_000_000, network: bool = False
+        self,
+        library: ctypes.CDLL,
+        clients: int = 1,
+        wild: int = 0,
+        idle_ns: int = 50_000_000,
+        network: bool = False,
+        links: Sequence[int] = range(LINKS),
     ) -> None:
         torch.manual_seed(SEED)
         self.chooser = random.Random(SEED)
         self.world = World(SEED, library, network)
-        self.shard = Shard(self.world, self.chooser, idle_ns)
+        self.shard = Shard(self.world, self.chooser, idle_ns, links)
         self.shard.serve["tickets"] = 0x7FFFFFFD  # ages are about to wrap
         self.shard.launch()
         self.log: dict[tuple[int, int, int], bytes] = {}
@@ -156,7 +163,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
         yield from forger.one(BODIES[0].request((scene.handle,) * 2, forger.id, forger.epoch, forger.seq, budget_us))
 
     def meanwhile(ns: int, heard: bool) -> Waiting:
-        while (NoteKind.TAKEN, forger.index, forger.seq, 0) not in shard.notes:
+        while (NoteKind.TAKEN, forger.link, forger.seq, 0) not in shard.notes:
             yield
         yield from other.step(BODIES[3], (scene.handle,) * 2)
         world.pass_time(ns - 1_000_000)
@@ -164,18 +171,18 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
         answered = slot.signalled_seq(int(forger.places.response_signal[0]), forger.epoch)
         assert answered < forger.seq, "it was not waited for"
         if heard:
-            shard.hold(forger.index, scene.handle)
+            shard.hold(forger.link, scene.handle)
         else:
             world.pass_time(1_000_000)
 
     for budget_us, ns in ((2**40, HELD_NS), (5_000, 5_000_000)):
-        world.write(shard.held[forger.index], 0)
+        world.write(shard.held[forger.link], 0)
         scene.do(forged(budget_us), meanwhile(ns, heard=False))
         assert forger.code(forger.seq) == "permission_denied"
         scene.do(forged(budget_us), meanwhile(ns, heard=True))
         forger.look(forger.seq, BODIES[0], (scene.handle,) * 2, {scene.handle})
         assert forger.code(forger.seq) == ""
-    shard.hold(forger.index, scene.handle + (1 << 16))
+    shard.hold(forger.link, scene.handle + (1 << 16))
     scene.do(forged(1))
     assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
     assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for who may not have it"
@@ -252,7 +259,31 @@ def more_clients_than_orders(library: ctypes.CDLL) -> None:
             client.look(client.seq, body, handles, {scene.handle, other})
 
     scene.do(*(steps(client) for client in scene.clients))
-    replay(scene.shard.notes, scene.log, {client.index: client.id for client in scene.clients}, 0)
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+
+
+def more_clients_than_lanes(library: ctypes.CDLL) -> None:
+    """Their shares are one's whose lane knows one client; who goes, also the last, takes no other along."""
+    links = (*range(35), 64, 66, 97)
+    scene = Scene(library, clients=0, wild=len(links), links=links, idle_ns=2**60)
+
+    def steps(client: WildClient, first: int, count: int) -> Waiting:
+        for turn in range(first, first + count):
+            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle,) * 2
+            client.seq += 1
+            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**60))
+            client.look(client.seq, body, handles, {scene.handle})
+
+    def goes_and_comes(client: WildClient) -> Waiting:
+        yield from steps(client, 0, 1)
+        yield from client.cut_off()
+        if client.link != 97:
+            yield from client.join()
+            yield from steps(client, 1, 2)
+
+    scene.do(*(goes_and_comes(one) if one.link in (0, 33, 66, 97) else steps(one, 0, 3) for one in scene.clients))
+    assert [one.answered for one in scene.clients] == [3] * (len(links) - 1) + [1]
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
 
 
 def answers_keep_their_order(library: ctypes.CDLL) -> None:
@@ -277,6 +308,7 @@ def answers_keep_their_order(library: ctypes.CDLL) -> None:
 NETWORK_CASES = (answers_keep_their_order,)
 CASES = (
     more_clients_than_orders,
+    more_clients_than_lanes,
     nobody_answers,
     a_watchdog_ends_a_wait,
     a_refused_step_voids_its_pass,

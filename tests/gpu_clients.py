@@ -29,6 +29,7 @@ class Client:
         self.world, self.shard, self.index, self.log = world, shard, index, log
         self.random, self.places, self.id = shard.random, shard.places[index], index + 7
         self.epoch, self.seq, self.answered = self.random.choice([0, 0xFFFE, 0x1FFFE]), 0, 0
+        self.link = shard.links_of[index]
         self.since = 0  # notes that were there when it joined
         self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
 
@@ -43,12 +44,12 @@ class Client:
         words = [self.epoch, self.id, DEPTH, seen(p.requests), seen(p.request_signal), LAYOUT.request_bytes]
         words += [seen(p.responses), seen(p.response_signal), LAYOUT.response_bytes, address(p.tables)]
         words.append(layout.HERE if self.is_here else self.index + 1)
-        yield from self.shard.post(CommandKind.CONNECT, self.index, *words)
+        yield from self.shard.post(CommandKind.CONNECT, self.link, *words)
         self.since = len(self.shard.notes)
 
     def cut_off(self) -> Waiting:
         """By the controller: afterwards nobody writes to this client's memory."""
-        turn = yield from self.shard.post(CommandKind.REVOKE, self.index, self.epoch)
+        turn = yield from self.shard.post(CommandKind.REVOKE, self.link, self.epoch)
         yield from self.shard.settled(turn)
         while self.world.in_flight():  # its slots are nobody's until then
             yield
@@ -104,7 +105,7 @@ class Client:
 
     def is_foreign(self, handle: int) -> bool:
         """Whether this client never held it."""
-        return self.shard.foreign == (self.index, handle & 0xFFFF)
+        return self.shard.foreign == (self.link, handle & 0xFFFF)
 
 
 class GpuClient(Client):
@@ -279,7 +280,7 @@ class WildClient(Client):
         if not self.shard.steady:
             return
         for kind, link, seq, _ in self.shard.notes[self.since :]:
-            if kind == NoteKind.READY and link == self.index and seq in bodies:
+            if kind == NoteKind.READY and link == self.link and seq in bodies:
                 header = bodies[seq].header(0, 0, 0, 0)
                 end = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0).rows
                 self.world.write(self.places.requests[seq % DEPTH][:end].view("<u4"), 0x7FFFFFF0)
@@ -303,9 +304,9 @@ class WildClient(Client):
     def exceed(self) -> Waiting:
         """A signal beyond its slots: cut off, and nothing is read."""
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + DEPTH + 1))
-        note = (NoteKind.CUT_OFF, self.index, self.seq + DEPTH + 1, 0)
+        note = (NoteKind.CUT_OFF, self.link, self.seq + DEPTH + 1, 0)
         while note not in self.shard.notes:
-            assert not any(n[:2] == (NoteKind.TAKEN, self.index) for n in self.shard.notes[-4:] if n[2] > self.seq)
+            assert not any(n[:2] == (NoteKind.TAKEN, self.link) for n in self.shard.notes[-4:] if n[2] > self.seq)
             yield
 
     def run(self, steps: int) -> Waiting:

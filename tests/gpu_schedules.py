@@ -7,10 +7,10 @@ import random
 
 import torch
 
-from lora_server.transport.gpu.layout import CommandKind
+from lora_server.transport.gpu.layout import LANES, CommandKind
 from tests.gpu_clients import Client, GpuClient, WildClient
 from tests.gpu_oracle import replay
-from tests.gpu_shard import HANDLES, Shard, Waiting
+from tests.gpu_shard import HANDLES, LINKS, Shard, Waiting
 from tests.gpu_weights import VARIANTS
 from tests.gpu_world import World
 
@@ -72,7 +72,9 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     chooser = random.Random(seed)
     torch.manual_seed(seed)
     world = World(seed, library, network=chooser.random() < 0.7)
-    shard = Shard(world, chooser, idle_ns=3_000)
+    rounds = random.Random(~seed)  # of the poller
+    links = rounds.sample(range(LANES * rounds.choice([1, 1, 2, 3])), LINKS)
+    shard = Shard(world, chooser, idle_ns=3_000, links=links)
     shard.steady = chooser.random() < 0.5
     if shard.steady:
         shard.serve["idle_ns"] = 50_000_000
@@ -83,7 +85,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     clients: list[Client] = [GpuClient(world, shard, i, log) for i in range(chooser.randint(1, 3))]
     clients.append(WildClient(world, shard, len(clients), log))
     if chooser.random() < 0.5:
-        shard.foreign = (clients[-1].index, chooser.randrange(HANDLES))
+        shard.foreign = (clients[-1].link, chooser.randrange(HANDLES))
     working: list[Waiting] = [client.run(steps) for client in clients]
     others = [adapters(shard, 2), restarts(shard, 0 if shard.steady else chooser.randrange(2))]
     if chooser.random() < 0.2:
@@ -92,7 +94,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     for _ in range(3):
         world.run(QUANTUM)
         shard.pump()
-    ordered = replay(shard.notes, log, {client.index: client.id for client in clients}, share)
+    ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share)
     used, turn = int(shard.used.max()), int(shard.serve["turn"])
     assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
     return {

@@ -6,7 +6,7 @@ What takes time is a generator that yields while the world has to go on.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
@@ -30,23 +30,29 @@ class Places:
 
     def __init__(self, world: World, client: int) -> None:
         depth, request_bytes, response_bytes = LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes
-        self.request_signal = world.symmetric(DEVICE, 8).view("<u8")
-        self.requests = world.symmetric(DEVICE, depth * request_bytes).reshape(depth, -1)
-        self.response_signal = world.symmetric(client, 8).view("<u8")
-        self.responses = world.symmetric(client, depth * response_bytes).reshape(depth, -1)
+
+        def new(pe: int, nbytes: int) -> np.ndarray:
+            return world.symmetric(pe, nbytes) if client <= LINKS else world.shared.new("u1", nbytes)
+
+        self.request_signal = new(DEVICE, 8).view("<u8")
+        self.requests = new(DEVICE, depth * request_bytes).reshape(depth, -1)
+        self.response_signal = new(client, 8).view("<u8")
+        self.responses = new(client, depth * response_bytes).reshape(depth, -1)
         self.tables = world.private.new("u1", TABLE_BYTES)
 
 
 class Shard:
     pages = Memory((HANDLES + 1) * PAGE_TILES * TILE_BYTES + 4096)  # one for each handle's index
 
-    def __init__(self, world: World, random: random.Random, idle_ns: int) -> None:
-        self.world, self.random = world, random
+    def __init__(self, world: World, random: random.Random, idle_ns: int, links: Sequence[int] = range(LINKS)) -> None:
+        """links: those of the clients, the first one's first. Of more than LINKS none are PEs."""
+        self.world, self.random, self.links_of = world, random, links
+        self.num_links = -(-(max(links) + 1) // layout.LANES) * layout.LANES
         self.pages.clear()
-        self.places = [Places(world, 1 + link) for link in range(LINKS)]
+        self.places = [Places(world, 1 + client) for client in range(len(links))]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
         self.directory = world.shared.new(layout.ENTRY, HANDLES + 1, SPEC.layers * len(PROJECTIONS))
-        self.held = world.shared.new("<u4", layout.MAX_LINKS, HANDLES + 1)
+        self.held = world.shared.new("<u4", self.num_links, HANDLES + 1)
         self.blocks = world.shared.new(BLOCK, (HANDLES + 1) * len(SITES))
         self.page_lists = world.shared.new("<u8", HANDLES + 1, 2)
         self.page = [self.pages.new("u1", weights.MOST_TILES * TILE_BYTES, align=512) for _ in range(HANDLES + 1)]
@@ -70,7 +76,7 @@ class Shard:
             place["in_width"], place["out_width"] = SPEC.in_width(site), SPEC.out_width(site)
             place["experts"] = SPEC.experts_at(site)
         wide_in, wide_out = max(map(SPEC.in_width, SITES)), max(map(SPEC.out_width, SITES))
-        self.links = new(layout.LINK, layout.MAX_LINKS)
+        self.links = new(layout.LINK, self.num_links)
         self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
         self.expert_places = self.world.shared.new("<i4", HANDLES + 1, len(SITES), SPEC.experts, 2)
         arrays = {
@@ -95,6 +101,7 @@ class Shard:
         serve["max_entries"], serve["max_rank"], serve["table_bytes"] = MAX_ROWS, MAX_RANK, TABLE_BYTES
         serve["dtype"], serve["num_handles"] = weights.DTYPE_INDEX, HANDLES + 1
         serve["num_layers"], serve["num_projections"], serve["tells_all"] = SPEC.layers, len(PROJECTIONS), 1
+        serve["num_links"] = self.num_links
 
     def mail(self, name: str, values: object, at: int | None = None) -> None:
         offset = layout.MAILBOX.fields[name][1]
@@ -158,7 +165,7 @@ class Shard:
         self.generation[index] += 1
         handle = layout.handle_of(index, self.generation[index])
         self.variant[handle], self.known[index] = variant, handle
-        for link in range(LINKS):
+        for link in self.links_of:
             if (link, index) != self.foreign:
                 self.hold(link, handle)
         for site in SITES:

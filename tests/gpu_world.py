@@ -16,7 +16,7 @@ from tests import emulated
 VARIANT = Variant(bulk_copy=True, warps=1)
 SOURCE = (emulated.EMULATOR / "world.cu").read_text()
 KERNELS = {name: text for name, text in FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
-SHARED_BYTES = 2 << 20
+SHARED_BYTES = 4 << 20
 PES, HEAP_BYTES = 7, 192 << 10
 LINE = 128
 

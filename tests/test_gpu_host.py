@@ -18,7 +18,16 @@ from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.captured import Captured
 from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
-from lora_server.transport.gpu.layout import CLIENT, COMMANDS, MAX_GENERATION, SERVE, CommandKind, handle_of
+from lora_server.transport.gpu.layout import (
+    CLIENT,
+    COMMANDS,
+    LANES,
+    MAX_GENERATION,
+    MAX_LINKS,
+    SERVE,
+    CommandKind,
+    handle_of,
+)
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
@@ -110,6 +119,23 @@ def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, tiny_adapters)
     assert not wrong and torch.equal(steps.step(), before)
     host.tier.forget(handle_of(5000, 1))
     steps.link.close()
+
+
+@needs_emulator
+def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
+    """The first of the second 32 makes room for them between two launches; who was there keeps its place."""
+    handle, before = host.load(tiny_adapters["all"]), int(host.kernel._host[0]["num_links"])
+    clients = [host.join(handle) for _ in range(LANES + 2)]
+    first = clients[0].step()
+    for one in (*reversed(clients), *clients):
+        assert torch.equal(one.step(), first)
+    until(lambda: len(host.pump._seats) == len(clients), "those of other tests have gone")
+    assert before == LANES and host.kernel._host[0]["num_links"] == 2 * LANES
+    for one in clients[:-1]:
+        one.link.close()
+    until(lambda: len(host.pump._free) == MAX_LINKS - 1, "they went")
+    assert torch.equal(clients[-1].step(), first) and host.pump._free[0] == 0, "the least link is the next one's"
+    clients[-1].link.close()
 
 
 def routed(steps, entries: int) -> Route:

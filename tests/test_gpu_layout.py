@@ -33,6 +33,8 @@ def test_structs_are_the_kernels():
         struct, _, field = name.partition(".")
         if name == "Order":
             assert value == layout.ORDER_BYTES
+        elif name == "MAX_LINKS":
+            assert value == layout.MAX_LINKS
         elif not field and name != "shared":
             assert value == TYPES[struct].itemsize, name
         elif field:

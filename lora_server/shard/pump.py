@@ -6,6 +6,7 @@ polls; hears what the kernel wants loaded and whom it refused; and ends the proc
 
 from __future__ import annotations
 
+import heapq
 import queue
 import threading
 import time
@@ -59,11 +60,12 @@ class Pump:
     counters: Counters = field(default_factory=Counters)
     phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
     _seats: dict[Connection, _Seat] = field(default_factory=dict)
+    _at: dict[int, _Seat] = field(default_factory=dict)  # the same, by their links
     _leaving: list[_Seat] = field(default_factory=list)
     _complain: Repeats = field(default_factory=lambda: Repeats(log.warning))
 
     def __post_init__(self) -> None:
-        self._free = list(range(MAX_LINKS - 1, -1, -1))
+        self._free = list(range(MAX_LINKS))  # a heap: the poller looks at all up to the last that is taken
         self._closing = threading.Event()
         self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._carrying = set[Carrier]()  # those with steps on their way
@@ -122,8 +124,9 @@ class Pump:
     def _follow_clients(self) -> None:
         """Who came gets a link; who went has one until the kernel has given it up."""
         here = self.port.connections
-        for connection in [one for one in self._seats if one not in here]:
+        for connection in self._seats.keys() - here:
             seat = self._seats.pop(connection)
+            del self._at[seat.link]
             if isinstance(seat.end, Carrier):
                 self._carrying.discard(seat.end)
             seat.leaving = self._post(CommandKind.REVOKE, seat.link, [connection.epoch])
@@ -133,7 +136,7 @@ class Pump:
             self._leaving.remove(seat)
             self._give_up(seat)
             self.kernel.hold(seat.link, frozenset())
-            self._free.append(seat.link)
+            heapq.heappush(self._free, seat.link)
         for connection in here:
             if connection not in self._seats:
                 self._seat(connection)
@@ -156,7 +159,9 @@ class Pump:
             log.error("a client's steps cannot be carried to the GPU", client=connection.client, error=str(error))
             self._drop(connection)
             return
-        seat = self._seats[connection] = _Seat(self._free.pop(), connection, end)
+        seat = self._seats[connection] = _Seat(heapq.heappop(self._free), connection, end)
+        self._at[seat.link] = seat
+        self.kernel.reserve_link(seat.link)
         self._hold(seat)
         words = self.kernel.connect_words(seat.link, end.words())
         self._post(CommandKind.CONNECT, seat.link, words)
@@ -198,7 +203,7 @@ class Pump:
                 self._heed(note)
 
     def _heed(self, note: Note) -> None:
-        seat = next((seat for seat in list(self._seats.values()) if seat.link == note.link), None)
+        seat = self._at.get(note.link)
         if seat is None:  # its client went
             return
         client = seat.connection.client

@@ -8,12 +8,13 @@ struct Named { const char* name; int value; };
 inline const Named NAMED[] = {
     {"Client", sizeof(Client)}, {"Link", sizeof(Link)}, {"Entry", sizeof(Entry)}, {"Site", sizeof(Site)},
     {"Order", sizeof(Order)}, {"Command", sizeof(Command)}, {"Note", sizeof(Note)}, {"Mailbox", sizeof(Mailbox)},
-    {"Serve", sizeof(Serve)}, {"shared", sizeof(ServeMemory)},
+    {"Serve", sizeof(Serve)}, {"shared", sizeof(ServeMemory)}, {"MAX_LINKS", MAX_LINKS},
     {FIELD(Client, response_slots)}, {FIELD(Client, pushed)}, {FIELD(Client, budget_ns)}, {FIELD(Client, arrived)},
     {FIELD(Client, status)}, {FIELD(Client, abort)}, {FIELD(Link, tables)}, {FIELD(Link, served)},
     {FIELD(Entry, row)}, {FIELD(Entry, end_expert)}, {FIELD(Mailbox, commands)}, {FIELD(Mailbox, taken)},
     {FIELD(Mailbox, done)}, {FIELD(Mailbox, left)}, {FIELD(Mailbox, acks)}, {FIELD(Mailbox, notes)},
     {FIELD(Serve, arrivals)}, {FIELD(Serve, idle_ns)}, {FIELD(Serve, held)}, {FIELD(Serve, used)}, {FIELD(Serve, places)}, {FIELD(Serve, max_entries)}, {FIELD(Serve, dtype)},
+    {FIELD(Link, had)}, {FIELD(Serve, num_links)},
     {FIELD(Serve, tells_all)}, {FIELD(Serve, turn)}, {FIELD(Serve, left)}, {FIELD(Serve, done)},
     {FIELD(Serve, tickets)}, {FIELD(Serve, draining)}, {FIELD(Serve, noted)},
 };

@@ -23,7 +23,7 @@ from lora_server.errors import ShardUnavailableError
 from lora_server.spec import PROJECTIONS, ModelSpec
 from lora_server.transport.gpu import layout
 from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.layout import LINK, MAX_LINKS, ORDER_BYTES, ORDERS, SERVE, CommandKind, parts
+from lora_server.transport.gpu.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, parts
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS, Mailbox, wait_until
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
@@ -64,8 +64,8 @@ class ServeKernel:
         self._between: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         self._stopping, self._starting = threading.Event(), threading.Lock()
         self._table_bytes = slot.aligned(region.table_bytes, TABLE_ALIGN)
-        self._tables = self._zeros(MAX_LINKS * self._table_bytes)
-        self._links = self._zeros(MAX_LINKS * LINK.itemsize)
+        self._links = self._zeros(LANES * LINK.itemsize)
+        self._tables = [self._zeros(LANES * self._table_bytes)]  # of so many links each
         self._orders = self._zeros(ORDERS * ORDER_BYTES)
         self._sites = self._device(self._all_sites())
         self._workspace = self._new_workspace(FIRST_RANK)
@@ -99,9 +99,9 @@ class ServeKernel:
 
     def _fill(self, idle_ns: int) -> None:
         host = self._host[0]
-        places = {"links": self._links, "orders": self._orders, "sites": self._sites}
-        for name, tensor in places.items():
+        for name, tensor in {"orders": self._orders, "sites": self._sites}.items():
             host[name] = tensor.data_ptr()
+        self._use_links(self._links)
         host["mailbox"], host["idle_ns"] = self.mailbox.address, idle_ns
         host["max_entries"], host["table_bytes"] = self._max_step_rows, self._table_bytes
         host["dtype"] = slot.DTYPES.index(DTYPE_NAMES[self._dtype])
@@ -123,14 +123,19 @@ class ServeKernel:
     def read_directory(self, entries: torch.Tensor, num_handles: int) -> None:
         """The directory of weights: before the kernel starts, or `between`."""
         self._host[0]["directory"], self._host[0]["num_handles"] = entries.data_ptr(), num_handles
-        held = np.zeros((MAX_LINKS, num_handles), HELD)
+        self._used, self._seen = self._zeros(TURN.itemsize * num_handles), 0
+        self._host[0]["used"] = self._used.data_ptr()
+        self._read_holds()
+
+    def _read_holds(self) -> None:
+        num_links, num_handles = int(self._host[0]["num_links"]), int(self._host[0]["num_handles"])
+        held = np.zeros((num_links, num_handles), HELD)
         for link, handles in self._holds.items():
             for index, generation in map(parts, handles):
                 if index < num_handles:
                     held[link, index] = generation
-        self._held, self._used = self._device(held), self._zeros(TURN.itemsize * num_handles)
-        self._host[0]["held"], self._host[0]["used"] = self._held.data_ptr(), self._used.data_ptr()
-        self._seen = 0
+        self._held = self._device(held)
+        self._host[0]["held"] = self._held.data_ptr()
 
     def read_places(self, places: torch.Tensor) -> None:
         """Of experts that differ in shape: before the kernel starts, or `between`."""
@@ -149,9 +154,33 @@ class ServeKernel:
         if max_rank > self._workspace.max_rank:
             self.between(lambda: self._use(self._new_workspace(max_rank)))
 
+    def reserve_link(self, link: int) -> None:
+        """It may be connected from now on; by the thread that looks. Their number doubles between two launches."""
+        have = num_links = int(self._host[0]["num_links"])
+        while num_links <= link:
+            num_links *= 2
+        if num_links == have:
+            return
+        if self._launches:
+            self._stop_once()
+        with self._starting:
+            links = self._zeros(num_links * LINK.itemsize)
+            links[: self._links.numel()] = self._links
+            self._use_links(links)
+            self._tables += [self._zeros(LANES * self._table_bytes) for _ in range(have, num_links, LANES)]
+            self._read_holds()
+        if self._launches:
+            self._do_between()
+            self._launch()
+
+    def _use_links(self, links: torch.Tensor) -> None:
+        self._links = links
+        self._host[0]["links"], self._host[0]["num_links"] = links.data_ptr(), links.numel() // LINK.itemsize
+
     def connect_words(self, link: int, words: dict[str, int]) -> list[int]:
         """CONNECT's, as in LINK, with the tables of a place."""
-        words = words | {"tables": self._tables.data_ptr() + link * self._table_bytes}
+        tables = self._tables[link // LANES].data_ptr() + link % LANES * self._table_bytes
+        words = words | {"tables": tables}
         return [words.get(str(name), 0) for name in (LINK.names or ())[: layout.CONNECT_WORDS]]
 
     def hold(self, link: int, handles: frozenset[int]) -> None:

@@ -9,7 +9,8 @@ from enum import IntEnum
 
 import numpy as np
 
-MAX_LINKS, ORDERS, COMMANDS, NOTES = 32, 4, 16, 64
+MAX_LINKS, ORDERS, COMMANDS, NOTES = 1024, 4, 16, 64
+LANES = 32  # of the poller: it looks at so many links at a time
 HANDLE_BITS = 16  # of a handle's index; above it lie 15 bits of its generation
 MAX_GENERATION = (1 << 15) - 1
 ORDER_BYTES = 384
@@ -92,7 +93,7 @@ CLIENT = _words(
     *("response_signal", "response_bytes", "pushed", "answered", "budget_ns", "arrived", "status", "abort", "pe"),
 )
 LINK = _words(
-    128,
+    256,
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
     *("response_signal", "response_bytes", "tables", "pe", "served", "had"),
 )
@@ -134,6 +135,7 @@ MAILBOX = _struct(
 _SERVE_NUMBERS = (
     *("max_entries", "max_rank", "table_bytes", "dtype", "num_handles", "num_layers", "num_projections"),
     "tells_all",
+    "num_links",
 )
 _SERVE_WORDS = (
     *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),

@@ -7,7 +7,7 @@ DEVICE bool look_at_mailbox(uint64 launch) {
     for (; taken < posted; taken++) {
         const Command& c = s.mailbox->commands[taken % COMMANDS];
         const uint64 word = lane < COMMAND_WORDS ? load_system(reinterpret_cast<const uint64*>(&c) + lane) : 0;
-        const uint64 kind = shuffle_long(word, 0), l = shuffle_long(word, 1) % MAX_LINKS;
+        const uint64 kind = shuffle_long(word, 0), l = shuffle_long(word, 1) % s.num_links;
         if (kind == CONNECT) connect(static_cast<int>(l), word);
         if (kind == REVOKE) revoke(static_cast<int>(l), shuffle_long(word, 2));
         if (kind == DRAIN) drain();
@@ -33,20 +33,17 @@ DEVICE bool look_at_mailbox(uint64 launch) {
 // Lane 2 + i has word i of the Link.
 DEVICE void connect(int l, uint64 word) {
     if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
-    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull);
+    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull), store(&s.links[l].busy, 0ull);
     const uint64 its_epoch = shuffle_long(word, 2);
     sync_warp();
-    if (lane == l) epoch = its_epoch, served = 0, had = 0, busy = 0, state = NO_STEP;
+    if (is_mine(l)) here |= bit_of(l), blocked &= ~bit_of(l), ready &= ~bit_of(l);
+    if (rounds <= l / LANES) rounds = l / LANES + 1;
     tell_all(CHANGED, l, 0, its_epoch);
 }
 
 // What of it is ordered is answered all the same: its memory stays until that turn is done.
 DEVICE void revoke(int l, uint64 its_epoch) {
-    if (lane == l && epoch == its_epoch) {
-        epoch = 0, state = NO_STEP;
-        store(&s.links[l].epoch, epoch);
-    }
-    sync_warp();
+    if (together(load(&s.links[l].epoch)) == its_epoch) forget(l);
     tell_all(CHANGED, l, 0, 0);
 }
 
@@ -54,10 +51,11 @@ DEVICE void revoke(int l, uint64 its_epoch) {
 DEVICE void drain() {
     draining = true;
     if (lane == 0) store(&s.draining, 1ull);
-    for (unsigned waiting = votes(state != NO_STEP); waiting; waiting &= waiting - 1) {
-        const int l = first_bit(waiting);
-        refuse(l, next_seq(l), DRAINING);
-    }
+    for (int first = 0; first < rounds * LANES; first += LANES)
+        for (unsigned waiting = votes((blocked | ready) & bit_of(first)); waiting; waiting &= waiting - 1) {
+            const int l = first + first_bit(waiting);
+            refuse(l, next_seq(l), DRAINING);
+        }
 }
 
 // To the host, if it has room; all lanes call it.

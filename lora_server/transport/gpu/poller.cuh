@@ -1,5 +1,6 @@
 // The warp that serves while others compute: it finds the next step, checks it, and orders it, one turn ahead of them.
-// Its rule and its checks are those of shard/schedule.py and shard/request.py; a lane knows one client.
+// Its rule and its checks are those of shard/schedule.py and shard/request.py; a lane knows clients
+// lane, lane + 32, and so on, up to the last that is here.
 #pragma once
 #include "answer.cuh"
 
@@ -7,7 +8,6 @@ constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedul
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
 constexpr uint64 MAX_BUDGET_US = 3'600'000'000;
 constexpr uint64 HELD_NS = 5'000'000'000;  // within which a shard hears what its clients hold
-enum StepState { NO_STEP, STEP_BLOCKED, STEP_READY };
 
 struct PollerMemory {
     lora_request request;
@@ -19,17 +19,20 @@ struct Poller {
     Serve& s;
     PollerMemory& m;
     const int lane;
-    // the lane's client, and its oldest step
-    uint64 epoch, served, received = 0, expires = 0, busy = 0, wild = 0;  // busy: the turn of its last order
-    uint64 had, start = 0, finish = 0;                                    // of its share: before this step, and of it
-    int ticket = 0, state = NO_STEP, asked = 0;
+    // of the lane's clients, bit l / LANES is that of client l: who is here, whose oldest step waits, or may be ordered
+    unsigned here = 0, blocked = 0, ready = 0;
+    uint64 wild = 0;
     // the same in all lanes
     uint64 turn, done, taken, noted, active, share;  // share: the least start of those that are ready
+    int rounds = 0;  // of LANES clients, up to the last that is here
     int tickets;
     bool draining;
 
     DEVICE Poller(Serve& serve, PollerMemory& memory, int its_lane) : s(serve), m(memory), lane(its_lane) {
-        epoch = load_l2(&s.links[lane].epoch), served = load_l2(&s.links[lane].served), had = load_l2(&s.links[lane].had);
+        for (int l = lane; l < s.num_links; l += LANES)
+            if (load_l2(&s.links[l].epoch)) here |= bit_of(l);
+        rounds = s.num_links / LANES;
+        forget_rounds();
         turn = load_l2(&s.turn), done = load_l2(&s.done), taken = load_l2(&s.taken), noted = load_l2(&s.noted);
         tickets = static_cast<int>(load_l2(&s.tickets)), share = load_l2(&s.share);
         draining = load_l2(&s.draining);
@@ -43,35 +46,54 @@ struct Poller {
             done = together(load_acquire(&s.done));
             if (scan % MAILBOX_SCANS == 0) goes_on = look_at_mailbox(launch);
             const int before = tickets;
-            wild = 0;
-            for (unsigned fresh = votes(is_fresh()); fresh; fresh &= fresh - 1) take(first_bit(fresh));
-            for (unsigned beyond = votes(wild); beyond; beyond &= beyond - 1) cut_off(first_bit(beyond));
-            for (unsigned blocked = votes(state == STEP_BLOCKED); blocked; blocked &= blocked - 1) recheck(first_bit(blocked));
+#pragma unroll 1
+            for (int first = 0; first < rounds * LANES; first += LANES) {
+                for (unsigned fresh = votes(is_fresh(first + lane)); fresh; fresh &= fresh - 1) take(first + first_bit(fresh));
+                for (unsigned beyond = votes(wild); beyond; beyond &= beyond - 1) cut_off(first + first_bit(beyond));
+                for (unsigned wait = votes(blocked & bit_of(first)); wait; wait &= wait - 1) recheck(first + first_bit(wait));
+            }
             const int next = turn < done + 2 ? pick() : -1;
             if (next >= 0) order(next);
-            if (next >= 0 || tickets != before || turn != done || votes(state != NO_STEP)) active = together(now_ns());
+            if (next >= 0 || tickets != before || turn != done || votes(blocked | ready)) active = together(now_ns());
             if (together(load_acquire(s.arrivals + 1)) || together(now_ns()) - active > s.idle_ns) goes_on = false;
             pause(20);
         }
         leave(launch);
     }
 
-    // The lane's client has a step that was not taken, and its last one was answered, so that its tables are free.
-    DEVICE bool is_fresh() {
-        if (epoch == 0 || state != NO_STEP || done < busy) return false;
-        const uint64 word = load_acquire_system(reinterpret_cast<const uint64*>(load(&s.links[lane].request_signal)));
+    static_assert(MAX_LINKS <= 32 * LANES, "a bit each");
+    DEVICE static unsigned bit_of(int l) { return 1u << l / LANES; }
+    DEVICE bool is_mine(int l) const { return l % LANES == lane; }
+    DEVICE void forget_rounds() {
+        while (rounds && !votes(here & bit_of((rounds - 1) * LANES))) rounds--;
+    }
+
+    // A client of the lane has a step that was not taken, and its last one was answered, so that its tables are free.
+    DEVICE bool is_fresh(int l) {
+        wild = 0;
+        if (!(here & ~(blocked | ready) & bit_of(l))) return false;
+        const Link& k = s.links[l];
+        const auto* const signal = reinterpret_cast<const uint64*>(load(&k.request_signal));
+        const uint64 epoch = load(&k.epoch), served = load(&k.served), depth = load(&k.depth);
+        if (done < load(&k.busy)) return false;
+        const uint64 word = load_acquire_system(signal);
         if (LORA_SIGNAL_EPOCH(word) != (epoch & 0xffff) || LORA_SIGNAL_SEQ(word) <= served) return false;
-        if (LORA_SIGNAL_SEQ(word) > served + load(&s.links[lane].depth)) {  // beyond its slots
+        if (LORA_SIGNAL_SEQ(word) > served + depth) {  // beyond its slots
             wild = LORA_SIGNAL_SEQ(word);
             return false;
         }
-        confirm(reinterpret_cast<const uint64*>(load(&s.links[lane].request_signal)), word);
+        confirm(signal, word);
         return true;
     }
     DEVICE void cut_off(int l) {
-        note(CUT_OFF, l, shuffle_long(wild, l), 0);
-        if (lane == l) epoch = 0, store(&s.links[l].epoch, epoch);
+        note(CUT_OFF, l, shuffle_long(wild, l % LANES), 0);
+        forget(l);
+    }
+    // It is not here any more, nor what it has pushed.
+    DEVICE void forget(int l) {
+        if (is_mine(l)) here &= ~bit_of(l), blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].epoch, 0ull);
         sync_warp();
+        forget_rounds();
     }
 
     DEVICE const unsigned char* request_slot(int l, uint64 seq) const {
@@ -111,22 +133,28 @@ struct Poller {
         const bool sane = m.request.num_segments <= static_cast<unsigned>(s.max_entries) &&
                           m.request.num_entries <= static_cast<unsigned>(s.max_entries);
         if (sane) copy(tables, slot, LORA_HEADER_BYTES, at.rows);
-        if (lane == l) {
-            const uint64 budget = m.request.budget_us < MAX_BUDGET_US ? m.request.budget_us : MAX_BUDGET_US;
-            received = now_ns(), expires = received + budget * 1000;
-            ticket = tickets, asked = 0, state = STEP_BLOCKED;
+        if (is_mine(l)) {
+            const uint64 budget = m.request.budget_us < MAX_BUDGET_US ? m.request.budget_us : MAX_BUDGET_US, now = now_ns();
+            Link& mine = s.links[l];
+            store(&mine.received, now), store(&mine.expires, now + budget * 1000);
+            store(&mine.ticket, tickets), store(&mine.asked, 0);
+            blocked |= bit_of(l);
         }
         tickets++;
+        sync_warp();
         if (lane == 0) store(&s.tickets, static_cast<uint64>(static_cast<unsigned>(tickets)));
         if (!sane) make_ready(l, seq);  // the checks say what is wrong with it
     }
     DEVICE void make_ready(int l, uint64 seq) {
         const uint64 wide = m.request.num_rows > m.request.num_entries ? m.request.num_rows : m.request.num_entries;
         const uint64 rows = wide > m.request.num_out_rows ? wide : m.request.num_out_rows;
-        if (lane == l) {
-            state = STEP_READY, start = had > share ? had : share;
-            finish = start + STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS);
+        if (is_mine(l)) {
+            Link& mine = s.links[l];
+            const uint64 had = load(&mine.had), start = had > share ? had : share;
+            store(&mine.start, start), store(&mine.finish, start + STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS));
+            blocked &= ~bit_of(l), ready |= bit_of(l);
         }
+        sync_warp();
         tell_all(READY_STEP, l, seq, 0);
     }
 
@@ -134,6 +162,8 @@ struct Poller {
     DEVICE void recheck(int l) {
         read_header(l);
         const lora_request& h = m.request;
+        const Link& k = s.links[l];
+        const uint64 expires = load(&k.expires);
         const unsigned char* tables = tables_of(l);
         const bool is_site = h.layer < static_cast<unsigned>(s.num_layers) && h.projection < static_cast<unsigned>(s.num_projections);
         unsigned missing = 0;
@@ -145,8 +175,8 @@ struct Poller {
             if (!mine && weights == WEIGHTS_LOADING) mine = true, missing = handle;
         }
         if (votes(foreign)) {
-            const uint64 heard = received + HELD_NS;
-            const bool late = shuffle(together(now_ns()) >= (heard < expires ? heard : expires), l);
+            const uint64 heard = load(&k.received) + HELD_NS;
+            const bool late = together(now_ns()) >= (heard < expires ? heard : expires);
             if (late || draining) refuse(l, next_seq(l), late ? NOT_HELD : DRAINING);
             return;
         }
@@ -156,30 +186,44 @@ struct Poller {
             make_ready(l, h.seq);
             return;
         }
-        const bool late = shuffle(together(now_ns()) >= expires, l);
+        const bool late = together(now_ns()) >= expires;
         if (late || draining) {
             refuse(l, next_seq(l), late ? TOO_LATE : DRAINING);
-        } else if (!shuffle(asked, l)) {
-            const bool told = note(PREFETCH, l, h.seq, handle);
-            if (lane == l) asked = told;
+        } else if (!load(&k.asked) && note(PREFETCH, l, h.seq, handle)) {
+            if (is_mine(l)) store(&s.links[l].asked, 1);
+            sync_warp();
         }
     }
 
-    // The least finish, the oldest of equals.
+    // The least finish, the oldest of equals: of each lane's, and of those of all lanes.
     DEVICE int pick() {
-        unsigned ready = votes(state == STEP_READY);
-        if (!ready) return -1;
-        int best = first_bit(ready), its = shuffle(ticket, best);
-        uint64 ends = shuffle_long(finish, best), least = shuffle_long(start, best);
-        for (ready &= ready - 1; ready; ready &= ready - 1) {
-            const int other = first_bit(ready), age = shuffle(ticket, other);
-            const uint64 end = shuffle_long(finish, other), begin = shuffle_long(start, other);
-            const bool older = static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0;
+        int best = -1, its = 0;
+        uint64 ends = 0, least = ~0ull;
+        for (unsigned left = ready; left; left &= left - 1) {
+            const Link& k = s.links[lane + LANES * first_bit(left)];
+            const uint64 end = load(&k.finish), begin = load(&k.start);
+            const int age = load(&k.ticket);
+            least = begin < least ? begin : least;
+            if (best < 0 || goes_first(end, age, ends, its)) best = lane + LANES * first_bit(left), its = age, ends = end;
+        }
+        unsigned lanes = votes(best >= 0);
+        if (!lanes) return -1;
+        const int mine = best, its_age = its, first = first_bit(lanes);
+        const uint64 its_end = ends, its_least = least;
+        best = shuffle(mine, first), its = shuffle(its_age, first);
+        ends = shuffle_long(its_end, first), least = shuffle_long(its_least, first);
+        for (lanes &= lanes - 1; lanes; lanes &= lanes - 1) {
+            const int from = first_bit(lanes), other = shuffle(mine, from), age = shuffle(its_age, from);
+            const uint64 end = shuffle_long(its_end, from), begin = shuffle_long(its_least, from);
             if (begin < least) least = begin;
-            if (end < ends || (end == ends && older)) best = other, its = age, ends = end;
+            if (goes_first(end, age, ends, its)) best = other, its = age, ends = end;
         }
         share = least;
         return best;
+    }
+    DEVICE static bool goes_first(uint64 end, int age, uint64 than, int its) {
+        const bool older = static_cast<int>(static_cast<unsigned>(age) - static_cast<unsigned>(its)) < 0;
+        return end < than || (end == than && older);
     }
 
     DEVICE void order(int l) {
@@ -187,7 +231,7 @@ struct Poller {
         unsigned char* tables = tables_of(l);
         read_header(l);
         if (lane == 0) store(&s.share, share);
-        if (lane == l) had = finish, store(&s.links[l].had, had);
+        if (is_mine(l)) store(&s.links[l].had, load(&s.links[l].finish));
         int why = check_counts(s, m.request, load(&s.links[l].request_bytes));
         if (!why) why = check_tables(s, m.request, tables, lane);
         if (!why) why = translate(s, m.request, tables, turn + 1, lane);
@@ -198,15 +242,14 @@ struct Poller {
             return;
         }
         if (lane == 0) write_order(l, seq);
-        const uint64 began = shuffle_long(received, l);
-        if (lane == 0) reinterpret_cast<lora_response*>(m.order.header)->received_ns = began;
+        if (lane == 0) reinterpret_cast<lora_response*>(m.order.header)->received_ns = load(&s.links[l].received);
         sync_warp();
         turn++;
         Order* to = s.orders + turn % ORDERS;
         for (int i = lane; i < static_cast<int>(sizeof(Order) / 16); i += LANES)
             store(reinterpret_cast<uint4*>(to) + i, reinterpret_cast<const uint4*>(&m.order)[i]);
-        if (lane == l) served = seq, busy = turn, state = NO_STEP, store(&s.links[l].served, seq);
-        sync_warp();
+        if (is_mine(l)) store(&s.links[l].busy, turn);
+        settle(l, seq);
         if (lane == 0) store_release(&s.turn, turn);
         sync_warp();
     }
@@ -246,9 +289,13 @@ struct Poller {
 
     DEVICE void refuse(int l, uint64 seq, int why) {
         answer_refusal(s.links[l], seq, why, m.response, lane);
-        if (lane == l) served = seq, state = NO_STEP, store(&s.links[l].served, seq);
-        sync_warp();
+        settle(l, seq);
         note(REFUSED, l, seq, why);
+    }
+    // It is ordered, or refused; the client's next one may come.
+    DEVICE void settle(int l, uint64 seq) {
+        if (is_mine(l)) blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].served, seq);
+        sync_warp();
     }
 
     // What lanes read apart may differ: all take what the first one found.

@@ -4,7 +4,7 @@
 #include "slot.h"
 #include "step.cuh"
 
-constexpr int MAX_LINKS = 32;  // one for each lane of the poller
+constexpr int MAX_LINKS = 1024;  // a lane of the poller knows 32, a bit each
 constexpr int ORDERS = 4;
 constexpr int COMMANDS = 16, COMMAND_WORDS = 16, NOTES = 64;
 
@@ -18,7 +18,11 @@ struct alignas(128) Link {
     uint64 pe;      // the client's: see peer.cuh
     uint64 served;  // the newest step that was ordered or refused
     uint64 had;     // where its share stands: shard/schedule.py
-    uint64 unused[3];
+    uint64 busy;    // the turn of its newest order
+    // of its oldest step, as long as the poller has it
+    uint64 received, expires, start, finish;  // the last two in its share: before the step, and behind it
+    int ticket, asked;
+    uint64 unused[13];
 };
 constexpr int CONNECT_WORDS = 11;
 
@@ -70,11 +74,12 @@ struct alignas(128) Serve {
     int* groups;
     uint64* arrivals;
     uint64 idle_ns;
-    const unsigned* held;  // [MAX_LINKS, num_handles]: see is_held; null while its host keeps no such table
+    const unsigned* held;  // [num_links, num_handles]: see is_held; null while its host keeps no such table
     uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
     const int* places;  // [.., 2]: block and first tile of each expert, where those of a site differ in shape
     int max_entries, max_rank, table_bytes, dtype;
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
+    int num_links;  // there is room for: 32, 64 ... MAX_LINKS
     // the kernel's, kept from one launch to the next
     alignas(128) uint64 turn;  // the newest order's
     uint64 left;               // the last launch whose poller has left
