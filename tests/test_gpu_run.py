@@ -29,8 +29,9 @@ from bench.gpu_run import (
     sanitizer,
     stage,
     variants,
+    world,
 )
-from bench.gpu_run.stages import STAGES, Stage, chosen
+from bench.gpu_run.stages import LENT_SECONDS, STAGES, Stage, chosen
 from bench.gpu_run.state import ROOT, Outcome, Results
 from lora_server.demo import children
 from lora_server.transport.gpu import nvshmem_build
@@ -178,7 +179,7 @@ def test_the_list_names_stages_limits_and_endings(table, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--only", "probe,none"], "--only: got none, expected some of probe, tests,"),
+        (["--only", "probe,none"], "--only: got none, expected some of probe, correctness,"),
         (["--budget", "100"], "--budget: got 100 s, but peers may take 360 s"),
     ],
 )
@@ -191,6 +192,13 @@ def test_wrong_flags_are_named(arguments, reason, capsys):
 def test_every_stage_fits_the_budget_of_a_call():
     assert max(one.seconds for one in STAGES) < command.BUDGET_SECONDS
     assert [one.name for one in chosen("put,probe")] == ["probe", "put"], "in the table's order"
+
+
+def test_what_is_worth_most_fits_a_lent_gpu():
+    names = [one.name for one in STAGES]
+    first = STAGES[: names.index("world") + 1]
+    assert sum(one.seconds for one in first) <= LENT_SECONDS == 25 * 60
+    assert {"correctness", "served", "engine-gpu", "ipc-gpu", "ours", "nvshmem"} <= {one.name for one in first}
 
 
 def test_a_rehearsal_is_red_for_whatever_stops_a_stage_before_the_gpu(table, monkeypatch):
@@ -424,6 +432,24 @@ def test_a_pe_that_gets_nothing_fails_the_stage(tmp_path):
     assert not nvshmem.play(found, nvshmem.World(2, tmp_path / "module", "tests.gpu_pe"))
     assert [line["good"] for line in found.find("check")] == [True, False], "and nothing after it"
     assert "turn 1: [{'event': 'waited', 'took_ns': -1" in found.find("check")[1]["reason"]
+
+
+def test_a_world_that_goes_wrong_fails_its_stage_and_plays_no_further(tmp_path, monkeypatch):
+    """An engine that says something else than what was asked, and one that says nothing."""
+    found, given = record.Record(tmp_path / "record"), argparse.Namespace(**world.EMULATED)
+    engine = world.Engine("tests.gpu_pe", ["1", "2", str(tmp_path / "module")])
+    monkeypatch.setitem(world.STEPS, "answers", lambda its: engine.answer("generated", SECONDS))
+    monkeypatch.setitem(world.STEPS, "timed", lambda its: engine.answer("measured", 0.01))
+    engine.tell(uid="ab")
+    place = world.World(None, tmp_path, tmp_path, given)
+    try:
+        assert not world.attempt(found, place, "answers") and not world.attempt(found, place, "timed")
+    finally:
+        engine.end()
+    other, late = found.find("check")
+    assert "expected 'generated', got {'event': 'module'" in other["reason"] and late["reason"].startswith(
+        "RuntimeError"
+    )
 
 
 def test_variants_fit_a_hopper():

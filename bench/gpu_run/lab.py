@@ -78,9 +78,9 @@ def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> 
         time.sleep(0.02)
 
 
-def make_files(work: Path) -> tuple[Path, Path]:
+def make_files(work: Path, width: int = 256) -> tuple[Path, Path]:
     """A small Mixtral whose rows are not tiny, and its adapters."""
-    model = tiny.make_model("mixtral", hidden_size=256, intermediate_size=256)
+    model = tiny.make_model("mixtral", hidden_size=width, intermediate_size=width)
     tiny.save_model(model, work / "base")
     for seed, name in enumerate(NAMES):
         tiny.make_adapter(model, work / "adapters" / name, lora_rank=8 + 8 * seed, targets="all", seed=seed)

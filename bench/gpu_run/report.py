@@ -175,6 +175,8 @@ SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("Correctness", _correctness),
     ("Sanitizer", _lines("sanitizer", "check", ("tool", "name", "good", "seconds", "reason"))),
     ("CUDA IPC", _lines("ipc", "scenario", ("name", "good", "found", "reason"))),
+    ("Links that no host touches", _lines("ipc-gpu", "scenario", ("name", "good", "found", "reason"))),
+    ("A kernel that serves", _lines("served", "latency", ("what", "median_us", "p95_us"))),
     ("Put, serve, wait", _lines("put", "latency", ("what", "bytes", "median_us", "p95_us"))),
     ("Put beside a GEMM", _lines("put", "overlap", ("priority", "gemm_alone_us", "gemm_us", "put_us", "put_alone_us"))),
     ("Cells (gate_up and down together, routing left out)", _cells),
@@ -184,5 +186,7 @@ SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("Nsight Compute", _lines("ours", "ncu", ("model", "site", "tokens", "metric", "unit", "value", "reason"))),
     ("Peers", _lines("peers", "peer", (*kernels_report.PEER, "error"))),
     ("Engine", _facts("engine", "exactness", "speed")),  # of each transport, one after the other
+    ("Engine, --gpu-transport gpu", _facts("engine-gpu", "exactness", "speed")),
     ("NVSHMEM", _lines("nvshmem", "check", ("pes", "name", "good", "found", "reason"))),
+    ("NVSHMEM's world", _lines("world", "check", ("name", "good", "seconds", "found", "reason"))),
 )

@@ -13,11 +13,12 @@ import contextlib
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from bench.gpu_run import stage
 from bench.gpu_run.lab import NAMES, Lab, open_lab
@@ -27,7 +28,7 @@ from kernels_cuda.routing import Route
 from lora_server.errors import UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu.captured import Captured, CapturedSite
-from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.gpu.link import KernelLink
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
@@ -38,66 +39,61 @@ NOBODYS = (1 << 16) + 999
 
 
 class Steps:
-    """Of one client and one adapter."""
+    """Of one client and one adapter, so many rows each."""
 
-    def __init__(self, session: RemoteSession, device: torch.device) -> None:
+    def __init__(self, session: RemoteSession, device: torch.device, rows: int = ROWS) -> None:
         (held,) = session.acquire([NAMES[0]])
         spec = session.terms.spec
         self.link, self.terms, self.handle, self.seq = session.links[0], session.terms, held.handle, 0
+        self.rows = rows
         self.width, self.windows = spec.in_width(SITE), ((0, spec.out_width(SITE)),)
         generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(ROWS, self.width, generator=generator).bfloat16().to(device)
+        self.x = torch.randn(rows, self.width, generator=generator).bfloat16().to(device)
 
     def header(self, seq: int, flags: int, payload_bytes: int) -> RequestHeader:
         """Of a step of all rows."""
         return RequestHeader(
             step_class=slot.DECODE, flags=flags, client=self.terms.client, epoch=self.terms.epoch, seq=seq,
             slot=seq % self.link.region.layout.depth, layer=SITE.layer,
-            projection=PROJECTIONS.index(SITE.projection), dtype=slot.DTYPES.index("bfloat16"), num_rows=ROWS,
-            num_entries=ROWS, num_segments=1, num_out_rows=ROWS, in_begin=0, in_end=self.width, windows=self.windows,
-            payload_bytes=payload_bytes, budget_us=round(SECONDS * 1e6), pushed_ns=0,
+            projection=PROJECTIONS.index(SITE.projection), dtype=slot.DTYPES.index("bfloat16"), num_rows=self.rows,
+            num_entries=self.rows, num_segments=1, num_out_rows=self.rows, in_begin=0, in_end=self.width,
+            windows=self.windows, payload_bytes=payload_bytes, budget_us=round(SECONDS * 1e6), pushed_ns=0,
         )  # fmt: skip
 
     def once(self) -> torch.Tensor:
         """A step by Link; its rows, on the host."""
         self.seq += 1
-        at = slot.request_offsets(1, ROWS, 0, 2 * ROWS * self.width)
+        at = slot.request_offsets(1, self.rows, 0, 2 * self.rows * self.width)
         header, memory = self.header(self.seq, 0, at.end - slot.HEADER_BYTES), self.link.region.request(self.seq)
         header.pack_into(memory)
-        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, ROWS]
-        self.link.put_rows(header, self.x, torch.arange(ROWS))
+        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, self.rows]
+        self.link.put_rows(header, self.x, torch.arange(self.rows))
         self.link.push(self.seq, at.end)
         self.link.wait(self.seq, time.monotonic() + SECONDS)
         return self.link.rows.response(header).cpu()
 
 
-class Graph:
-    """The same step in a CUDA graph."""
+class Passes:
+    """The same step as put, wait and add, whose arguments never change."""
 
-    def __init__(self, steps: Steps, link: GpuLink) -> None:
-        self.captured, device = Captured(link), link.device
-        self.route, self.steps = Route.empty(ROWS, device, max_rows=ROWS), steps
-        order = torch.arange(ROWS, dtype=torch.int32, device=device)
+    def __init__(self, steps: Steps, link: KernelLink) -> None:
+        self.captured, self.device, rows = Captured(link), link.device, steps.rows
+        self.route, self.steps = Route.empty(rows, self.device, max_rows=rows), steps
+        order = torch.arange(rows, dtype=torch.int32, device=self.device)
         for tensor in (self.route.token_M, self.route.pair_N, self.route.row_N):
             assert tensor is not None
             tensor.copy_(order)
         self.aim(steps.handle)
-        self.y = torch.zeros(ROWS, steps.windows[0][1], dtype=torch.bfloat16, device=device)
+        self.y = torch.zeros(rows, steps.windows[0][1], dtype=torch.bfloat16, device=self.device)
         header = steps.header(0, slot.HAS_IN_MAP, 0)
         self.site: CapturedSite = self.captured.site(header, steps.x, self.route, by_entry=False)
         self.captured.begin(SECONDS)
-        self.route.counts.zero_()  # nothing is sent while it is captured
-        self.once()
-        torch.cuda.synchronize(device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.once()
-        self.aim(steps.handle)
 
     def aim(self, handle: int) -> None:
         """All rows have this adapter."""
-        self.route.counts.copy_(torch.tensor([1, ROWS, ROWS, ROWS], dtype=torch.int32))
-        self.route.segments[0].copy_(torch.tensor([handle, 0, 0, ROWS], dtype=torch.int32))
+        rows = self.steps.rows
+        self.route.counts.copy_(torch.tensor([1, rows, rows, rows], dtype=torch.int32))
+        self.route.segments[0].copy_(torch.tensor([handle, 0, 0, rows], dtype=torch.int32))
 
     def once(self) -> None:
         """put, wait, add."""
@@ -106,21 +102,48 @@ class Graph:
         self.site.add(self.y)
 
     def run(self) -> torch.Tensor:
-        """A replay; what it added to zeros. Raises what went wrong in it."""
+        """Once; what it added to zeros. Raises what went wrong in it."""
         self.y.zero_()
-        self.graph.replay()
-        torch.cuda.synchronize()
+        self.once()
+        rows = self.y.cpu()
         self.captured.finish()
-        return self.y.cpu()
+        return rows
+
+
+class Graph(Passes):
+    """All of it in a CUDA graph, which `once` replays."""
+
+    def __init__(self, steps: Steps, link: KernelLink) -> None:
+        super().__init__(steps, link)
+        self.route.counts.zero_()  # nothing is sent while it is captured
+        super().once()
+        torch.cuda.synchronize(self.device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            super().once()
+        self.aim(steps.handle)
+
+    @override
+    def once(self) -> None:
+        self.graph.replay()
 
     def replay_us(self) -> float:
         """By events of the GPU."""
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
-        self.graph.replay()
-        ended.record()
-        ended.synchronize()
-        return 1e3 * float(began.elapsed_time(ended))
+        return timed_us(self.device, self.once)
+
+
+def timed_us(device: torch.device, work: Callable[[], object]) -> float:
+    """What `work` queues on torch's current stream, by events of the GPU; by the clock where the device is a CPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return 1e6 * (time.perf_counter() - began)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(start.elapsed_time(end))
 
 
 @contextlib.contextmanager
@@ -141,7 +164,7 @@ def note(record: Record, what: str, times: list[float]) -> None:
     )
 
 
-def timed_us(steps: Steps) -> float:
+def by_link_us(steps: Steps) -> float:
     """Of one step by Link, with its rows on the host."""
     began = time.perf_counter()
     steps.once()
@@ -174,16 +197,16 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         with joined(lab, "gpu", "cuda") as session:
             steps = Steps(session, torch.device("cuda", 0))
             judge("by Link", torch.equal(steps.once(), expected))
-            note(record, "push and wait by Link", [timed_us(steps) for _ in range(WARM_UP + ROUNDS)])
+            note(record, "push and wait by Link", [by_link_us(steps) for _ in range(WARM_UP + ROUNDS)])
         with joined(lab, "gpu", "cuda") as session:
             link = session.links[0]
-            assert isinstance(link, GpuLink)
+            assert isinstance(link, KernelLink)
             graph = Graph(Steps(session, torch.device("cuda", 0)), link)
             judge("captured", torch.equal(graph.run(), expected))
             note(record, "put, wait, add in a graph", [graph.replay_us() for _ in range(WARM_UP + ROUNDS)])
             judge("an error is told", told(graph))
             for _ in range(MANY):  # one stream: each waits for the one before
-                graph.graph.replay()
+                graph.once()
             judge(f"after {MANY} steps", torch.equal(graph.run(), expected))
         print(lab.server.tail())
     return good

@@ -26,27 +26,25 @@ def _stage(
     return Stage(name, seconds, about, f"bench.gpu_run.{module or name}", arguments, resumes)
 
 
-STAGES = (
+STAGES = (  # what is worth most first: a GPU may be lent for less than all of it
     _stage("probe", 90, "driver, tools, IPC and VMM export, MPS; compiles the kernels into the cache"),
-    _stage("tests", 180, "pytest -m cuda", "cuda_tests"),
     _stage("correctness", 120, "every width, rank and popularity against float64, bits against bits", resumes=True),
-    _stage("sanitizer", 180, "memcheck and racecheck on small cases"),
-    _stage("ipc", 180, "CUDA IPC end to end; either side killed or stopped in a step: does the other's context live?"),
     _stage("served", 120, "a kernel that serves by itself: right answers, latency by Link and captured, 10,000 steps"),
-    _stage("ipc-gpu", 180, "the same as ipc, with --gpu-transport gpu", "ipc", arguments=("--transport", "gpu")),
-    _stage("put", 120, "put / serve / wait in one process: latency, overlap with a GEMM, priority on and off"),
+    _stage("engine-gpu", 180, "a transformers engine and its server with --gpu-transport gpu, on one GPU, beside PEFT",
+           "engine", arguments=("--transports", "gpu,shm")),
+    _stage("ipc-gpu", 180, "the same, end to end; either side killed or stopped in a step: does the other live?",
+           "ipc", arguments=("--transport", "gpu")),
     _stage("ours", 300, "our kernels at every cell; variants; ncu on two cells", resumes=True),
+    _stage("nvshmem", 120, "2 to 4 PEs on the GPU: init, module init, put and signal, one killed"),
+    _stage("world", 240, "--gpu-transport nvshmem, its PEs on one GPU: tokens, times, an engine and the shard killed"),
+    _stage("tests", 180, "pytest -m cuda", "cuda_tests"),
+    _stage("put", 120, "put / serve / wait in one process: latency, overlap with a GEMM, priority on and off"),
+    _stage("engine", 180, "the same as engine-gpu, over CUDA IPC, where a host launches every step"),
+    _stage("ipc", 180, "the same as ipc-gpu, over CUDA IPC"),
+    _stage("sanitizer", 180, "memcheck and racecheck on small cases"),
     _stage("peers", 360, "other projects' kernels at the same cells", resumes=True),
-    _stage("engine", 180, "a transformers engine and its server on one GPU, beside PEFT"),
-    _stage(
-        "engine-gpu",
-        180,
-        "the same as engine, with --gpu-transport gpu",
-        "engine",
-        arguments=("--transports", "gpu,shm"),
-    ),
-    _stage("nvshmem", 180, "2 to 4 PEs on the GPU: init, module init, put and signal, one killed"),
-)
+)  # fmt: skip
+LENT_SECONDS = 1500  # of a GPU: what the stages up to `world` may take, together
 
 
 def chosen(names: str) -> list[Stage]:

@@ -1,0 +1,96 @@
+"""What a step costs in NVSHMEM's world: by Link, as put, wait and add, and its push beside a raw put of its bytes.
+
+The raw put is `link_send` of a step that was answered already: NVSHMEM's own put with signal, of as many bytes, to the
+same slot and the same word, where it is no news. PEs of one GPU take turns on it: times are what they are.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu_run.served import Graph, Passes, Steps, by_link_us, timed_us
+from client_connector.remote import RemoteServer, RemoteSession
+from lora_server.transport.gpu.layout import CLIENT
+from lora_server.transport.gpu.link import KernelLink
+from lora_server.wire import slot
+
+WARM_UP = 3
+
+
+def measure(server: RemoteServer, device: torch.device, rows: int, rounds: int) -> dict[str, Any]:
+    """Medians in us, of steps of so many rows; whether all answers were the same. It joins twice, since a link counts
+    its steps by hosts or by kernels."""
+    session = server.join()
+    steps = Steps(session, device, rows)
+    expected = steps.once()
+    by_link = [by_link_us(steps) for _ in range(WARM_UP + rounds)]
+    session.leave()
+    session = server.join()
+    found = by_kernels(session, device, rows, rounds, expected)
+    session.leave()
+    return {"rows": rows, "push_and_wait_by_link_us": median(by_link), **found}
+
+
+def by_kernels(
+    session: RemoteSession, device: torch.device, rows: int, rounds: int, expected: torch.Tensor
+) -> dict[str, Any]:
+    """Put, wait and add, in a CUDA graph where there is a GPU; and the put by itself."""
+    link = session.links[0]
+    assert isinstance(link, KernelLink)
+    steps = Steps(session, device, rows)
+    passes = (Graph if device.type == "cuda" else Passes)(steps, link)
+    same = torch.equal(passes.run(), expected)
+    whole = [timed_us(device, passes.once) for _ in range(WARM_UP + rounds)]
+    pushes, raws, nothing = list[float](), list[float](), list[float]()
+    for _ in range(WARM_UP + rounds):
+        pushes.append(timed_us(device, queued(link, passes.site.put)))
+        passes.site.wait()
+        passes.site.add(passes.y)
+        passes.captured.finish()
+        raws.append(timed_us(device, raw_put(link, steps)))
+        nothing.append(timed_us(device, queued(link, lambda: None)))
+    return {
+        "same_answers": same and torch.equal(passes.run(), expected),
+        "put_wait_add_us": median(whole),
+        "bytes": request_bytes(steps),
+        "push_us": median(pushes),
+        "raw_put_us": median(raws),
+        "no_kernel_us": median(nothing),
+        "push_over_raw": round(median(pushes) / median(raws), 3),
+    }
+
+
+def request_bytes(steps: Steps) -> int:
+    """Of a step by kernels, with its header."""
+    return slot.request_offsets(1, steps.rows, slot.HAS_IN_MAP, 2 * steps.rows * steps.width).end
+
+
+def queued(link: KernelLink, launch: Callable[[], None]) -> Callable[[], None]:
+    """In the link's queue, between what torch has queued and what comes next there."""
+
+    def between() -> None:
+        link.queue.follow_engine()
+        launch()
+        link.queue.lead_engine()
+
+    return between
+
+
+def raw_put(link: KernelLink, steps: Steps) -> Callable[[], None]:
+    """`link_send` of the newest step, whose bytes in this PE's own copy of the slot may be any."""
+    state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
+    seq = int(state["pushed"])
+    memory = bytearray(slot.HEADER_BYTES)
+    steps.header(seq, slot.HAS_IN_MAP, request_bytes(steps) - slot.HEADER_BYTES).pack_into(memoryview(memory))
+    link.gpu.write(int(state["request_slots"]) + seq % int(state["depth"]) * int(state["request_bytes"]), bytes(memory))
+    return queued(link, lambda: link.queue.launch("link_send", link.state.data_ptr(), seq))
+
+
+def median(times: list[float]) -> float:
+    """Without those of the warm-up."""
+    return round(statistics.median(times[WARM_UP:]), 2)
