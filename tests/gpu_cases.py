@@ -6,6 +6,7 @@ import ctypes
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lora_server.shard.loop import HELD_NS
@@ -305,7 +306,30 @@ def answers_keep_their_order(library: ctypes.CDLL) -> None:
     scene.do(rounds())
 
 
-NETWORK_CASES = (answers_keep_their_order,)
+def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
+    """Through its own copy of the slot, which one kernel puts: what Link does beyond a network."""
+    scene = Scene(library, network=True)
+    (client,), world = scene.clients, scene.world
+
+    def steps() -> Waiting:
+        for turn in range(2 * DEPTH):
+            body, handles = BODIES[turn % len(BODIES)], (scene.handle,) * 2
+            client.seq += 1
+            memory = body.request(handles, client.id, client.epoch, client.seq, BUDGET_NS // 1000)
+            client.log[client.id, client.epoch, client.seq] = bytes(memory)
+            world.write(client.own_slot(client.seq)[: len(memory)], np.frombuffer(memory, np.uint8))
+            yield from client.nothing()  # a kernel of the same queue: what was written before it is seen behind it
+            yield from client.ended(client.launch("link_send", client.seq))
+            client.state["pushed"] = client.seq
+            yield from client.ended(client.launch("link_wait"))
+            assert client.state["status"] == LinkStatus.OK
+            client.look(client.seq, body, handles, {scene.handle})
+
+    scene.do(steps())
+    assert client.answered == 2 * DEPTH
+
+
+NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
 CASES = (
     more_clients_than_orders,
     more_clients_than_lanes,

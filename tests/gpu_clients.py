@@ -129,6 +129,13 @@ class GpuClient(Client):
         state = self.state.__array_interface__["data"][0]
         return self.world.launch(kernel, state, *values, grid=grid, threads=THREADS, device=self.device)
 
+    def own_slot(self, seq: int) -> np.ndarray:
+        """A PE's own copy of a request's slot, which it puts."""
+        heaps, at = self.world.heaps, self.places.requests[seq % DEPTH]
+        offset = (address(at) - address(heaps)) % heaps.shape[1]
+        own: np.ndarray = heaps[self.device, offset : offset + at.nbytes]
+        return own
+
     def ended(self, grid: int) -> Waiting:
         while self.world.running(grid):
             yield

@@ -146,6 +146,17 @@ MUTANTS = (
            "    nvshmemx_putmem_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes, pe);\n"
            "    if (threadIdx.x == 0) nvshmemx_signal_op(reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);", True),
     Mutant("network: the header is put before it is stored", "answer.cuh", "        if (flag && !far) fence_system();\n", "", True),
+    Mutant("network: what is mapped already is looked for in a heap", "peer.cuh",
+           "    if (pe == HERE) return reinterpret_cast<unsigned char*>(address);\n", "", True),
+    Mutant("network: a PE is taken for one whose memory is mapped already", "peer.cuh", "if (pe == HERE) return", "if (pe <= 0) return", True),
+    Mutant("send: rows stay behind", "link.cu", "put_block(place, LORA_HEADER_BYTES + payload,", "put_block(place, payload,", True),
+    Mutant("send: the step of another slot", "link.cu",
+           "    const uint64 place = load(&k.request_slots) + seq % load(&k.depth) * load(&k.request_bytes);\n    const uint64 payload",
+           "    const uint64 place = load(&k.request_slots) + (seq + 1) % load(&k.depth) * load(&k.request_bytes);\n    const uint64 payload", True),
+    Mutant("send: the signal of the step before", "link.cu", "load(&k.request_signal), LORA_SIGNAL(load(&k.epoch), seq),\n",
+           "load(&k.request_signal), LORA_SIGNAL(load(&k.epoch), seq - 1),\n", True),
+    Mutant("send: an epoch that is over", "link.cu", "load(&k.request_signal), LORA_SIGNAL(load(&k.epoch), seq),\n",
+           "load(&k.request_signal), LORA_SIGNAL(load(&k.epoch) - 1, seq),\n", True),
     Mutant("network: a refusal is put before it is stored", "answer.cuh",
            "    if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "    put_warp", True),
 )  # fmt: skip
