@@ -30,7 +30,7 @@ from lora_server.transport.gpu.layout import (
 )
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
-from lora_server.transport.gpu.needs import Answers, missing, missing_for_network
+from lora_server.transport.gpu.needs import FEATURES, Answers, missing, missing_for_network
 from lora_server.transport.gpu.places import Places
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire import slot
@@ -370,3 +370,9 @@ def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
     assert missing_for_network(tmp_path) == []
     (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live 0x0\n")
     assert len(missing_for_network(tmp_path)) == 1 and missing_for_network(tmp_path, dma_buf=True) == []
+
+
+def test_no_driver_is_asked_for_an_api_that_it_has_switched_off():
+    """The first version of stream memory operations is off by default; we call the second, which is always on."""
+    assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES
+    assert [name for name in FEATURES if name.endswith("_V1")] == []

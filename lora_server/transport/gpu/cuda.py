@@ -26,9 +26,9 @@ from lora_server.transport.device_memory import Pinned
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
 from lora_server.transport.gpu.needs import check
-from lora_server.transport.virtual_memory import Exported, Imported, call, on_device
+from lora_server.transport.virtual_memory import Exported, Imported, call, driver, on_device
 
-HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and torch takes the nearest
+HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
 PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 LINK = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
@@ -55,12 +55,11 @@ class _Exported(Shared):
 
 
 class CudaQueue(Queue):
-    """A stream."""
+    """A stream that is nobody else's."""
 
     def __init__(self, gpu: CudaGpu, urgent: bool) -> None:
-        self._gpu = gpu
-        with on_device(gpu.device):
-            self._stream = torch.cuda.Stream(gpu.device, priority=HIGHEST if urgent else 0)
+        self._gpu, self._urgent, self._closed = gpu, urgent, False
+        self._stream = gpu.streams.take(urgent)
 
     @override
     def follow_engine(self) -> None:
@@ -97,6 +96,31 @@ class CudaQueue(Queue):
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a GPU that is lost has ended it all
             self._stream.synchronize()
+        if not self._closed:
+            self._closed = True
+            self._gpu.streams.give(self._urgent, self._stream)
+
+
+class _Streams:
+    """A GPU's. torch has 32 for each priority, and gives the 33rd who asks the first one's again: what came behind a
+    kernel that serves would wait for ever. None is destroyed, since torch remembers where its memory was used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: dict[bool, list[torch.cuda.ExternalStream]] = {False: [], True: []}
+
+    def take(self, urgent: bool) -> torch.cuda.ExternalStream:
+        """One that is idle."""
+        with contextlib.suppress(IndexError):
+            return self._spare[urgent].pop()
+        with on_device(self._device):
+            flags = int(driver().CUstream_flags.CU_STREAM_NON_BLOCKING)
+            pointer = int(call("cuStreamCreateWithPriority", flags, HIGHEST if urgent else 0))
+            return torch.cuda.ExternalStream(pointer, device=self._device)
+
+    def give(self, urgent: bool, stream: torch.cuda.ExternalStream) -> None:
+        """Back; all that was in it has ended."""
+        self._spare[urgent].append(stream)
 
 
 def _address(memory: memoryview) -> int:
@@ -117,8 +141,8 @@ class CudaGpu(Gpu):
         self._functions: dict[str, Any] = {}
         self._of: dict[str, Any] = {}  # modules, by source
         self._lock = threading.Lock()
-        with on_device(device):
-            self._writes = torch.cuda.Stream(device)
+        self.streams = _Streams(device)
+        self._writes = self.streams.take(urgent=False)
 
     @override
     def compile(self, source: str) -> None:
