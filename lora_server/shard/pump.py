@@ -154,7 +154,7 @@ class Pump:
             if isinstance(connection, GpuConnection | WorldConnection):
                 end = connection
             else:
-                end = Carrier(self.kernel.gpu, connection)
+                end = self.kernel.apart(lambda: Carrier(self.kernel.gpu, connection))  # it pins host memory
         except LoraServerError as error:
             log.error("a client's steps cannot be carried to the GPU", client=connection.client, error=str(error))
             self._drop(connection)
@@ -182,7 +182,7 @@ class Pump:
     def _give_up(self, seat: _Seat) -> None:
         seat.end.given_up.set()
         if isinstance(seat.end, Carrier):
-            seat.end.close()
+            self.kernel.apart(seat.end.close)
 
     def _drop(self, connection: Connection) -> None:
         self.port.disconnect(connection)

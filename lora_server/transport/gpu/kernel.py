@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ HELD, TURN = np.dtype("<u4"), np.dtype("<u8")
 assert SERVE.fields is not None
 HOSTS_BYTES = SERVE.fields["turn"][1]  # what a host says; the rest is the kernel's
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class KernelLostError(Exception):
@@ -257,6 +258,12 @@ class ServeKernel:
             future.result(TAKEN_SECONDS)
         except TimeoutError:
             raise ShardUnavailableError("the shard's kernel: it does not leave; is the GPU stopped?") from None
+
+    def apart(self, action: Callable[[], T]) -> T:
+        """`between`, by the thread that looks: the next look launches it again."""
+        if self._launches and not self._has_left():
+            self._stop_once()
+        return action()
 
     def _do_between(self) -> None:
         self._check_arrivals()
