@@ -2,7 +2,8 @@
 
 Semantics (T tokens, k experts each; a pair is t * k + j, adapters[t] a row of the directory or -1):
 
-    pairs = those (t, j) with 0 <= adapters[t] < num_adapters and experts[t, j] in `among`, which are all by default
+    pairs = those (t, j) with 0 <= adapters[t] < num_adapters and experts[t, j] in `among`, which are all by default,
+            whose adapter has tiles: one without has no delta at this site
     entries = pairs sorted by (adapters[t], experts[t, j], t * k + j)
     segments = runs of entries of one (adapter, expert):
         block table row, first tile of the adapter + expert * tiles of each expert, first entry, entries
@@ -104,7 +105,7 @@ def reference(
         (int(adapters_T[t]), int(expert), t * top_k + j)
         for t, experts in enumerate(experts_Tk)
         for j, expert in enumerate(experts)
-        if 0 <= adapters_T[t] < len(directory) and int(expert) in among
+        if 0 <= adapters_T[t] < len(directory) and int(expert) in among and directory[adapters_T[t], 2] > 0
     )
     segments: list[list[int]] = []
     last = None

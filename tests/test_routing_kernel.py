@@ -40,6 +40,7 @@ def inputs(tokens, top_k, num_adapters, num_experts, seed, popularity="zipf", ab
     adapters[rng.random(tokens) < absent] = -1
     experts = rng.integers(-1 if absent else 0, num_experts, (tokens, top_k))
     directory = rng.integers(0, 1 << 20, (num_adapters, routing.DIRECTORY_INTS))
+    directory[rng.random(num_adapters) < absent / 2, 2] = 0  # no delta at this site
     weights = rng.random((tokens, top_k), np.float32)
     return experts.astype(np.int32), weights, adapters.astype(np.int32), directory.astype(np.int32)
 

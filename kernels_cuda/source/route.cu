@@ -12,7 +12,7 @@ struct RouteArgs {
     const int* experts;    // [tokens, top_k]
     const float* weights;  // [tokens, top_k], or null
     const int* adapters;   // [tokens]: rows of `directory`, or -1
-    const int* directory;  // [num_adapters, 3]: row of the block table, first tile, tiles of each expert
+    const int* directory;  // [num_adapters, 3]: row of the block table, first tile, tiles of each expert; none: not here
     uint4* segments;       // block, first tile, first entry, entries
     int* counts;           // segments, entries, tokens, tokens with an entry
     int* token;            // of each entry, like the following
@@ -118,7 +118,8 @@ DEVICE void route_pairs(const RouteArgs& a, BlockMemory& memory) {
     unsigned *items = memory.items[0], *others = memory.items[1];
     for (int pair = thread; pair < pairs; pair += THREADS) {
         const int adapter = a.adapters[pair / a.top_k], expert = a.experts[pair];
-        const bool live = adapter >= 0 && adapter < a.num_adapters && expert >= a.first_expert && expert < a.end_expert;
+        const bool live = adapter >= 0 && adapter < a.num_adapters && expert >= a.first_expert &&
+                          expert < a.end_expert && a.directory[adapter * 3 + 2] > 0;
         const int key = live ? adapter * a.num_experts + expert : nobody;
         items[place(pair)] = static_cast<unsigned>(key) << PAIR_BITS | pair;
     }
