@@ -5,6 +5,7 @@
     site.put()                                         behind what wrote x and the route; beside the engine's GEMM
     site.wait(), site.add(y, column)                   behind the GEMM
     captured.finish()                                  once per pass, by the host: raises what went wrong in it
+    captured.take_over(newer)                          after joining anew: what was captured goes on with that link
 
 Steps without entries send nothing. After a failure the rest of the pass does nothing: its requests are void. A link
 is used like this or through Link, not both: here the GPU counts the steps.
@@ -12,11 +13,14 @@ is used like this or through Link, not both: here the GPU counts the steps.
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
+from kernels_cuda import routing
 from kernels_cuda.launch import DTYPE_NAMES
-from kernels_cuda.routing import Route
+from kernels_cuda.routing import Choice, Route
 from lora_server.errors import LoraServerError, ProtocolError, rebuild
 from lora_server.transport.gpu.layout import CLIENT, LinkStatus
 from lora_server.transport.gpu.link import KernelLink
@@ -29,7 +33,7 @@ class CapturedSite:
     """One site's step on one link. Keeps what its kernels read."""
 
     def __init__(
-        self, link: KernelLink, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool
+        self, captured: Captured, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool
     ) -> None:
         """header: all of it that does not change; counts, seq and budget are the GPU's. Raises ProtocolError."""
         if x_TK.dtype not in DTYPE_NAMES or x_TK.stride(1) != 1 or route.row_N is None or route.token_M is None:
@@ -39,22 +43,33 @@ class CapturedSite:
             )
         memory = bytearray(slot.HEADER_BYTES)
         header.pack_into(memoryview(memory))
-        self._header = torch.frombuffer(memory, dtype=torch.uint8).to(link.device)
-        self._queue, self._state, self._x, self._route, self._by_entry = link.queue, link.state, x_TK, route, by_entry
+        self._header = torch.frombuffer(memory, dtype=torch.uint8).to(captured.link.device)
+        self._captured, self._x, self._route, self._by_entry = captured, x_TK, route, by_entry
         self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
-        link.gpu.settle()
+        captured.link.gpu.settle()
 
-    def put(self) -> None:
-        """Sends the rows of the entries that the route has, if it has any, behind what the engine has queued."""
-        x, route, by_entry = self._x, self._route, self._by_entry
+    def of(self, x_TK: torch.Tensor) -> CapturedSite:
+        """The same site, of a pass whose activations lie elsewhere; as many columns, of the same dtype."""
+        other = copy.copy(self)
+        other._x = x_TK
+        return other
+
+    def put(self, choice: Choice | None = None) -> None:
+        """Sends the rows of the entries that the route has, if it has any, behind what the engine has queued.
+
+        With a choice the route is made of it first.
+        """
+        x, route, by_entry, link = self._x, self._route, self._by_entry, self._captured.link
         rows, weights = (route.pair_N, route.weights_N) if by_entry else (route.token_M, None)
         assert rows is not None and route.row_N is not None
         row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
         halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
-        tensors = (self._state, self._header, x, route.counts, route.segments, rows, route.row_N)
+        tensors = (link.state, self._header, x, route.counts, route.segments, rows, route.row_N)
         pointers = [tensor.data_ptr() for tensor in tensors]
-        self._queue.follow_engine()
-        self._queue.launch(
+        link.queue.follow_engine()
+        if choice is not None:
+            link.queue.launch("route", *routing.arguments(choice, route))
+        link.queue.launch(
             "link_put_halves" if halves else "link_put_vectors",
             *pointers,
             0 if weights is None else weights.data_ptr(),
@@ -64,50 +79,76 @@ class CapturedSite:
 
     def wait(self) -> None:
         """Until the answer is there, the budget is over, or the watchdog says so."""
-        self._queue.launch("link_wait", self._state.data_ptr())
+        self._captured.link.queue.launch("link_wait", self._captured.link.state.data_ptr())
 
     def add(self, y: torch.Tensor, window: int = 0, column: int = 0) -> None:
-        """A window of the answer to columns [column, ..) of y: a row per entry's pair, or per token, of the route.
-
-        Behind what the engine has queued; what it queues next waits for it.
-        """
-        (begin, end), route = self._windows[window], self._route
+        """A window of the answer to columns [column, ..) of y: see `add_columns`."""
+        begin, end = self._windows[window]
         skip = sum(last - first for first, last in self._windows[:window])
+        self.add_columns(y[:, column : column + end - begin], skip)
+
+    def add_columns(self, y: torch.Tensor, skip: int) -> None:
+        """y += the answer's columns from `skip` on: a row per entry's pair, or per token, of the route.
+
+        Behind what the engine has queued; what it queues next waits for it. Raises ProtocolError for columns that the
+        kernel cannot add in pairs.
+        """
+        count, (link, route) = y.shape[1], (self._captured.link, self._route)
+        if y.stride(1) != 1 or count % 2 or skip % 2 or y.stride(0) % 2 or y.data_ptr() % 4:
+            raise ProtocolError(
+                f"got {count} columns from {skip} on with strides {y.stride()} at {y.data_ptr():#x}, expected an even "
+                "number of contiguous ones, from an even one on"
+            )
         width = sum(last - first for first, last in self._windows)
         rows = route.token_M if self._by_entry else route.pair_N
         assert rows is not None
-        numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, column, end - begin, skip)
-        pointers = [tensor.data_ptr() for tensor in (self._state, route.counts, rows)]
-        self._queue.follow_engine()
-        self._queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
-        self._queue.lead_engine()
+        numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, 0, count, skip)
+        pointers = [tensor.data_ptr() for tensor in (link.state, route.counts, rows)]
+        link.queue.follow_engine()
+        link.queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
+        link.queue.lead_engine()
 
 
 class Captured:
-    """Of one link; see this module."""
+    """Of one link; see this module. `broken`: why the link is of no use any more, once `finish` has found that."""
 
     def __init__(self, link: KernelLink) -> None:
-        self._link = link
+        self.link = link
+        self.broken: LoraServerError | None = None
 
     def site(self, header: RequestHeader, x_TK: torch.Tensor, route: Route, by_entry: bool) -> CapturedSite:
         """The launches of a site; `x_TK` and `route` are where each pass leaves what is to be sent."""
-        return CapturedSite(self._link, header, x_TK, route, by_entry)
+        return CapturedSite(self, header, x_TK, route, by_entry)
+
+    def take_over(self, newer: KernelLink) -> None:
+        """What was captured, and what is launched from now on, is the newer link's; this one's is closed."""
+        newer.take_over(self.link)
+        self.link, self.broken = newer, None
 
     def begin(self, seconds: float) -> None:
-        """Before each pass: how long it may wait for an answer."""
-        self._link.tell({"budget_ns": round(seconds * 1e9)})
+        """Before a pass, or the first of many: how long each of its waits may take."""
+        self.link.tell({"budget_ns": round(seconds * 1e9)})
 
     def finish(self) -> None:
-        """After each pass: raises the error that a shard answered with, or why the link is broken."""
-        link = self._link
-        state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
-        status, seq = LinkStatus(int(state["status"])), int(state["pushed"])
+        """After each pass, once it is done: raises the error that a shard answered with, or why the link is broken."""
+        status, seq = self._state()
         if status is LinkStatus.OK:
             return
         if status is not LinkStatus.FAILED:
-            raise link.failure(status, seq)
-        link.tell({"status": LinkStatus.OK})
-        raise _refusal(link, seq)
+            self.broken = self.link.failure(status, seq)
+            raise self.broken
+        self.link.tell({"status": LinkStatus.OK})
+        raise _refusal(self.link, seq)
+
+    def last(self) -> RequestHeader:
+        """Of the newest step, as it was put."""
+        return self.link.sent(self._state()[1])
+
+    def _state(self) -> tuple[LinkStatus, int]:
+        """And the newest step's seq."""
+        link = self.link
+        state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
+        return LinkStatus(int(state["status"])), int(state["pushed"])
 
 
 def _refusal(link: KernelLink, seq: int) -> LoraServerError:

@@ -88,6 +88,17 @@ class KernelLink(DeviceSteps):
         assert self._slot_rows is not None
         return self._slot_rows
 
+    def sent(self, seq: int) -> RequestHeader:
+        """Of a step that a kernel put, from the slot."""
+        assert self._requests is not None
+        memory = self.gpu.read(self._requests.address + self._sizes.request_at(seq), slot.HEADER_BYTES)
+        return RequestHeader.unpack_from(memoryview(bytearray(memory)))
+
+    def look(self) -> None:
+        """The watchdog's: kernels that wait for a shard that is gone are told to end."""
+        if not self._is_served():
+            self.tell({"abort": 1})
+
     def response_address(self, seq: int) -> int:
         """Where the answer to a step lies."""
         assert self._responses is not None
