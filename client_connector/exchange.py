@@ -51,8 +51,12 @@ class _Flying(NamedTuple):
     sent: RequestHeader
 
 
+class Started:
+    """A site's step under way, between a pass's `start_dense` or `start_experts` and what ends it."""
+
+
 @dataclass
-class Exchange:
+class Exchange(Started):
     """The messages of one site, in the order of each lane; `deadline` is time.monotonic()."""
 
     lanes: Sequence[Lane]

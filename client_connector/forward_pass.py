@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from client_connector.client import Client
-from client_connector.exchange import Exchange, GemmTimes
+from client_connector.exchange import Exchange, GemmTimes, Started
 from client_connector.packing import Activations, HostPacker, Window
 from client_connector.routed import RoutedPacker, chunks_of, fits
 from client_connector.routing import Batch, Message, route_dense, route_experts
@@ -42,7 +42,7 @@ class ForwardPass:
         """Whether the batch has a delta there."""
         return self.batch is not None and self.batch.at(site) is not None
 
-    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Exchange | None:
+    def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Started | None:
         """Push the rows of a site with one weight for all rows; None where the batch has no delta."""
         batch = self.batch.at(site) if self.batch is not None else None
         if batch is None:
@@ -64,7 +64,7 @@ class ForwardPass:
         x: torch.Tensor,
         weights: torch.Tensor | None = None,
         window: Window | None = None,
-    ) -> Exchange | None:
+    ) -> Started | None:
         """Push the rows of an expert site; experts E and beyond are not here.
 
         Without `weights` x is [T, K]. With them, float32 [T * k], x is [T * k, K], and deltas come back weighted
@@ -99,10 +99,11 @@ class ForwardPass:
         given = replace(given, x=self.staged(given.x), weights=weights)
         return self.client.start(HostPacker(self.client.terms, site, given), messages)
 
-    def finish(self, exchange: Exchange | None, add: Callable[[Message, torch.Tensor], None]) -> None:
+    def finish(self, exchange: Started | None, add: Callable[[Message, torch.Tensor], None]) -> None:
         """Wait for the deltas of a site and hand them to `add`, which must copy what it keeps."""
         if exchange is None or self.batch is None:
             return
+        assert isinstance(exchange, Exchange)
         try:
             exchange.finish(add)
         except LoraServerError as error:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from client_connector.exchange import Exchange
+from client_connector.exchange import Started
 from client_connector.packing import Window
-from client_connector.routing import Message
 from client_connector.serving.planned import PlannedPass
-from client_connector.serving.staging import add_rows
 from lora_server.spec import Site
 
 
@@ -30,48 +28,33 @@ class RemoteExperts:
 
     def start_gate_up(
         self, x_TH: torch.Tensor, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None
-    ) -> Exchange | None:
+    ) -> Started | None:
         """Push what this rank's experts will read."""
         if not self.forward.active:
             return None
         experts = self._experts(ids_Tk, expert_map)
-        return self.forward.start_experts(Site(self.layer, "gate_up"), experts, x_TH, window=self.gate_up)
+        return self.forward.start_experts(Site(self.layer, "gate_up"), experts, x_TH, None, self.gate_up)
 
-    def finish_gate_up(self, exchange: Exchange | None, y: torch.Tensor, interleaved: bool = False) -> None:
+    def finish_gate_up(self, step: Started | None, y: torch.Tensor, interleaved: bool = False) -> None:
         """Add to y [T * k, N], columns [gate | up] or, interleaved, gate and up alternating."""
-        if exchange is None:
-            return
         half, width = y.shape[1] // 2, self.width
         gate, up = (y[:, 0 : 2 * width : 2], y[:, 1 : 2 * width : 2]) if interleaved else (y[:, :width], y[:, half:])
-
-        def add(message: Message, delta: torch.Tensor) -> None:
-            add_rows(gate, message.entries_N, delta[:, :width])
-            add_rows(up[:, :width], message.entries_N, delta[:, width:])
-
-        self.forward.finish(exchange, add)
+        self.forward.add(step, [(gate, 0), (up[:, :width], width)], per_entry=True)
 
     def start_down(
         self, x_NI: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, expert_map: torch.Tensor | None
-    ) -> Exchange | None:
+    ) -> Started | None:
         """Push activations [T * k, >= I], which come back weighted and summed per token."""
         if not self.forward.active:
             return None
         weights = weights_Tk.reshape(-1).float()
-        return self.forward.start_experts(
-            Site(self.layer, "down"),
-            self._experts(ids_Tk, expert_map),
-            x_NI[:, : self.width],
-            weights=torch.ones_like(weights) if self.weighted_input else weights,
-            window=self.down,
-        )
+        weights = torch.ones_like(weights) if self.weighted_input else weights
+        experts = self._experts(ids_Tk, expert_map)
+        return self.forward.start_experts(Site(self.layer, "down"), experts, x_NI[:, : self.width], weights, self.down)
 
-    def finish_down(self, exchange: Exchange | None, y_TH: torch.Tensor) -> None:
+    def finish_down(self, step: Started | None, y_TH: torch.Tensor) -> None:
         """Add to the layer's output."""
-
-        def add(message: Message, delta: torch.Tensor) -> None:
-            add_rows(y_TH, message.rows_M, delta)
-
-        self.forward.finish(exchange, add)
+        self.forward.add(step, [(y_TH, 0)])
 
     def _experts(self, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
         """Global ids; under expert parallelism those of other ranks, and padding's -1, become E: not here."""

@@ -1,9 +1,10 @@
 """A dense site of a serving engine's worker, also inside torch.compile: opaque ops around the layer's GEMM.
 
-    token = push(x, site);  y = W x;  add_(y, token, site)
+    token = push(x, site);  y = W x;  add_(y, x, token, site)
 
-A host-side exchange cannot run inside a captured graph, so the engine has to split its graphs at the
-ops named in NAMES. In eager mode the same functions are called directly.
+`add_` takes the token, so that it comes behind `push`, and x, so that nobody gets x's memory before its rows are sent.
+Kernels that send and wait by themselves (`launched`) are captured with the rest. A host-side exchange cannot be, so the
+engine then splits its graphs at the ops named in NAMES. In eager mode the same functions are called directly.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ from typing import Any
 
 import torch
 
-from client_connector.exchange import Exchange
+from client_connector.exchange import Started
 from client_connector.packing import Window
-from client_connector.routing import Message
 from client_connector.serving.planned import PlannedPass
-from client_connector.serving.staging import add_rows
 from lora_server.spec import Site
 
 NAMES = ("lora_server::push", "lora_server::add_")
@@ -28,25 +27,21 @@ _LINEARS: list[RemoteLinear] = []  # an op's argument must be a number; engines 
 
 @dataclass
 class RemoteLinear:
-    """One linear layer of an engine worker, and the exchange under way there."""
+    """One linear layer of an engine worker, and the step under way there."""
 
     forward: PlannedPass
     site: Site
     window: Window
-    _exchange: Exchange | None = None
+    _step: Started | None = None
 
     def push(self, x_TK: torch.Tensor) -> None:
         """Before the GEMM."""
-        self._exchange = self.forward.start_dense(self.site, x_TK, self.window)
+        self._step = self.forward.start_dense(self.site, x_TK, self.window)
 
     def add(self, y_TO: torch.Tensor) -> None:
         """After it; before any all-reduce, which then sums partial deltas too."""
-        exchange, self._exchange = self._exchange, None
-
-        def add(message: Message, delta: torch.Tensor) -> None:
-            add_rows(y_TO, message.rows_M, delta)
-
-        self.forward.finish(exchange, add)
+        step, self._step = self._step, None
+        self.forward.add(step, [(y_TO, 0)])
 
     def around(self, gemm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """`gemm(layer, x, bias)` with the deltas of the site added to its result."""
@@ -58,7 +53,7 @@ class RemoteLinear:
             if torch.compiler.is_compiling():
                 token = push(x, index)
                 y = gemm(layer, x, bias)
-                add(y, token, index)
+                add(y, x, token, index)
                 return y
             if not self.forward.active:
                 return gemm(layer, x, bias)
@@ -75,7 +70,7 @@ def _push(x: torch.Tensor, site: int) -> torch.Tensor:
     return x.new_empty(0)
 
 
-def _add(y: torch.Tensor, token: torch.Tensor, site: int) -> None:
+def _add(y: torch.Tensor, x: torch.Tensor, token: torch.Tensor, site: int) -> None:
     _LINEARS[site].add(y.view(-1, y.shape[-1]))
 
 
@@ -84,5 +79,5 @@ def _ops() -> tuple[Callable[..., Any], Callable[..., Any]]:
     push = torch.library.custom_op("lora_server::push", _push, mutates_args=())
     push.register_fake(lambda x, site: x.new_empty(0))
     add = torch.library.custom_op("lora_server::add_", _add, mutates_args=("y",))
-    add.register_fake(lambda y, token, site: None)
+    add.register_fake(lambda y, x, token, site: None)
     return push, add

@@ -1,12 +1,12 @@
 """The forward pass of a serving engine's worker: its rows and adapters come with the scheduler's plan.
 
     forward.receive(plan); forward.begin(...)            once per forward pass
-        exchange = forward.start_dense(site, x, ...)     before the engine's own GEMM
-        forward.finish(exchange, add)                    after it
+        step = forward.start_dense(site, x, ...)         before the engine's own GEMM
+        forward.add(step, [(y, 0)])                      after it
     failures = forward.end()
 
-This is the whole interface between a serving engine and the wire, so that kernels which send and wait
-by themselves can take it over: slots are static memory, and a site's windows never change.
+This is the whole interface between a serving engine and the wire: here the host has an exchange per site, in
+`launched` kernels send and wait by themselves.
 A failure never raises into the engine: the rest of the pass runs without deltas, and `end` names
 the requests whose results are void.
 """
@@ -14,23 +14,26 @@ the requests whose results are void.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 import torch
 from typing_extensions import override
 
 from client_connector.client import Client
-from client_connector.exchange import Exchange
+from client_connector.exchange import Exchange, Started
 from client_connector.forward_pass import ForwardPass
-from client_connector.routing import Batch
+from client_connector.routing import Batch, Message
 from client_connector.serving.plan import NO_PLAN, RETRY, Assigned, Failure, StepPlan
 from client_connector.serving.rejoin import Rejoin
-from client_connector.serving.staging import Staging
+from client_connector.serving.staging import Staging, add_rows
 from lora_server.errors import AdapterError, LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.logs import Repeats
+from lora_server.spec import Site
 from lora_server.transport.session import Held, Proof, Session
 
 OUTAGE_SECONDS = 1.0
+Part = tuple[torch.Tensor, int]  # columns of an engine's result, and the first of the answer's that belong there
 log = structlog.get_logger()
 
 
@@ -79,6 +82,13 @@ class PlannedPass(ForwardPass):
         self.batch = None
         return self._failures
 
+    def rehearse(self, with_adapters: bool) -> AbstractContextManager[None]:
+        """Around an engine's passes without requests, in which it warms up, and captures graphs.
+
+        `with_adapters`: that serve steps with adapters.
+        """
+        return nullcontext()
+
     def close(self) -> None:
         """Leave the server."""
         self._rejoin.close()
@@ -95,7 +105,18 @@ class PlannedPass(ForwardPass):
         self._complain(error.code, "adapter rows failed", requests=len(self._assigned), error=str(error))
         self._failures = {req_id: Failure.of(error) for req_id in self._assigned}
         if exchange is not None and isinstance(error, AdapterError):
-            self._spare_the_innocent(exchange)
+            self._spare_the_innocent(exchange.site, lambda handle: self.client.probe(exchange, handle))
+
+    # -- at a site
+
+    def add(self, step: Started | None, parts: Sequence[Part], per_entry: bool = False) -> None:
+        """The answer to what was started, added to an engine's result: to a row per token, or per token and expert."""
+
+        def add(message: Message, delta: torch.Tensor) -> None:
+            for y, begin in parts:
+                add_rows(y, message.entries_N if per_entry else message.rows_M, delta[:, begin : begin + y.shape[1]])
+
+        self.finish(step, add)
 
     # -- what the plan says
 
@@ -151,13 +172,13 @@ class PlannedPass(ForwardPass):
         self.client.session.borrow(holder)
         self._lender = self.client.session, holder
 
-    def _spare_the_innocent(self, exchange: Exchange) -> None:
+    def _spare_the_innocent(self, site: Site, probe: Callable[[int], None]) -> None:
         """One bad adapter voids a message for all; ask for each alone, and let the good ones' requests start over."""
         errors: dict[int, LoraServerError] = {}
         for held in {assigned.handle: self._known[assigned.handle] for assigned in self._assigned.values()}.values():
             try:
-                if exchange.site in held.sites:
-                    self.client.probe(exchange, held.handle)
+                if site in held.sites:
+                    probe(held.handle)
             except AdapterError as error:
                 errors[held.handle] = error
             except LoraServerError:

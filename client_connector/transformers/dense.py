@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from client_connector.exchange import Exchange
+from client_connector.exchange import Started
 from client_connector.forward_pass import ForwardPass
 from client_connector.routing import Message
 from lora_server.errors import ProtocolError
@@ -31,7 +31,7 @@ class DenseSite:
     modules: Sequence[nn.Module]
     sections: Sequence[Section]
     _input: torch.Tensor | None = None
-    _exchange: Exchange | None = None
+    _exchange: Started | None = None
     _deltas: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # rows, delta
     _began_ns: int = 0
 

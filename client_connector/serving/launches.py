@@ -1,0 +1,89 @@
+"""The launches of one site of one engine step, on every shard that has some of it; see launched.
+
+Shapes: T rows of the engine's step, k experts each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from client_connector.exchange import Started
+from client_connector.packing import DTYPE_CODES, Window
+from client_connector.serving.planned import Part
+from kernels_cuda.routing import Choice
+from lora_server.spec import PROJECTIONS, Site
+from lora_server.transport.gpu.captured import CapturedSite
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+
+
+class Chunk(NamedTuple):
+    """Rows [first, first + rows) of the engine's step, on each shard that has some of the site."""
+
+    first: int
+    rows: int
+    on: list[tuple[CapturedSite, Choice]]
+
+    def put(self) -> None:
+        """Route and put, beside whatever the engine does next."""
+        for site, choice in self.on:
+            site.put(choice)
+
+
+@dataclass(frozen=True)
+class Launched(Started):
+    """A site's step under way; the first chunk is. Chunks follow each other, since a link has one route."""
+
+    chunks: list[Chunk]
+    top_k: int
+
+    def add(self, parts: Sequence[Part], per_entry: bool) -> None:
+        """See PlannedPass.add."""
+        per_row = self.top_k if per_entry else 1
+        for index, chunk in enumerate(self.chunks):
+            if index:
+                chunk.put()
+            rows = slice(chunk.first * per_row, (chunk.first + chunk.rows) * per_row)
+            for site, _ in chunk.on:
+                site.wait()
+                for y, begin in parts:
+                    _add_columns(site, y[rows], begin)
+
+
+def _add_columns(site: CapturedSite, y: torch.Tensor, begin: int) -> None:
+    """Also to columns that do not lie side by side."""
+    if y.stride(1) == 1:
+        site.add_columns(y, begin)
+        return
+    delta = torch.zeros_like(y, memory_format=torch.contiguous_format)
+    site.add_columns(delta, begin)
+    y.add_(delta)
+
+
+def header_of(site: Site, dtype: torch.dtype, width: int, by_entry: bool, window: Window) -> RequestHeader:
+    """Of steps of `width` input columns, a row per token or, by entry, per token and expert; the GPU adds the rest."""
+    return RequestHeader(
+        step_class=slot.DECODE,
+        flags=slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP,
+        client=0,
+        epoch=0,
+        seq=0,
+        slot=0,
+        layer=site.layer,
+        projection=PROJECTIONS.index(site.projection),
+        dtype=DTYPE_CODES[dtype],
+        num_rows=0,
+        num_entries=0,
+        num_segments=0,
+        num_out_rows=0,
+        in_begin=window.in_begin,
+        in_end=window.in_begin + width,
+        windows=window.out,
+        payload_bytes=0,
+        budget_us=0,
+        pushed_ns=0,
+    )
