@@ -6,7 +6,7 @@ import json
 import sys
 import time
 
-from bench.gpu_run.endless import say
+from bench.gpu_run.child import say
 from bench.gpu_run.nvshmem_pe import parse
 
 LIMIT_SECONDS = 0.3

@@ -9,7 +9,6 @@ python -m bench.gpu_run.endless MODEL SERVER --device cuda --transport cuda_ipc 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_run.child import context, say
 from client_connector.transformers import attach
 from lora_server import logs
 from lora_server.demo.engine import load_model
@@ -24,20 +24,6 @@ from lora_server.demo.engine import load_model
 PROMPT = 48  # tokens of each sequence: rows enough that most of a step's time is rows on their way
 TIMEOUT_SECONDS = 5.0
 PAUSE_SECONDS = 0.2
-
-
-def say(event: str, **facts: Any) -> None:
-    """One line."""
-    print(json.dumps({"event": event, **facts}), flush=True)
-
-
-def context(device: torch.device) -> str:
-    """Whether this process can still compute on its device."""
-    try:
-        ones = torch.ones(1 << 20, device=device)
-        return "alive" if float((ones + ones).sum()) == 2 << 20 else "computes nonsense"
-    except Exception as problem:
-        return f"dead: {type(problem).__name__}: {str(problem).splitlines()[0]}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

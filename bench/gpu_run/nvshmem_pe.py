@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_run.endless import context, say
+from bench.gpu_run.child import context, say
 
 NBYTES = 1 << 20
 UID_BYTES = 128

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.gpu_run import world_timing
-from bench.gpu_run.endless import context, say
+from bench.gpu_run.child import context, say
 from bench.gpu_run.engine import generate
 from bench.gpu_run.lab import NAMES
 from client_connector.remote import RemoteServer
