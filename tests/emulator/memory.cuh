@@ -9,10 +9,11 @@
 // acquire at system scope that this block has seen, directly or by way of another block's release, what it was or what
 // it is. Within a GPU an acquire brings what was released at the very place that it reads, by whatever way; what another
 // block has stored last may be missing before.
+// Order. What no value shows, a store that nothing keeps behind others' loads, is found by clocks: races.cuh.
 // Copies (cp.async.bulk) of a thread may read what was written before its last copy_acquire; else NaNs.
 #pragma once
 #include <algorithm>
-#include "threads.cuh"
+#include "races.cuh"
 
 struct Written { unsigned char* to; unsigned char before[16]; int size; int device; };
 inline std::vector<Written> written;  // to memory that several see, in order; `seen` counts these
@@ -141,6 +142,7 @@ template <class V> inline V load_l2(const V* p) {
     check_alignment<V>(p);
     if (!world.modelled) return *p;
     interrupt();
+    compare(p, sizeof(V), false);
     V v;
     my_view(p, reinterpret_cast<unsigned char*>(&v), sizeof(V), true);
     return v;
@@ -149,6 +151,7 @@ template <class V> inline V through_l1(const V* p, bool constant) {
     check_alignment<V>(p);
     if (!world.modelled) return *p;
     interrupt();
+    compare(p, sizeof(V), false);
     V v;
     const auto at = reinterpret_cast<uintptr_t>(p), line = at & ~uintptr_t{15};
     static_assert(sizeof(V) <= 16, "within a line of the model's L1");
@@ -174,6 +177,7 @@ template <class V> inline void store(V* p, const V& value) {
     static_assert(sizeof(V) <= 16, "one instruction");
     Store s = {reinterpret_cast<unsigned char*>(p), {}, sizeof(V)};
     std::memcpy(s.bytes, &value, sizeof(V));
+    compare(p, sizeof(V), true);
     current->stores.push_back(s);
     forget_line(s);
     some_lands();
@@ -192,6 +196,7 @@ inline uint64 value_of(const uint64* p, bool stale) {
 // What was released at a place comes with the acquire that reads it there, and with no other.
 inline void acquired(const void* p, bool system) {
     if (!world.modelled) return;
+    if (world.races && p) take_clock(p, system);
     const Release& release = world.devices[my_device()].releases[p];
     uint64 &seen = current->block->seen, &heard = current->block->heard[p];
     if (system || heard != release.number) forget_l1();
@@ -202,7 +207,8 @@ inline void acquired(const void* p, bool system) {
         mine = std::max(mine, release.clock.of[i]);
     }
 }
-inline void released(const void* p) {
+inline void released(const void* p, bool system = false) {
+    if (world.races && p) leave_clock(p, system);
     Device& device = world.devices[my_device()];
     Release& release = device.releases[p];
     release.number++, release.seen = std::max(release.seen, current->block->seen);

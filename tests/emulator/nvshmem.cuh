@@ -17,6 +17,7 @@ struct NetworkPut {
     unsigned char* signal;
     uint64 value;
     int from_pe, to_pe, queue;
+    Clock clock;  // of who put it
 };
 inline std::vector<NetworkPut> network_puts;
 inline Stores arrived[16];  // at a PE, and not seen for sure
@@ -49,7 +50,9 @@ inline void begin_put(void* to, void* from, uint64 nbytes, uint64_t* signal, uin
         return store_release_system(reinterpret_cast<uint64*>(at_pe(signal, pe)), value);
     }
     NetworkPut put = {at_pe(to, pe), static_cast<unsigned char*>(from), nbytes, {}, signal ? at_pe(signal, pe) : nullptr, value, my_device(), pe,
-                      my_device() * 64 + current->block->index};
+                      my_device() * 64 + current->block->index, current_warp().clock};
+    compare(from, static_cast<int>(nbytes), false);
+    if (world.races) current_warp().clock.of[current_warp().number]++;
     for (uint64 at = 0; at < nbytes; at += PIECE) put.left.push_back(at);
     network_puts.push_back(put);
 }
@@ -94,6 +97,7 @@ inline void pass_network() {
         Store s = {put.signal, {}, 8};
         std::memcpy(s.bytes, &put.value, 8);
         land(s, -2);
+        join(syncs[put.signal].system, put.clock), join(host_clock, put.clock);
     }
     network_puts.erase(network_puts.begin() + static_cast<long>(which));
 }

@@ -55,6 +55,8 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         block.shared = static_cast<unsigned char*>(std::aligned_alloc(128, nbytes + 128));
         std::memset(block.shared, 0xff, nbytes);
         block.warps.resize((threads + 31) / 32);
+        if (world.races)
+            for (Warp& warp : block.warps) begin_clock(warp);
         block.seen = device < 0 ? 0 : world.devices[device].released;
         block.writer = (grid->id * blocks + b) % WRITERS;
         if (device >= 0) std::fill_n(block.clock.of, WRITERS, world.devices[device].landed);
@@ -72,6 +74,8 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
 void end(Grid* grid) {
     for (Thread& thread : grid->threads) stacks.push_back(thread.memory);
     for (GridBlock& block : grid->blocks) {
+        if (world.races)
+            for (Warp& warp : block.warps) end_clock(warp);
         copies.erase(std::remove_if(copies.begin(), copies.end(), [&](const Copy& c) { return c.block == &block; }), copies.end());
         std::free(block.shared);
     }
@@ -142,7 +146,8 @@ extern "C" int run_live(const void* kernel, int grid, int threads, int shared_by
 extern "C" void world_begin(uint64 seed, unsigned char* shared, uint64 shared_bytes) {
     while (!world.grids.empty()) end(world.grids.back());
     world = World();
-    world.modelled = true, world.random = seed * 0x9e3779b97f4a7c15ull + 1;
+    forget_races();
+    world.modelled = world.races = true, world.random = seed * 0x9e3779b97f4a7c15ull + 1;
     world.shared_begin = shared, world.shared_end = shared + shared_bytes;
     written.clear(), page_writes.clear(), failure = nullptr;
     for (int i = 0; i < 8; i++) chance();
@@ -236,6 +241,7 @@ extern "C" void world_write(unsigned char* to, const unsigned char* from, uint64
         std::memcpy(s.bytes, from + i, s.size);
         land(s, -1);
     }
+    if (world.races && nbytes <= 8) join(syncs[to].system, host_clock);
 }
 extern "C" void world_copy_pages(unsigned char* to, const unsigned char* from, uint64 nbytes) {  // a copy engine
     std::memcpy(to, from, nbytes);

@@ -39,7 +39,7 @@ struct Line { unsigned char bytes[16]; };
 constexpr int WRITERS = 64;  // blocks that live at a time, at most
 struct Clock { uint64 of[WRITERS] = {}; };  // how many of the GPU's stores, for those of each block
 
-struct Warp { Exchange exchange; Stores stores; };
+struct Warp { Exchange exchange; Stores stores; int number = 0; Clock clock; };  // what it knows of other warps: see races.cuh
 struct Grid;
 struct GridBlock {
     Grid* grid;
@@ -53,6 +53,7 @@ struct GridBlock {
     std::unordered_map<const void*, uint64> heard;  // the newest release that it has acquired at each place
     int writer = 0;
     Clock clock;  // what it has seen of other blocks
+    Clock met;    // what its warps knew at its barriers
 };
 struct Thread {
     void* stack;
@@ -85,6 +86,7 @@ struct Grid {
 };
 struct World {
     bool modelled = false;  // memory, and who is next; without, a store is seen at once and threads take turns
+    bool races = false;     // are looked for: see races.cuh
     bool live = false;      // beside other processes: time is the machine's
     uint64 random = 1, now = 1;
     std::vector<Grid*> grids;
@@ -153,6 +155,8 @@ inline int lane_index() { return current->index % 32; }
 inline Exchange& my_warp() { return current->block->warps[current->index / 32].exchange; }
 
 inline void see_together(Stores& all, Stores& mine);
+inline void meet(Clock& block);
+inline void join(Clock& mine, const Clock& others);
 inline void sync_warp() {
     if (world.modelled) see_together(current->block->warps[current->index / 32].stores, current->stores);
     collective(my_warp(), 32, [] {});
@@ -162,7 +166,9 @@ inline void sync_block() {  // of the warps that compute
         see_together(current->block->stores, current->block->warps[current->index / 32].stores);
         see_together(current->block->stores, current->stores);
     }
+    if (world.races) meet(current->block->met);
     collective(current->block->all, WARPS * 32, [] {});
+    if (world.races) join(current->block->warps[current->index / 32].clock, current->block->met);
 }
 
 template <class Act> inline uint64 warp_exchange(uint64 value, Act act) {
