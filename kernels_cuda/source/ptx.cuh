@@ -45,6 +45,11 @@ DEVICE int load_l2(const int* p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+DEVICE unsigned load_l2(const unsigned* p) {
+    unsigned v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
 
 DEVICE uint64 load_l2(const uint64* p) {
     uint64 v;

@@ -4,7 +4,7 @@
 // (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a twin in GPU memory, or
 // behind the tables in the slot, which is host memory that both processes map. The last block to finish stores the
 // signal with a release at system scope: whoever reads it there finds the rest in place.
-#include "warp.cuh"
+#include "copy.cuh"
 #include "system.cuh"
 #include "slot.h"
 
@@ -47,21 +47,6 @@ DEVICE void write_header(const Put& p, int segments, int entries, int tokens, co
     header.payload_bytes = static_cast<uint64_t>(at.rows - LORA_HEADER_BYTES) + static_cast<uint64_t>(rows) * p.row_bytes;
 }
 
-template <class T> DEVICE void copy(T* to, const T* from, int count, int thread, int threads) {
-    for (int i = thread; i < count; i += threads) to[i] = from[i];
-}
-
-// A row per warp, `Unit`s that row_bytes, stride and addresses are multiples of.
-template <class Unit> DEVICE void copy_rows(const Put& p, unsigned char* to, int num_rows) {
-    const int lane = threadIdx.x % LANES, units = p.row_bytes / static_cast<int>(sizeof(Unit));
-    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS) {
-        const Unit* source = reinterpret_cast<const Unit*>(p.from + p.rows[row] * p.stride);
-        Unit* target = reinterpret_cast<Unit*>(to + static_cast<int64>(row) * p.row_bytes);
-#pragma unroll 4
-        for (int i = lane; i < units; i += LANES) target[i] = source[i];
-    }
-}
-
 DEVICE void signal_when_all_are_done(const Put& p) {
     sync_block();
     if (threadIdx.x != 0) return;
@@ -80,13 +65,13 @@ template <class Unit> DEVICE void put(const Put& p) {
         const int segments = p.counts[0], entries = p.counts[1], tokens = p.counts[3];
         const Parts at(segments, entries, p.weights);
         if (thread == 0) write_header(p, segments, entries, tokens, at);
-        copy(reinterpret_cast<uint4*>(p.slot + LORA_HEADER_BYTES), p.segments, segments, thread, threads);
-        copy(reinterpret_cast<int*>(p.slot + at.map), p.map, entries, thread, threads);
-        if (p.weights) copy(reinterpret_cast<unsigned*>(p.slot + at.weights), p.weights, entries, thread, threads);
+        copy_units<uint4>(p.slot + LORA_HEADER_BYTES, p.segments, segments, thread, threads);
+        copy_units<int>(p.slot + at.map, p.map, entries, thread, threads);
+        if (p.weights) copy_units<int>(p.slot + at.weights, p.weights, entries, thread, threads);
         num_rows = p.weights ? entries : tokens;
         if (!to) to = p.slot + at.rows;
     }
-    copy_rows<Unit>(p, to, num_rows);
+    copy_rows<Unit>(to, p.from, p.rows, num_rows, p.row_bytes, p.stride);
     signal_when_all_are_done(p);
 }
 

@@ -182,7 +182,8 @@ class CudaGpu(Gpu):
         import cupy
 
         name = self.kernels[kernel]
-        blocks = self._multiprocessors if name == "serve.cu" else 1 if kernel in ONE_BLOCK else PUT_BLOCKS
+        all_of_it = name == "serve.cu" or kernel.startswith("link_add")  # which the engine waits for
+        blocks = self._multiprocessors if all_of_it else 1 if kernel in ONE_BLOCK else PUT_BLOCKS
         threads = 32 * (self._variant(name).warps + (name == "serve.cu"))
         numbers = tuple(cupy.uint64(value) for value in values)
         with on_torch_stream(self.device):

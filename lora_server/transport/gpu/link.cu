@@ -1,7 +1,7 @@
 // A client's kernels, for CUDA graphs: put a step, wait for its answer, add its rows. Their arguments never change:
 // what does (seq, epoch, addresses, how long to wait) lies in the link's state block. A pass in which something failed
 // goes on without deltas: `put` sends nothing, `wait` returns, `add` adds nothing, until the host has seen why.
-#include "warp.cuh"
+#include "copy.cuh"
 #include "system.cuh"
 #include "client.cuh"
 #include "peer.cuh"
@@ -34,19 +34,6 @@ DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 s
     h.num_out_rows = p.weights ? tokens : entries;
     h.payload_bytes = rows_at - LORA_HEADER_BYTES + static_cast<uint64>(rows) * p.row_bytes;
     h.budget_us = load(&k.budget_ns) / 1000, h.pushed_ns = now_ns();
-}
-
-template <class Unit> DEVICE void copy_units(unsigned char* to, const void* from, int count, int thread, int threads) {
-    for (int i = thread; i < count; i += threads)
-        store(reinterpret_cast<Unit*>(to) + i, load_l2(static_cast<const Unit*>(from) + i));
-}
-
-// A row per warp.
-template <class Unit> DEVICE void copy_rows(const Put& p, unsigned char* to, int num_rows) {
-    const int units = p.row_bytes / static_cast<int>(sizeof(Unit));
-    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS)
-        copy_units<Unit>(to + static_cast<int64>(row) * p.row_bytes, p.x + load_l2(p.rows + row) * p.stride, units,
-                         threadIdx.x % LANES, LANES);
 }
 
 // The last block says so, or puts all and says so; no block begins the next step before that.
@@ -88,7 +75,7 @@ template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
     copy_units<int>(slot + map_at, p.map, entries, thread, threads);
     if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, thread, threads);
     const int num_rows = p.weights ? entries : tokens;
-    copy_rows<Unit>(p, slot + rows_at, num_rows);
+    copy_rows<Unit>(slot + rows_at, p.x, p.rows, num_rows, p.row_bytes, p.stride);
     signal(k, m, place, rows_at + static_cast<uint64>(num_rows) * p.row_bytes, seq);
 }
 
@@ -159,23 +146,51 @@ template <class T> DEVICE unsigned sum_of_two(unsigned a, unsigned b) {
     unpack<T>(b, more_low, more_high);
     return pack<T>(low + more_low, high + more_high);
 }
+template <class T> DEVICE uint4 sum_of_two(const uint4& a, const uint4& b) {
+    return {sum_of_two<T>(a.x, b.x), sum_of_two<T>(a.y, b.y), sum_of_two<T>(a.z, b.z), sum_of_two<T>(a.w, b.w)};
+}
+
+struct Sums {  // y[rows[i]] += row i of the answer: `bytes` of each, strides in bytes
+    unsigned char* y;
+    const unsigned char* answer;
+    const int* rows;
+    int num_rows, bytes;
+    int64 y_stride, answer_stride;
+};
+
+// In `Unit`s that all of them are multiples of; a warp takes a piece of a row at a time.
+template <class T, class Unit> DEVICE void add_rows(const Sums& s) {
+    constexpr int ADDED_AT_ONCE = 4, PIECE = ADDED_AT_ONCE * LANES;
+    const int units = s.bytes / static_cast<int>(sizeof(Unit)), pieces = (units + PIECE - 1) / PIECE;
+    const int all = s.num_rows * pieces, warps = gridDim.x * WARPS;
+#pragma unroll 1
+    for (int share = blockIdx.x * WARPS + threadIdx.x / LANES; share < all; share += warps) {
+        const int row = share / pieces, first = share % pieces * PIECE + threadIdx.x % LANES;
+        const Unit* from = reinterpret_cast<const Unit*>(s.answer + row * s.answer_stride);
+        Unit* to = reinterpret_cast<Unit*>(s.y + load_l2(s.rows + row) * s.y_stride);
+        Unit delta[ADDED_AT_ONCE], sum[ADDED_AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < ADDED_AT_ONCE; i++) {
+            const int at = first + i * LANES < units ? first + i * LANES : units - 1;
+            delta[i] = load_l2(from + at), sum[i] = load_l2(to + at);
+        }
+#pragma unroll
+        for (int i = 0; i < ADDED_AT_ONCE; i++)
+            if (first + i * LANES < units) store(to + first + i * LANES, sum_of_two<T>(sum[i], delta[i]));
+    }
+}
 
 // y[rows[i], window] += row i of the answer. An even number of columns from an even one on.
 template <class T> DEVICE void add(Client& k, const int* counts, const int* rows, bool by_token, unsigned char* y,
                                    int64 stride, int width, int column, int count, int skip) {
     if (load_l2(&k.status) || load_l2(counts + 1) == 0) return;
     const uint64 seq = load_l2(&k.answered);
-    const unsigned char* answer = reinterpret_cast<const unsigned char*>(
-        load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes) + LORA_HEADER_BYTES);
-    const int num_rows = load_l2(counts + (by_token ? 3 : 1));
-    for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += gridDim.x * WARPS) {
-        const unsigned char* from = answer + 2 * (static_cast<int64>(row) * width + skip);
-        unsigned* to = reinterpret_cast<unsigned*>(y + load_l2(rows + row) * stride + 2 * column);
-        for (int i = threadIdx.x % LANES; i < count / 2; i += LANES) {
-            const int* delta = reinterpret_cast<const int*>(from) + i;
-            store(to + i, sum_of_two<T>(static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(to) + i)), static_cast<unsigned>(load_l2(delta))));
-        }
-    }
+    const uint64 answer = load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes) + LORA_HEADER_BYTES + 2 * skip;
+    const Sums sums = {y + 2 * column, reinterpret_cast<const unsigned char*>(answer), rows,
+                       load_l2(counts + (by_token ? 3 : 1)), 2 * count, stride, 2ll * width};
+    const uint64 sizes = reinterpret_cast<uint64>(sums.y) | answer | stride | 2 * width | 2 * count;
+    if (sizes % sizeof(uint4) == 0) add_rows<T, uint4>(sums);
+    else add_rows<T, unsigned>(sums);
 }
 
 // width: columns of the answer, all windows side by side; the one here is `count` from `skip` on, and `column` of y.
