@@ -34,6 +34,7 @@ class StepTables:
         self._index = {site: index for index, site in enumerate(sites)}
         self.adapters_T = self._device[:max_rows]
         self._places: dict[int, int] = {}  # by handle
+        self._listed = False  # places that the device has not heard of
         self._used = 0  # rows up to which one may have an adapter
         self._copied: torch.cuda.Event | None = None
 
@@ -55,24 +56,25 @@ class StepTables:
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one reads what is written here
         self._host[: self._used] = NOBODY
-        used, listed = 0, False
+        used = 0
         if batch is not None:
-            listed = self._list(batch.held)
+            self._list(batch.held)
             used = self._place(batch)
-        end = self._host.numel() if listed else max(used, self._used)
+        end = self._host.numel() if self._listed else max(used, self._used)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
-        self._used = used
+        self._used, self._listed = used, False
         if self._device.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def _list(self, held: Sequence[Held]) -> bool:
-        """Places for adapters that have none; whether there were such."""
+    def _list(self, held: Sequence[Held]) -> None:
+        """Places for adapters that have none."""
         if len(held) > self._max_adapters:
             raise ConfigError(f"got {len(held)} adapters in one step, expected at most {self._max_adapters}")
         new = [one for one in held if one.handle not in self._places]
         if not new:
-            return False
+            return
+        self._listed = True
         here = {one.handle for one in held}
         self._places = {handle: place for handle, place in self._places.items() if handle in here}
         free = sorted(set(range(self._max_adapters)) - set(self._places.values()))
@@ -80,7 +82,6 @@ class StepTables:
             self._places[one.handle] = place
             self._listed_SA3[:, place, 0] = one.handle
             self._listed_SA3[:, place, 2] = torch.tensor([site in one.sites for site in self._sites], dtype=torch.int32)
-        return True
 
     def _place(self, batch: Batch) -> int:
         """Where the last row with an adapter ends."""
