@@ -34,6 +34,7 @@ STAGES = (  # what is worth most first: a GPU may be lent for less than all of i
            "engine", arguments=("--transports", "gpu,shm")),
     _stage("ipc-gpu", 180, "the same, end to end; either side killed or stopped in a step: does the other live?",
            "ipc", arguments=("--transport", "gpu")),
+    _stage("passes", 120, "a serving engine's pass in a CUDA graph: a host's bits, base rows that send nothing, times"),
     _stage("ours", 300, "our kernels at every cell; variants; ncu on two cells", resumes=True),
     _stage("nvshmem", 120, "2 to 4 PEs on the GPU: init, module init, put and signal, one killed"),
     _stage("world", 240, "--gpu-transport nvshmem, its PEs on one GPU: tokens, times, an engine and the shard killed"),

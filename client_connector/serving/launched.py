@@ -106,6 +106,10 @@ class LaunchedPass(PlannedPass):
     def active(self) -> bool:
         return self._rehearsing or super().active
 
+    def sent(self) -> list[int]:
+        """How many steps kernels have put to each shard since it was joined."""
+        return [captured.pushed() for captured in self._captured]
+
     @override
     def close(self) -> None:
         self._watchdog.close()

@@ -140,9 +140,13 @@ class Captured:
         self.link.tell({"status": LinkStatus.OK})
         raise _refusal(self.link, seq)
 
+    def pushed(self) -> int:
+        """How many steps kernels have put on this link."""
+        return self._state()[1]
+
     def last(self) -> RequestHeader:
-        """Of the newest step, as it was put."""
-        return self.link.sent(self._state()[1])
+        """Of the newest of them, as it was put."""
+        return self.link.sent(self.pushed())
 
     def _state(self) -> tuple[LinkStatus, int]:
         """And the newest step's seq."""

@@ -1,0 +1,188 @@
+"""Stage `passes`: a serving engine's pass as launches, in a CUDA graph that is captured once, with nobody's rows.
+
+replayed     passes of other adapters, rows and routes, against a host's exchanges over shared memory, bit for bit
+eager        the same launches in no graph
+base rows    a replay that sends nothing
+times        of a replay, with adapters and without, by events of the GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench.gpu_run import stage
+from bench.gpu_run.lab import Lab, open_lab
+from bench.gpu_run.record import Record
+from client_connector.client import Client
+from client_connector.packing import Window
+from client_connector.remote import RemoteServer
+from client_connector.serving.experts import RemoteExperts
+from client_connector.serving.launched import LaunchedPass
+from client_connector.serving.linear import RemoteLinear
+from client_connector.serving.plan import Assigned, StepPlan
+from client_connector.serving.planned import PlannedPass
+from lora_server.spec import ModelSpec, Site
+
+ROWS, TOP_K, LAYER, SEED = 24, 2, 1, 5
+ROUNDS, WARM_UP = 300, 30
+SECONDS = 20.0
+BATCHES: tuple[tuple[str | None, ...], ...] = (("a",), ("b", None, "a"), ("a", "b"), (None, "b", None, None))
+Names = Sequence[str | None]
+
+
+class Layer:
+    """A layer's sites, whose inputs and results lie where they always do; `scale`: of the engine's own weight."""
+
+    def __init__(self, spec: ModelSpec, forward: PlannedPass, rows: int, device: str, scale: float = 1.0) -> None:
+        hidden, ffn, site = spec.hidden, spec.ffn, Site(LAYER, "qkv")
+        self.forward, self._experts = forward, spec.experts
+        self.linear = RemoteLinear(forward, site, Window(0, ((0, spec.out_width(site)),)))
+        halves = Window(0, ((0, ffn), (ffn, 2 * ffn)))
+        self.experts = RemoteExperts(forward, LAYER, halves, Window(0, ((0, hidden),)), ffn)
+        generator = torch.Generator().manual_seed(SEED)
+        weight = scale * torch.randn(spec.out_width(site), hidden, generator=generator)
+        self.weight = weight.to(device, torch.bfloat16)
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+        self.x, self.act = zeros(rows, hidden), zeros(rows * TOP_K, ffn)
+        self.ids = torch.zeros(rows, TOP_K, dtype=torch.int32, device=device)
+        self.weights = torch.zeros(rows, TOP_K, device=device)
+        self.qkv, self.up, self.down = (
+            zeros(rows, spec.out_width(site)),
+            zeros(rows * TOP_K, 2 * ffn),
+            zeros(rows, hidden),
+        )
+
+    def feed(self, seed: int) -> None:
+        """Other activations, and another choice of experts."""
+        generator = torch.Generator().manual_seed(seed)
+        for into in (self.x, self.act, self.weights):
+            into.copy_(torch.randn(into.shape, generator=generator))
+        chosen = [torch.randperm(self._experts, generator=generator)[:TOP_K] for _ in range(len(self.x))]
+        self.ids.copy_(torch.stack(chosen).int())
+
+    def run(self) -> None:
+        """A pass, or its part of a graph."""
+        self.linear.push(self.x)
+        torch.mm(self.x, self.weight.T, out=self.qkv)
+        self.linear.add(self.qkv)
+        step = self.experts.start_gate_up(self.x, self.ids, None)
+        self.up.zero_()
+        self.experts.finish_gate_up(step, self.up)
+        step = self.experts.start_down(self.act, self.ids, self.weights, None)
+        self.down.zero_()
+        self.experts.finish_down(step, self.down)
+
+    def results(self) -> list[torch.Tensor]:
+        """Copies, on the host."""
+        return [one.to("cpu", copy=True) for one in (self.qkv, self.up, self.down)]
+
+
+def begin(forward: PlannedPass, names: Names, rows: int) -> None:
+    """A pass of one request per name, with as many rows each; None is the base model's. Adapters are held anew."""
+    wanted = sorted({name for name in names if name is not None})
+    held = {one.name: one for one in forward.client.acquire(wanted)} if wanted else {}
+    assigned = {f"{i}": Assigned(held[name].handle, 0) for i, name in enumerate(names) if name is not None}
+    forward.receive(StepPlan(forward.client.terms.server, assigned, tuple(held.values())))
+    count = rows // max(1, len(names))
+    forward.begin([f"{i}" for i in range(len(names))], [count] * len(names), [0] * len(names))
+
+
+def answers(layer: Layer, names: Names, seed: int, play: Callable[[], None]) -> list[torch.Tensor]:
+    """Of one pass. Raises RuntimeError for one that failed."""
+    layer.feed(seed)
+    begin(layer.forward, names, len(layer.x))
+    play()
+    failures = layer.forward.end()
+    if failures:
+        raise RuntimeError(f"{names}: {failures}")
+    return layer.results()
+
+
+@contextmanager
+def by_host(lab: Lab) -> Iterator[Layer]:
+    """The oracle; without weights, for a GPU's GEMM and a CPU's round differently."""
+    forward = PlannedPass(Client(RemoteServer(lab.server.address, "shm"), SECONDS), lambda: True)
+    try:
+        yield Layer(forward.client.terms.spec, forward, ROWS, "cpu", scale=0.0)
+    finally:
+        forward.close()
+
+
+@contextmanager
+def by_launches(lab: Lab) -> Iterator[Layer]:
+    """What is tried."""
+    client = Client(RemoteServer(lab.server.address, "gpu", device="cuda"), SECONDS)
+    forward = LaunchedPass(client, lambda: True, dtype=torch.bfloat16, max_rows=ROWS, max_adapters=4)
+    try:
+        yield Layer(client.terms.spec, forward, ROWS, "cuda", scale=0.0)
+    finally:
+        forward.close()
+
+
+def captured(layer: Layer) -> torch.cuda.CUDAGraph:
+    """As vLLM does it: a rehearsal of everything, one of what is captured, the capture."""
+    for with_adapters in (False, True):
+        with layer.forward.rehearse(with_adapters):
+            layer.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with layer.forward.rehearse(True), torch.cuda.graph(graph):
+        layer.run()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Median of many."""
+    times = []
+    for _ in range(WARM_UP + ROUNDS):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(1e3 * float(began.elapsed_time(ended)))
+    return round(statistics.median(times[WARM_UP:]), 2)
+
+
+def work(record: Record, arguments: argparse.Namespace) -> bool:
+    """Whether every answer is the one that a host's client gets; times are only written down."""
+    good = True
+
+    def judge(name: str, right: bool) -> None:
+        nonlocal good
+        record.add("check", name=name, good=right)
+        good = good and right
+
+    with tempfile.TemporaryDirectory(prefix="lora-passes-") as scratch, open_lab(Path(scratch), "cuda", "gpu") as lab:
+        with by_host(lab) as oracle, by_launches(lab) as layer:
+            graph = captured(layer)
+            for how, play in (("replayed", graph.replay), ("eager", layer.run)):
+                for seed, names in enumerate(BATCHES):
+                    pairs = zip(
+                        answers(layer, names, seed, play), answers(oracle, names, seed, oracle.run), strict=True
+                    )
+                    judge(f"{how}: {names}", all(torch.equal(ours, theirs) for ours, theirs in pairs))
+            assert isinstance(layer.forward, LaunchedPass)
+            before = layer.forward.sent()
+            judge("base rows", not any(one.any() for one in answers(layer, (None,), SEED, graph.replay)))
+            judge("base rows send nothing", layer.forward.sent() == before)
+            record.add("latency", what="a pass of base rows in a graph", median_us=replay_us(graph))
+            begin(layer.forward, BATCHES[1], ROWS)
+            record.add("latency", what="a pass with adapters in a graph, three sites", median_us=replay_us(graph))
+            judge("after all of them", layer.forward.end() == {})
+        print(lab.server.tail())
+    return good
+
+
+if __name__ == "__main__":
+    stage.main(work, stage.parser(__doc__).parse_args(), modules=("cupy",))
