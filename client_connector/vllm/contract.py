@@ -110,7 +110,12 @@ CONTRACT = (
         ("input_batch", "num_scheduled_tokens"),
     ),
     Touched("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin.maybe_setup_dummy_loras", ("lora_config",)),
-    Touched("vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin.maybe_select_dummy_loras"),
+    Touched(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin.maybe_select_dummy_loras",
+        ("self", "num_active_loras"),
+    ),
+    Touched("vllm.config", "SchedulerConfig", ("max_num_batched_tokens", "max_num_seqs")),
     Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model", ("scheduler_output",), ("input_batch",)),
     Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
     Touched("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.shutdown"),

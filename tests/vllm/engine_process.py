@@ -101,6 +101,27 @@ class Engine:
         return eval(expression, {"llm": self.llm, "sys": sys, "os": os, "gc": gc})
 
 
+def compile_also_with_lora(mode: str, backend: str) -> None:
+    """As vLLM has it on GPUs. On CPUs it leaves compilation out where LoRA is on, and calls experts without its op."""
+    import torch
+    from vllm.config import CompilationMode
+    from vllm.model_executor.layers.fused_moe import MoERunner
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        lora, vllm_config.lora_config = vllm_config.lora_config, None
+        original(cls, vllm_config)
+        vllm_config.lora_config = lora
+        compilation = vllm_config.compilation_config
+        compilation.mode, compilation.backend = CompilationMode[mode], backend
+        compilation.compile_sizes = compilation.compile_sizes or []
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    MoERunner._select_forward = lambda self: torch.ops.vllm.moe_forward
+
+
 def main() -> None:
     replies = os.fdopen(int(sys.argv[2]), "w")
 
@@ -108,6 +129,12 @@ def main() -> None:
         replies.write(json.dumps(fields) + "\n")
         replies.flush()
 
+    if os.environ.get("LORA_SERVER_TEST_GPU"):  # this CPU is one
+        from tests import emulated_gpu
+
+        emulated_gpu.use()
+    if how := os.environ.get("LORA_SERVER_TEST_COMPILE"):
+        compile_also_with_lora(*how.split(","))
     try:
         engine = Engine(json.loads(sys.argv[1]))
     except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from client_connector.directory import Directory
 from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
+from client_connector.serving.launched import LaunchedPass
 from client_connector.serving.linear import RemoteLinear
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
 from client_connector.serving.planned import PlannedPass
@@ -49,7 +51,7 @@ class RemoteLoRAManager:
         )
         check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
         self._directory = Directory(found.address)
-        self.forward = PlannedPass(client, self._directory.ready)
+        self.forward = _forward(found, client, self._directory.ready, vllm_config)
         self._ids: set[int] = set()
 
     def create_lora_manager(self, model: Any, vllm_config: Any) -> Any:
@@ -106,6 +108,20 @@ class RemoteLoRAManager:
         """Leave the server."""
         self.forward.close()
         self._directory.close()
+
+
+def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_config: Any) -> PlannedPass:
+    """On transport `gpu` kernels send and wait, and captured graphs hold them; otherwise the host does."""
+    if found.transport != "gpu":
+        return PlannedPass(client, ready)
+    scheduler = vllm_config.scheduler_config
+    return LaunchedPass(
+        client,
+        ready,
+        dtype=vllm_config.model_config.dtype,
+        max_rows=scheduler.max_num_batched_tokens + vllm_config.parallel_config.tensor_parallel_size,  # padding
+        max_adapters=scheduler.max_num_seqs,
+    )
 
 
 def attach(model: Any, forward: PlannedPass) -> None:
@@ -171,7 +187,7 @@ def install(wrap: Wrap) -> None:
     runner = mixin.LoRAModelRunnerMixin
     wrap(runner, "set_active_loras", _set_active_loras)
     wrap(runner, "maybe_setup_dummy_loras", _no_dummies)
-    wrap(runner, "maybe_select_dummy_loras", _no_dummies)
+    wrap(runner, "maybe_select_dummy_loras", _rehearse)
     wrap(GPUModelRunner, "execute_model", _execute_model)
     wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
     wrap(GPUModelRunner, "shutdown", _shutdown)
@@ -211,6 +227,21 @@ def _no_dummies(original: Any) -> Callable[..., Any]:
         return original(self, *args, **kwargs) if _remote(self) is None else contextlib.nullcontext()
 
     return maybe_dummies
+
+
+def _rehearse(original: Any) -> Callable[..., Any]:
+    """Warm-up, and the capture of graphs: those for steps with adapters hold the launches of every site, the others
+    none."""
+    signature = inspect.signature(original)
+
+    def maybe_select_dummy_loras(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = _remote(self)
+        if manager is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        return manager.forward.rehearse(given.get("num_active_loras", 0) > 0)
+
+    return maybe_select_dummy_loras
 
 
 def _execute_model(original: Any) -> Callable[..., Any]:
