@@ -47,9 +47,10 @@ EVERYWHERE = {  # what a host launches: sources, and the kernels that must be th
 PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
     "serve.cu": {"serve_bfloat16", "serve_float16"},
     "link.cu": {"link_put_vectors", "link_put_halves", "link_wait", "link_add_bfloat16", "link_add_float16"},
+    "push_pull.cu": {"raw_put", "take", "await_answer"},  # of a bench
 }
-BEYOND = {"link.cu": {"link_send"}}  # with NVSHMEM alone
-PUT = ROOT / "lora_server/transport/put.cu"
+BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone
+OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 168  # for a block of nine warps
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
@@ -105,7 +106,7 @@ def compiled(job: Job) -> tuple[bytes, str]:
     """Machine code of one source, and what the compiler said. Raises BuildError with its words."""
     from cuda.bindings import nvrtc
 
-    source = read_source(job.name, FILES | {PUT.name: PUT.read_text()})
+    source = read_source(job.name, FILES | {name: path.read_text() for name, path in OTHERS.items()})
     options = ["--ptxas-options=-v", *GPUS[job.gpu].defines]
     if job.nvshmem:
         return nvshmem_build.compiled(source, GPUS[job.gpu].arch, [*options, "-DNVSHMEM=1"])

@@ -168,6 +168,8 @@ def _cells(outcomes: dict[str, Outcome]) -> str:
     return kernels_report.picked(CELL, cells) if cells else ""
 
 
+PUSH_PULL = ("bytes", "raw_put_us", "copy_us", "push_us", "pull_us", "push_over_raw", "pull_over_push", "push_step_us",
+             "pull_step_us", "step_pull_over_push")  # fmt: skip
 SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("Hardware and driver", _facts("probe", "hardware", "driver", "tools", "memory")),
     ("Compiling", _lines("probe", "compiled", ("name", "seconds"))),
@@ -178,6 +180,7 @@ SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("Links that no host touches", _lines("ipc-gpu", "scenario", ("name", "good", "found", "reason"))),
     ("A kernel that serves", _lines("served", "latency", ("what", "median_us", "p95_us"))),
     ("Put, serve, wait", _lines("put", "latency", ("what", "bytes", "median_us", "p95_us"))),
+    ("Push and pull", _lines("push-pull", "push_pull", PUSH_PULL)),
     ("Put beside a GEMM", _lines("put", "overlap", ("priority", "gemm_alone_us", "gemm_us", "put_us", "put_alone_us"))),
     ("Cells (gate_up and down together, routing left out)", _cells),
     ("Overhead", _facts("ours", "overhead")),

@@ -64,6 +64,22 @@ inline void nvshmemx_putmem_signal_nbi_warp(void* to, void* from, uint64 nbytes,
     if (lane_index() == 0) begin_put(to, from, nbytes, signal, value, pe);
     sync_warp();
 }
+// For a bench: what is fetched arrives as what is put does, and is seen for sure once all that the block began is done.
+inline void nvshmemx_getmem_nbi_block(void* to, void* from, uint64 nbytes, int pe) {
+    if (current->index == 0) {
+        if (!is_in_heap(from)) fail("a get that does not come from the heap");
+        NetworkPut get = {static_cast<unsigned char*>(to), static_cast<unsigned char*>(at_pe(from, pe)), nbytes, {}, nullptr, 0,
+                          my_device(), my_device(), my_device() * 64 + current->block->index, current_warp().clock};
+        for (uint64 at = 0; at < nbytes; at += PIECE) get.left.push_back(at);
+        network_puts.push_back(get);
+    }
+    sync_block();
+}
+inline void nvshmem_quiet() {
+    const auto mine = [](const NetworkPut& put) { return put.queue == my_device() * 64 + current->block->index; };
+    while (std::any_of(network_puts.begin(), network_puts.end(), mine)) yield();
+    see_arrived(my_device()), acquired(nullptr, true);
+}
 
 // For a sabotage: without `putmem_signal` nothing orders the two.
 inline void nvshmemx_putmem_nbi_block(void* to, void* from, uint64 nbytes, int pe) {
