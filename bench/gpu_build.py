@@ -42,11 +42,15 @@ HOPPER = "H100, H200"
 EVERYWHERE = {  # what a host launches: sources, and the kernels that must be there
     "lora_step.cu": {f"{kernel}_{dtype}" for kernel in KERNELS for dtype in DTYPES},
     "route.cu": {"route"},
-    "put.cu": {"put_vectors", "put_halves"},
+    "put.cu": {"put_vectors", "put_halves", "put_e4m3_bfloat16", "put_e4m3_float16"},
 }
 PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
     "serve.cu": {"serve_bfloat16", "serve_float16"},
-    "link.cu": {"link_put_vectors", "link_put_halves", "link_wait", "link_add_bfloat16", "link_add_float16"},
+    "serve_e4m3.cu": {"serve_e4m3_bfloat16", "serve_e4m3_float16"},
+    "link.cu": {
+        *("link_put_vectors", "link_put_halves", "link_put_e4m3_bfloat16", "link_put_e4m3_float16", "link_wait"),
+        *("link_add_bfloat16", "link_add_float16", "link_add_e4m3_bfloat16", "link_add_e4m3_float16"),
+    },
     "push_pull.cu": {"raw_put", "take", "await_answer"},  # of a bench
 }
 BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone

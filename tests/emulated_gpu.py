@@ -25,12 +25,14 @@ from tests import emulated
 
 CPU = torch.device("cpu")
 GRID = 2
+IN_A_WORLD = ("serve.cu", "link.cu")  # what tests of NVSHMEM's live processes play
 SERVE = Variant(bulk_copy=True, warps=1)
-VARIANTS = {"serve.cu": SERVE, "link.cu": SERVE, "put.cu": Variant(bulk_copy=False, warps=1)}
+VARIANTS = dict.fromkeys(source.SOURCES, SERVE) | {"put.cu": Variant(bulk_copy=False, warps=1)}
 ROUTE = Variant(bulk_copy=False, warps=2)
 STACK_BYTES = 48 << 10
 MEMORY = {
     "serve.cu": "ServeMemory",
+    "serve_e4m3.cu": "ServeMemory",
     "link.cu": "LinkMemory",
     "put.cu": "BlockMemory",
     "route.cu": "BlockMemory",
@@ -49,11 +51,12 @@ def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lo
     return emulated.library(f"live-{name}", variant, files), threading.Lock()
 
 
-def compile_all(nvshmem: bool = False) -> None:
-    """Beside each other."""
+def compile_all(nvshmem: bool = False, in_codes: bool = False) -> None:
+    """What shards of one wire need, beside each other."""
+    other = source.SERVES[not in_codes]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(library, MEMORY))
-        list(pool.map(library, source.SOURCES if nvshmem else (), (True, True)))
+        list(pool.map(library, MEMORY.keys() - {other}))
+        list(pool.map(library, IN_A_WORLD if nvshmem else (), (True, True)))
 
 
 class EmulatedMemory(gpu.Shared):
@@ -121,7 +124,7 @@ class EmulatedQueue(gpu.Queue):
         name = WorldGpu.kernels[kernel]
         lib, lock = library(name, self._nvshmem and name in source.SOURCES)
         warps = VARIANTS.get(name, ROUTE).warps
-        threads = warps * 32 + 32 * (name == "serve.cu")
+        threads = warps * 32 + 32 * (name in source.SERVES)
         blocks = 1 if kernel in ("route", "link_wait", "link_send") else GRID
         pointer, numbers = ctypes.cast(lib[kernel], ctypes.c_void_p), (ctypes.c_int64 * len(values))(*values)
         rounds = self.stop_after if "put" in kernel else 0

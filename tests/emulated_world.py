@@ -19,7 +19,7 @@ from lora_server.transport.gpu import opened, source
 from lora_server.transport.gpu.gpu import Memory, Queue
 from lora_server.transport.gpu.world import UID_BYTES, WorldGpu
 from lora_server.transport.mapping import Mapping
-from tests.emulated_gpu import EmulatedGpu, EmulatedQueue, library
+from tests.emulated_gpu import IN_A_WORLD, EmulatedGpu, EmulatedQueue, library
 
 NETWORK = "LORA_SERVER_TEST_NETWORK"
 LINE = 128  # each PE has one behind the heaps, where it says that it is there
@@ -74,7 +74,7 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
             time.sleep(1e-3)
         path.unlink(missing_ok=True)
         self._heap, self._rank, self._nbytes = Heap(mapping, rank, nbytes), rank, nbytes
-        for name in source.SOURCES:
+        for name in IN_A_WORLD:
             own = ctypes.c_void_p(self._heap.address)
             library(name, True)[0].live_world(rank, own, ctypes.c_uint64(nbytes), int(self.network))
         return self._heap

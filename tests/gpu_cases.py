@@ -17,7 +17,7 @@ from tests.gpu_clients import BUDGET_NS, GpuClient, WildClient
 from tests.gpu_oracle import replay
 from tests.gpu_schedules import drive
 from tests.gpu_shard import LINKS, Shard, Waiting
-from tests.gpu_weights import BODIES, DEPTH, reference
+from tests.gpu_weights import BODIES, DEPTH
 from tests.gpu_world import World
 
 SEED = 11
@@ -230,21 +230,19 @@ def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
     """A step with one thing wrong at a time, everywhere, as the loop's own checks judge it."""
     scene = Scene(library, clients=0, wild=1)
     (client,) = scene.clients
-    for body in (BODIES[1], BODIES[3]):
-        size = len(body.request((0, 0), 0, 1, 0, 0))
-        rows = size - body.num_rows * body.width * 2
-        for at in range(0, rows, 4):
+    for body in (client.bodies[1], client.bodies[3]):
+        for at in range(0, body.parts.rows, 4):
             for value in (0, 3, 0x7FFFFFFF, 0x80000001):
                 client.seq += 1
                 memory = body.request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**40)
                 memory[at : at + 4] = value.to_bytes(4, "little")
                 scene.do(client.one(memory))
-                _, request = reference().check(bytes(memory), client.id, client.epoch, client.seq)
+                _, request = client.reference.check(bytes(memory), client.id, client.epoch, client.seq)
                 code = client.code(client.seq)
                 if request is None:
                     assert code == "protocol", f"byte {at} = {value:#x}: got {code}"
                 else:
-                    assert code != "protocol" or request.header.dtype != weights.DTYPE_INDEX, f"byte {at} = {value:#x}"
+                    assert code != "protocol" or request.header.dtype != body.dtype, f"byte {at} = {value:#x}"
 
 
 def more_clients_than_orders(library: ctypes.CDLL) -> None:

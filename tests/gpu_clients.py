@@ -14,7 +14,7 @@ from lora_server.wire import slot
 from lora_server.wire.slot import ResponseHeader
 from tests import gpu_weights as weights
 from tests.gpu_shard import DEVICE, Shard, Waiting
-from tests.gpu_weights import BODIES, DEPTH, LAYOUT, MAX_ROWS, Body, reference
+from tests.gpu_weights import DEPTH, LAYOUT, MAX_ROWS, Body, reference
 from tests.gpu_world import VARIANT, World, address
 
 BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
@@ -30,6 +30,8 @@ class Client:
         self.random, self.places, self.id = shard.random, shard.places[index], index + 7
         self.epoch, self.seq, self.answered = self.random.choice([0, 0xFFFE, 0x1FFFE]), 0, 0
         self.link = shard.links_of[index]
+        self.bodies = weights.BODIES_IN_CODES if world.library.in_codes else weights.BODIES
+        self.reference = reference(world.library.in_codes)
         self.since = 0  # notes that were there when it joined
         self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
 
@@ -56,7 +58,7 @@ class Client:
         self.world.write(self.places.responses.reshape(-1), 0x5A)
         before = int(self.places.response_signal[0])
         handles = (self.shard.known[0],) * 2
-        late = BODIES[0].request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, 2**40)  # in nobody's log
+        late = self.bodies[0].request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, 2**40)  # in nobody's log
         self.world.write(self.places.requests[(self.seq + 1) % DEPTH][: len(late)], np.frombuffer(late, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + 1))
         for _ in range(9):
@@ -74,7 +76,9 @@ class Client:
     def expected(self, body: Body, handles: tuple[int, ...]) -> bytes:
         """The loop's rows, with the versions that these handles stand for."""
         used = {which for which, *_ in body.entries}
-        return reference().answer(body, tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles)))
+        return self.reference.answer(
+            body, tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles))
+        )
 
     def look(self, seq: int, body: Body | None, handles: tuple[int, ...], ready: set[int]) -> None:
         """An answer is there: it must be the right one. ready: those that were when the step was pushed."""
@@ -85,7 +89,7 @@ class Client:
         self.answered += 1
         if header.status == slot.OK:
             assert body is not None, "a step that is not sound was served"
-            assert payload == self.expected(body, handles), f"seq {seq}: other bits than the loop's"
+            assert body.answered(payload) == self.expected(body, handles), f"seq {seq}: other bits than the loop's"
             used = {handles[which] for which, *_ in body.entries}
             assert not any(map(self.is_foreign, used)), "an adapter that its client does not hold was served"
             assert header.num_rows == body.num_out_rows
@@ -124,6 +128,10 @@ class GpuClient(Client):
     @property
     def device(self) -> int:
         return self.index + 1
+
+    @property
+    def put(self) -> str:
+        return "link_put_e4m3_bfloat16" if self.shard.wire else "link_put_vectors"
 
     def launch(self, kernel: str, *values: int, grid: int = 1) -> int:
         state = self.state.__array_interface__["data"][0]
@@ -193,11 +201,11 @@ class GpuClient(Client):
 
     def launched(self, body: Body) -> Waiting:
         """The three kernels, one after the other on a stream."""
-        yield from self.ended(self.launch("link_put_vectors", *self.put_values(body), grid=2))
+        yield from self.ended(self.launch(self.put, *self.put_values(body), grid=2))
         yield from self.ended(self.launch("link_wait"))
         width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
         values = [address(self.counts), address(self.to), int(body.by_entry), address(self.y), WIDEST * 2, width, begin]
-        yield from self.ended(self.launch("link_add_bfloat16", *values, end - begin, 0, grid=2))
+        yield from self.ended(self.launch(f"link_add_{self.shard.wire}bfloat16", *values, end - begin, 0, grid=2))
 
     def check(self, body: Body, handles: tuple[int, ...], ready: set[int], y: torch.Tensor) -> None:
         status, got = int(self.state["status"]), torch.from_numpy(self.y.copy()).view(weights.DTYPE)
@@ -206,11 +214,10 @@ class GpuClient(Client):
         self.look(self.seq, body, handles, ready)
         if status == LinkStatus.OK:
             (begin, end), rows = body.windows[0], torch.from_numpy(self.to[: body.num_out_rows].astype(np.int64))
-            delta = torch.frombuffer(bytearray(self.expected(body, handles)), dtype=weights.DTYPE)
             y = y.float()
-            y[rows, begin:end] += delta.view(body.num_out_rows, -1).float()
+            y[rows, begin:end] += body.deltas(self.expected(body, handles)).float()
             y = y.to(weights.DTYPE)
-        assert torch.equal(got, y), "what a pass adds is the answer, or nothing"
+        assert torch.equal(got.nan_to_num(7), y.nan_to_num(7)), "what a pass adds is the answer, or nothing"
         self.state["status"] = 0
 
     def nothing(self) -> Waiting:
@@ -218,7 +225,7 @@ class GpuClient(Client):
         self.counts[:] = 0
         before = int(self.places.request_signal[0])
         values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
-        yield from self.ended(self.launch("link_put_halves", *values, 0, 64, 64, grid=2))
+        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *values, 0, 64, 64, grid=2))
         yield from self.ended(self.launch("link_wait"))
         assert int(self.places.request_signal[0]) == before and int(self.state["status"]) == 0
 
@@ -232,15 +239,15 @@ class GpuClient(Client):
                 yield from self.die()
                 yield from self.join()
             else:
-                yield from self.step(self.random.choice(BODIES), self.handles())
+                yield from self.step(self.random.choice(self.bodies), self.handles())
 
     def die(self) -> Waiting:
         """In the middle of a put, or of a wait; then its lease ends."""
-        body, handles = self.random.choice(BODIES), self.handles()
+        body, handles = self.random.choice(self.bodies), self.handles()
         self.fill(body, handles)
         memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, BUDGET_NS // 1000)
         self.log[self.id, self.epoch, self.seq + 1] = bytes(memory)
-        grid = self.launch("link_put_vectors", *self.put_values(body), grid=2)
+        grid = self.launch(self.put, *self.put_values(body), grid=2)
         for _ in range(self.random.randrange(4)):
             yield
         self.world.kill(grid)
@@ -255,10 +262,10 @@ class WildClient(Client):
     def wrong(self, memory: bytearray) -> None:
         """One word of the header or of the tables becomes another."""
         flags = memory[7]
-        at = slot.request_offsets(*struct.unpack_from("<II", memory, 48)[::-1], flags, 0)
-        offset = self.random.choice(
-            [0, 4, 6, 8, 12, 16, *range(28, 88, 4), 96, 128, 132, 136, 140, at.end - 4, at.end - 8]
-        )
+        dtype, rows, entries, segments = struct.unpack_from("<4I", memory, 40)
+        at = slot.request_offsets(segments, entries, flags, 0, scales := slot.num_scales(rows, dtype))
+        tables = [0, 4, 6, 8, 12, 16, *range(28, 88, 4), 96, 128, 132, 136, 140, at.end - 4, at.end - 8]
+        offset = self.random.choice(tables + [at.scales, at.scales + 4 * scales - 4] * bool(scales))
         value = self.random.choice([0, 1, 5, 9, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
         struct.pack_into("<I", memory, offset - offset % 4, value)
 
@@ -270,7 +277,7 @@ class WildClient(Client):
         self.log[self.id, self.epoch, self.seq] = bytes(memory)
         self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
-        _, request = reference().check(bytes(memory), self.id, self.epoch & 0xFFFFFFFF, self.seq)
+        _, request = self.reference.check(bytes(memory), self.id, self.epoch & 0xFFFFFFFF, self.seq)
         original = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, budget_us)
         return request is not None and self.same(memory, original)
 
@@ -288,8 +295,7 @@ class WildClient(Client):
             return
         for kind, link, seq, _ in self.shard.notes[self.since :]:
             if kind == NoteKind.READY and link == self.link and seq in bodies:
-                header = bodies[seq].header(0, 0, 0, 0)
-                end = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0).rows
+                end = bodies[seq].parts.rows
                 self.world.write(self.places.requests[seq % DEPTH][:end].view("<u4"), 0x7FFFFFF0)
 
     def one(self, memory: bytearray) -> Waiting:
@@ -300,6 +306,13 @@ class WildClient(Client):
         while slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
             yield
         self.world.confirm(self.index + 1)
+
+    def has_answer(self) -> bool:
+        """To its newest step."""
+        if slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
+            return False
+        self.world.confirm(self.index + 1)
+        return True
 
     def code(self, seq: int) -> str:
         """Of the error that answered it; "" for rows."""
@@ -322,7 +335,7 @@ class WildClient(Client):
             steps -= 1
             pushed = []
             for _ in range(self.random.randint(1, DEPTH)):
-                body, handles, wrong = self.random.choice(BODIES), self.handles(), self.random.random() < 0.3
+                body, handles, wrong = self.random.choice(self.bodies), self.handles(), self.random.random() < 0.3
                 budget_us = self.random.choice([1, 60, 2**60])
                 if self.shard.never and self.random.random() < 0.2:
                     handles, budget_us = (self.shard.never, self.shard.never), 20
@@ -338,7 +351,7 @@ class WildClient(Client):
                 if sound or not wrong:
                     self.look(seq, body, handles, ready)
                 elif (
-                    reference().check(self.log[self.id, self.epoch, seq], self.id, self.epoch & 0xFFFFFFFF, seq)[1]
+                    self.reference.check(self.log[self.id, self.epoch, seq], self.id, self.epoch & 0xFFFFFFFF, seq)[1]
                     is None
                 ):
                     self.look(seq, None, handles, ready)

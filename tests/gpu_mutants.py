@@ -31,10 +31,11 @@ def mutated(mutant: Mutant) -> dict[str, str]:
 
 def judge(mutant: Mutant) -> str:
     """In this process: what catches it first; "" if nothing does. A kernel that is wrong may take the process along."""
-    from tests import gpu_cases, gpu_schedules, gpu_world
+    from tests import gpu_cases, gpu_codes, gpu_schedules, gpu_world
 
-    library = gpu_world.load(mutated(mutant), mutant.nvshmem)
-    for case in gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_cases.CASES:
+    library = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes)
+    cases = gpu_codes.CASES if mutant.in_codes else gpu_cases.CASES
+    for case in gpu_cases.NETWORK_CASES if mutant.nvshmem else cases:
         print(f"{case.__name__}", file=sys.stderr, flush=True)
         try:
             case(library)
@@ -76,8 +77,9 @@ def _caught(command: list[str]) -> str:
 
 def _names() -> tuple[str, ...]:
     from tests.gpu_cases import CASES, NETWORK_CASES
+    from tests.gpu_codes import CASES as IN_CODES
 
-    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES))
+    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES, *IN_CODES))
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from lora_server.shard.schedule import FairShare, PendingStep
 from lora_server.transport.gpu.layout import NoteKind, Refusal
 from tests.gpu_weights import reference
 
-PROTOCOL = range(Refusal.BAD_HEADER, Refusal.BAD_MAP + 1)
+PROTOCOL = {*range(Refusal.BAD_HEADER, Refusal.BAD_MAP + 1), Refusal.BAD_WIRE, Refusal.BAD_SCALE}
 
 
 def replay(
@@ -16,6 +16,7 @@ def replay(
     log: dict[tuple[int, int, int], bytes],
     client_of: dict[int, int],
     share: int,
+    in_codes: bool = False,
 ) -> int:
     """How many steps were ordered; raises AssertionError at the first decision that is another."""
     rule, pending, epochs, ordered, tickets = FairShare(), dict[int, PendingStep](), dict[int, int](), 0, 0
@@ -30,7 +31,7 @@ def replay(
             connections[link] = SimpleNamespace(client=client, epoch=what, finish=0)
         elif kind == NoteKind.TAKEN:
             memory = log[client, epochs[link], seq]
-            header, _ = reference().check(memory, client, epochs[link] & 0xFFFFFFFF, seq)
+            header, _ = reference(in_codes).check(memory, client, epochs[link] & 0xFFFFFFFF, seq)
             assert (what == Refusal.NOTHING_WRONG) == (header is not None), (Refusal(what), header)
             if header is not None:
                 tickets += 1
@@ -42,7 +43,9 @@ def replay(
         elif kind == NoteKind.ORDERED:
             picked = rule.pick(pending.values())
             assert picked is pending[link] and picked.seq == seq, f"link {link} seq {seq} was not next"
-            _, request = reference().check(log[client, epochs[link], seq], client, epochs[link] & 0xFFFFFFFF, seq)
+            _, request = reference(in_codes).check(
+                log[client, epochs[link], seq], client, epochs[link] & 0xFFFFFFFF, seq
+            )
             assert (what in PROTOCOL) == (request is None), (Refusal(what), request)
             if what == Refusal.NOTHING_WRONG:
                 del pending[link]

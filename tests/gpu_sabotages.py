@@ -12,6 +12,7 @@ class Mutant(NamedTuple):
     line: str  # a part of the source that occurs once
     instead: str
     nvshmem: bool = False  # seen over a network alone
+    in_codes: bool = False  # of a shard whose clients' rows have 8 bits
 
 
 MUTANTS = (
@@ -171,6 +172,26 @@ MUTANTS = (
            "load(&k.request_signal), LORA_SIGNAL(load(&k.epoch) - 1, seq),\n", True),
     Mutant("network: a refusal is put before it is stored", "answer.cuh",
            "    if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "    put_warp", True),
+    # rows in 8 bits
+    Mutant("codes: rows of the other wire are taken", "request.cuh", "    if (!is_of_wire(s, h)) return BAD_WIRE;\n", "", in_codes=True),
+    Mutant("codes: scales are not looked at", "request.cuh",
+           "    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables + at.scales, h.num_rows, lane);\n", "", in_codes=True),
+    Mutant("codes: a scale may be no number", "request.cuh", "wrong |= !(scale >= 0.0f && scale <= LARGEST_FLOAT);",
+           "wrong |= scale < 0.0f || scale > LARGEST_FLOAT;", in_codes=True),
+    Mutant("codes: more scales are copied than fit", "poller.cuh", "(m.request.num_rows <= most && is_of_wire(s, m.request))",
+           "is_of_wire(s, m.request)", in_codes=True),
+    Mutant("codes: scales that were checked are not those that are used", "poller.cuh",
+           "o.scales = h.dtype == LORA_E4M3 ? tables + at.scales : 0;",
+           "o.scales = h.dtype == LORA_E4M3 ? reinterpret_cast<uint64>(request_slot(l, seq)) + at.scales : 0;", in_codes=True),
+    Mutant("codes: results are taken before all blocks have stored them", "answer.cuh",
+           "    if (!grid_barrier(s.arrivals, memory.warps[0].flag)) return false;\n    const MostOfBlock", "    const MostOfBlock", in_codes=True),
+    Mutant("codes: results come through a stale cache", "e4m3.cuh",
+           "const uint4 v = load_l2(reinterpret_cast<const uint4*>(x) + i);\n        largest",
+           "const uint4 v = load_constant(reinterpret_cast<const uint4*>(x) + i);\n        largest", in_codes=True),
+    Mutant("codes: a scale is that of the entry, not of its row", "shrink.cuh",
+           "load_l2(a.scales + (a.in_map ? load_l2(a.in_map + entry) : entry))", "load_l2(a.scales + entry)", in_codes=True),
+    Mutant("codes: a lane has the largest of its own", "e4m3.cuh", "const RowScale its = scale_of<T>(most(largest));",
+           "const RowScale its = scale_of<T>(largest);", in_codes=True),
 )  # fmt: skip
 
 # for CI: of each kind some, that a case or one of the first schedules catches
@@ -204,4 +225,8 @@ SHORT = (
     "network: the wait returns before the rows are there",
     "network: answers are put by the last block to store, and overtake each other",
     "network: the signal is an operation of its own",
+    "codes: rows of the other wire are taken",
+    "codes: a scale may be no number",
+    "codes: scales that were checked are not those that are used",
+    "codes: results are taken before all blocks have stored them",
 )

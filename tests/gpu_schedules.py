@@ -94,7 +94,7 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     for _ in range(3):
         world.run(QUANTUM)
         shard.pump()
-    ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share)
+    ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share, library.in_codes)
     used, turn = int(shard.used.max()), int(shard.serve["turn"])
     assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
     return {

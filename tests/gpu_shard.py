@@ -15,6 +15,7 @@ from kernels_cuda.tables import BLOCK
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu import layout
 from lora_server.transport.gpu.layout import CommandKind, NoteKind, Refusal
+from lora_server.wire import slot
 from tests import gpu_weights as weights
 from tests.gpu_weights import LAYOUT, MAX_RANK, MAX_ROWS, SITES, SPEC, TABLE_BYTES, site_index
 from tests.gpu_world import VARIANT, Memory, World, address
@@ -92,6 +93,7 @@ class Shard:
             "v": new("<f4", MAX_ROWS, MAX_RANK),
             "delta": new("<f4", MAX_ROWS, wide_out),
             "groups": new("<i4", MAX_ROWS),
+            "results": new("<u2", MAX_ROWS, wide_out),
             "arrivals": self.arrivals,
         }
         for name, array in arrays.items():
@@ -99,7 +101,8 @@ class Shard:
         serve["mailbox"] = self.mailbox.__array_interface__["data"][0]
         serve["idle_ns"] = idle_ns
         serve["max_entries"], serve["max_rank"], serve["table_bytes"] = MAX_ROWS, MAX_RANK, TABLE_BYTES
-        serve["dtype"], serve["num_handles"] = weights.DTYPE_INDEX, HANDLES + 1
+        self.wire = "e4m3_" if self.world.library.in_codes else ""
+        serve["dtype"], serve["num_handles"] = slot.E4M3 if self.wire else weights.DTYPE_INDEX, HANDLES + 1
         serve["num_layers"], serve["num_projections"], serve["tells_all"] = SPEC.layers, len(PROJECTIONS), 1
         serve["num_links"] = self.num_links
 
@@ -117,7 +120,13 @@ class Shard:
         serve = self.serve.__array_interface__["data"][0]
         nbytes = self.world.library.layout_of(b"shared")
         self.grid = self.world.launch(
-            "serve_bfloat16", serve, self.launches, grid=GRID, threads=THREADS, device=DEVICE, shared_bytes=nbytes
+            f"serve_{self.wire}bfloat16",
+            serve,
+            self.launches,
+            grid=GRID,
+            threads=THREADS,
+            device=DEVICE,
+            shared_bytes=nbytes,
         )
 
     def pump(self) -> None:

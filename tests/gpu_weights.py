@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.shard import request as requests
 from lora_server.shard.compute import DeviceCompute
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.transport import e4m3
 from lora_server.transport.base import End
 from lora_server.wire import slot
 from lora_server.wire.region import Region, RegionLayout
@@ -32,7 +34,7 @@ DTYPE, DTYPE_INDEX = torch.bfloat16, slot.DTYPES.index("bfloat16")
 MAX_ROWS, DEPTH = 8, 3
 VARIANTS = ((8, 8), (24,), (5, 16))  # ranks of the pairs of each version of an adapter
 LAYOUT = RegionLayout.for_model(SPEC, MAX_ROWS, DEPTH)
-TABLE_BYTES = -(-LAYOUT.table_bytes // 128) * 128
+TABLE_BYTES = slot.aligned(RegionLayout.for_model(SPEC, MAX_ROWS, DEPTH, "e4m3").table_bytes, 128)  # with scales
 
 
 def site_index(site: Site) -> int:
@@ -90,6 +92,8 @@ class Body:
     seed: int
     step_class: int = slot.DECODE
     window: tuple[int, int] | None = None
+    in_codes: bool = False  # how its rows travel
+    odd: bool = False  # rows of zeros, and of what is no number
 
     @property
     def by_entry(self) -> bool:
@@ -128,7 +132,39 @@ class Body:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        return torch.randn(self.num_rows, self.width, generator=torch.Generator().manual_seed(self.seed)).to(DTYPE)
+        rows = torch.randn(self.num_rows, self.width, generator=torch.Generator().manual_seed(self.seed)).to(DTYPE)
+        if self.odd:
+            rows[0], rows[1, 3], rows[2, 5] = 0, math.nan, 2.0**-130
+        return rows
+
+    @property
+    def dtype(self) -> int:
+        """On the wire."""
+        return slot.E4M3 if self.in_codes else DTYPE_INDEX
+
+    @property
+    def parts(self) -> slot.RequestOffsets:
+        """Where they lie in a request."""
+        flags = slot.HAS_OUT_MAP if self.by_entry else slot.HAS_IN_MAP
+        row_bytes = self.num_rows * self.width * slot.ELEMENT_BYTES[self.dtype]
+        scales = slot.num_scales(self.num_rows, self.dtype)
+        return slot.request_offsets(len(self.segments), len(self.entries), flags, row_bytes, scales)
+
+    def answered(self, payload: bytes) -> bytes:
+        """Of an answer, what it says: scales, if there are some, and rows."""
+        width = sum(end - begin for begin, end in self.windows)
+        at = slot.response_offsets(self.num_out_rows, width, self.dtype)
+        assert len(payload) == at.end - slot.HEADER_BYTES
+        scales = 4 * slot.num_scales(self.num_out_rows, self.dtype)
+        return payload[:scales] + payload[at.rows - slot.HEADER_BYTES :]
+
+    def deltas(self, answered: bytes) -> torch.Tensor:
+        """[U, O] of them."""
+        if not self.in_codes:
+            return torch.frombuffer(bytearray(answered), dtype=DTYPE).view(self.num_out_rows, -1)
+        at, memory = 4 * self.num_out_rows, bytearray(answered)
+        codes = torch.frombuffer(memory[at:], dtype=torch.float8_e4m3fn).view(self.num_out_rows, -1)
+        return e4m3.expand(codes, torch.frombuffer(memory[:at], dtype=torch.float32)).to(DTYPE)
 
     @property
     def map(self) -> np.ndarray:
@@ -140,11 +176,10 @@ class Body:
 
     def header(self, client: int, epoch: int, seq: int, budget_us: int) -> RequestHeader:
         flags = slot.HAS_OUT_MAP if self.by_entry else slot.HAS_IN_MAP
-        n, segments = len(self.entries), len(self.segments)
-        end = slot.request_offsets(segments, n, flags, self.num_rows * self.width * 2).end
+        n, segments, end = len(self.entries), len(self.segments), self.parts.end
         return RequestHeader(
             self.step_class, flags, client, epoch, seq, seq % DEPTH, self.site.layer,
-            PROJECTIONS.index(self.site.projection), DTYPE_INDEX, self.num_rows, n, segments, self.num_out_rows,
+            PROJECTIONS.index(self.site.projection), self.dtype, self.num_rows, n, segments, self.num_out_rows,
             0, self.width, self.windows, end - slot.HEADER_BYTES, budget_us, 0,
         )  # fmt: skip
 
@@ -152,14 +187,19 @@ class Body:
         header = self.header(client, epoch, seq, budget_us)
         memory = bytearray(slot.HEADER_BYTES + header.payload_bytes)
         header.pack_into(memoryview(memory))
-        at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, 0)
+        at = self.parts
         table = np.array([(handles[which], *rest) for which, *rest in self.segments], np.uint32)
         memory[at.segments : at.segments + table.nbytes] = table.tobytes()
         map_at = at.out_map if self.by_entry else at.in_map
         memory[map_at : map_at + 4 * header.num_entries] = self.map.tobytes()
         if self.by_entry:
             memory[at.weights : at.weights + 4 * header.num_entries] = self.weights.tobytes()
-        memory[at.rows :] = self.rows.view(torch.uint8).numpy().tobytes()
+        rows = self.rows
+        if self.in_codes:
+            rows, scales = torch.empty(rows.shape, dtype=torch.float8_e4m3fn), torch.empty(len(rows))
+            e4m3.quantise(self.rows, rows, scales)
+            memory[at.scales : at.scales + scales.nbytes] = scales.numpy().tobytes()
+        memory[at.rows :] = rows.view(torch.uint8).numpy().tobytes()
         return memory
 
 
@@ -172,12 +212,17 @@ BODIES = (
     Body(SITES[2], ((0, 0, 1), (0, 1, 0), (1, 1, 1)), 6, window=(6, 22)),
     Body(SITES[3], ((0, 0, 0), (1, 0, 0), (1, 1, 2), (1, 1, 1)), 7),
 )
+BODIES_IN_CODES = (
+    *(replace(body, in_codes=True) for body in BODIES),
+    Body(SITES[1], ((0, 0, 0), (0, 1, 1), (1, 1, 2), (1, 1, 3)), 8, in_codes=True, odd=True),
+)
 
 
 class Reference:
     """The Python loop's own checks and compute, over all versions at once. Answers are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_codes: bool) -> None:
+        self._wire: slot.Wire = "e4m3" if in_codes else "exact"
         self._memory = np.zeros(PAGE_TILES * TILE_BYTES * len(VARIANTS) + 512, np.uint8)
         self._table = BlockTable(64, "cpu")
         self._pages, self._rows = [], {}
@@ -207,7 +252,7 @@ class Reference:
         except (LoraServerError, ProtocolError):
             return None, None
         try:
-            return header, requests.read_request(view, header, SPEC, MAX_ROWS)
+            return header, requests.read_request(view, header, SPEC, MAX_ROWS, self._wire)
         except LoraServerError:
             return header, None
 
@@ -225,15 +270,15 @@ class Reference:
                 shape = packed(variants[which]).shapes[body.site]
                 tile = packed(variants[which]).first[body.site] + expert * shape.num_tiles
                 table.append((self._rows[variants[which], body.site], tile, first, entries))
-            end = End()
-            end.region = region
+            ends = End()
+            ends.region = region
             segments = PackedSegments(np.array(table, np.int32), MAX_RANK)
-            self._compute.run(request, segments, SimpleNamespace(rows=end.rows))
-            nbytes = 2 * body.num_out_rows * sum(b - a for a, b in body.windows)
-            self._answers[key] = bytes(region.response(0)[slot.HEADER_BYTES : slot.HEADER_BYTES + nbytes])
+            self._compute.run(request, segments, SimpleNamespace(rows=ends.rows))
+            end = slot.response_offsets(body.num_out_rows, request.header.out_width, body.dtype).end
+            self._answers[key] = body.answered(bytes(region.response(0)[slot.HEADER_BYTES : end]))
         return self._answers[key]
 
 
 @functools.cache
-def reference() -> Reference:
-    return Reference()
+def reference(in_codes: bool = False) -> Reference:
+    return Reference(in_codes)

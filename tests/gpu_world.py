@@ -25,11 +25,16 @@ class Stuck(AssertionError):
     """Nobody can go on, or a kernel did what no kernel may."""
 
 
-def load(instead: Mapping[str, str] = MappingProxyType({}), nvshmem: bool = False) -> ctypes.CDLL:
-    """The compiled kernels, for memory that is mapped, or for NVSHMEM; `instead` has other texts for some files."""
-    text = f"#define NVSHMEM {int(nvshmem)}\n{SOURCE}"
+def load(
+    instead: Mapping[str, str] = MappingProxyType({}), nvshmem: bool = False, in_codes: bool = False
+) -> ctypes.CDLL:
+    """The compiled kernels, for memory that is mapped, or for NVSHMEM; `instead` has other texts for some files.
+
+    in_codes: of a shard whose clients' rows have 8 bits.
+    """
+    text = f"#define NVSHMEM {int(nvshmem)}\n#define WIRE_E4M3 {int(in_codes)}\n{SOURCE}"
     library = emulated.library("world.cu", VARIANT, KERNELS | {"world.cu": text} | dict(instead))
-    library.has_heaps = nvshmem
+    library.has_heaps, library.in_codes = nvshmem, in_codes
     library.world_now.restype = ctypes.c_uint64
     library.world_failure.restype = ctypes.c_char_p
     library.layout_name.restype = ctypes.c_char_p

@@ -37,8 +37,9 @@ struct Producer {
     }
 };
 
-// False if the grid gave up at a barrier; see grid_barrier. The ring is empty before and after.
-template <class T, int PHASES> DEVICE bool lora_step(const Args& a, BlockMemory& memory, Ring& ring) {
+// False if the grid gave up at a barrier; see grid_barrier. The ring is empty before and after. Row: unsigned short for
+// rows of T, unsigned char for codes; results are of T.
+template <class T, int PHASES, class Row = unsigned short> DEVICE bool lora_step(const Args& a, BlockMemory& memory, Ring& ring) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
     int& flag = memory.warps[0].flag;
@@ -56,7 +57,7 @@ template <class T, int PHASES> DEVICE bool lora_step(const Args& a, BlockMemory&
     }
     if (PHASES & SHRINK_ONLY) {
         const bool vectors = aligned(a.rows, 16) && a.row_width % 8 == 0 && a.in_begin % 8 == 0;
-        ShrinkSums sums;
+        ShrinkSums<Row> sums;
         while (!ring.empty() && ring.front().shrink.kind == SHRINK) {
             shrink_tile<T>(a, ring, sums, vectors);
             refill();

@@ -61,6 +61,16 @@ DEVICE unsigned short load_l2(const unsigned short* p) {
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
+DEVICE unsigned char load_l2(const unsigned char* p) {
+    unsigned short v;
+    asm volatile("ld.global.cg.u8 %0, [%1];" : "=h"(v) : "l"(p));
+    return static_cast<unsigned char>(v);
+}
+DEVICE uint2 load_l2(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
 
 DEVICE uint64 add_release(uint64* p, uint64 value) {
     uint64 before;
@@ -82,6 +92,18 @@ DEVICE uint64 now_ns() {
 }
 DEVICE void pause(unsigned ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 DEVICE void stop() { asm volatile("trap;"); }
+
+// As IEEE has them: never one with another operation, and with denormals.
+DEVICE float divide(float a, float b) {
+    float v;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
+DEVICE float multiply(float a, float b) {
+    float v;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+    return v;
+}
 
 // Two floats to two 16-bit ones, round to nearest even; `low` lies first in memory.
 template <class T> DEVICE unsigned pack(float low, float high);

@@ -1,5 +1,6 @@
 // v = scale * weight * x A: the tiles of A that a warp streams, and what it does with each.
 #pragma once
+#include "e4m3.cuh"
 #include "ring.cuh"
 
 // A warp's shrink jobs, tile by tile. A job: 16 ranks x CHUNKS chunks of K, for up to JOB_ROWS entries.
@@ -89,10 +90,17 @@ struct ShrinkWalk {
     }
 };
 
-// Eight consecutive values of an aligned row from column k of the window on, zeros outside it.
+// Eight consecutive values of an aligned row from column k of the window on, zeros outside it. They stay codes, if that
+// is what they are, until they are used.
 DEVICE uint4 row_values(const unsigned short* row, int k, int width) {
     return row != nullptr && k >= 0 && k < width ? load_l2(reinterpret_cast<const uint4*>(row + k)) : uint4{0, 0, 0, 0};
 }
+DEVICE uint2 row_values(const unsigned char* row, int k, int width) {
+    return row != nullptr && k >= 0 && k < width ? load_l2(reinterpret_cast<const uint2*>(row + k)) : uint2{0, 0};
+}
+template <class T> DEVICE uint4 as_operand(const uint4& values) { return values; }
+template <class T> DEVICE uint4 as_operand(const uint2& codes) { return expand_eight<T>(codes); }
+template <class Row> using Eight = decltype(row_values(static_cast<const Row*>(nullptr), 0, 0));
 
 // The same of any row. No model has such rows: it is rolled up, and slow, to leave the hot loop short.
 DEVICE uint4 unaligned_values(const unsigned short* row, int k, int width) {
@@ -105,8 +113,19 @@ DEVICE uint4 unaligned_values(const unsigned short* row, int k, int width) {
     return v;
 }
 
+DEVICE uint2 unaligned_values(const unsigned char* row, int k, int width) {
+    uint2 v = {0, 0};
+#pragma unroll 1
+    for (int i = k; i < k + 8 && row != nullptr; i++) {
+        const unsigned code = i >= 0 && i < width ? load_l2(row + i) : 0;
+        v = {v.x >> 8 | v.y << 24, v.y >> 8 | code << 24};
+    }
+    return v;
+}
+
 // Lane (token, quad) holds columns 32 j + 8 quad .. + 7 of the chunk in values[j]: two fragments' worth of B operand.
-DEVICE void load_chunk(uint4 (&values)[8], const unsigned short* row, int k, int width, bool vectors) {
+template <class Row>
+DEVICE void load_chunk(Eight<Row> (&values)[8], const Row* row, int k, int width, bool vectors) {
     if (vectors) {
 #pragma unroll
         for (int j = 0; j < 8; j++) values[j] = row_values(row, k + j * 32, width);
@@ -121,9 +140,9 @@ DEVICE void load_chunk(uint4 (&values)[8], const unsigned short* row, int k, int
 }
 
 // The sums of one job: ranks token and token + 8, entries 2 quad and 2 quad + 1 of every 8.
-struct ShrinkSums {
+template <class Row> struct ShrinkSums {
     float c[JOB_ROWS / 8][4];
-    const unsigned short* row[JOB_ROWS / 8];  // of entry `token` of every 8, null beyond the job's
+    const Row* row[JOB_ROWS / 8];  // of entry `token` of every 8, null beyond the job's
 
     DEVICE void start(const Args& a, const ShrinkTile& t, int token) {
 #pragma unroll
@@ -133,8 +152,15 @@ struct ShrinkSums {
             const int entry = b * 8 + token;
             if (entry >= t.rows) continue;
             const int64 from = a.in_map ? load_l2(a.in_map + t.first + entry) : t.first + entry;
-            row[b] = static_cast<const unsigned short*>(a.rows) + from * a.row_width;
+            row[b] = static_cast<const Row*>(a.rows) + from * a.row_width;
         }
+    }
+
+    // A row's scale goes where the routing weight does: no code is multiplied by it.
+    DEVICE static float weight(const Args& a, int entry) {
+        const float its = a.weights ? load_l2(a.weights + entry) : 1.0f;
+        if (sizeof(Row) > 1) return its;
+        return its * load_l2(a.scales + (a.in_map ? load_l2(a.in_map + entry) : entry));
     }
 
     DEVICE void write(const Args& a, const ShrinkTile& t, int token, int quad) const {
@@ -145,7 +171,7 @@ struct ShrinkSums {
             for (int side = 0; side < 2; side++) {
                 const int entry = b * 8 + quad * 2 + side;
                 if (entry >= t.rows) continue;
-                const float scale = t.scale * (a.weights ? load_l2(a.weights + t.first + entry) : 1.0f);
+                const float scale = t.scale * weight(a, t.first + entry);
                 float* at = partial + static_cast<int64>(t.first + entry) * a.max_rank;
                 store(at, c[b][side] * scale);
                 store(at + 8, c[b][2 + side] * scale);
@@ -153,28 +179,29 @@ struct ShrinkSums {
     }
 };
 
-template <class T>
-DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums& sums, bool vectors) {
+template <class T, class Row>
+DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums<Row>& sums, bool vectors) {
     const ShrinkTile t = ring.front().shrink;
     const int token = ring.lane / 4, quad = ring.lane % 4;
     if (t.flags & FIRST_OF_JOB) sums.start(a, t, token);
     const int k = t.chunk * CHUNK - a.in_begin + quad * 8;
-    uint4 x[8];  // of one band of 8 entries; each value makes room for the next band's as soon as it has been used
-    load_chunk(x, sums.row[0], k, a.row_width, vectors);  // on its way while the tile is
+    Eight<Row> x[8];  // of one band of 8 entries; each value makes room for the next band's as soon as it has been used
+    load_chunk<Row>(x, sums.row[0], k, a.row_width, vectors);  // on its way while the tile is
     const uint4* fragments = ring.wait();
 #pragma unroll
     for (int b = 0; b < JOB_ROWS / 8; b++) {
         if (b * 8 >= t.rows) break;
         const bool more = b + 1 < JOB_ROWS / 8 && (b + 1) * 8 < t.rows;
-        const unsigned short* next = more && vectors ? sums.row[b + 1] : nullptr;
+        const Row* next = more && vectors ? sums.row[b + 1] : nullptr;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (2 * j >= t.fragments) break;
-            mma<T>(sums.c[b], fragments[2 * j * LANES], x[j].x, x[j].y);
-            mma<T>(sums.c[b], fragments[(2 * j + 1) * LANES], x[j].z, x[j].w);
+            const uint4 values = as_operand<T>(x[j]);
+            mma<T>(sums.c[b], fragments[2 * j * LANES], values.x, values.y);
+            mma<T>(sums.c[b], fragments[(2 * j + 1) * LANES], values.z, values.w);
             x[j] = row_values(next, k + j * 32, a.row_width);
         }
-        if (more && !vectors) load_chunk(x, sums.row[b + 1], k, a.row_width, false);
+        if (more && !vectors) load_chunk<Row>(x, sums.row[b + 1], k, a.row_width, false);
     }
     ring.pop();
     if (t.flags & MARK_GROUPS && ring.lane < t.rows) store(a.groups + t.first + ring.lane, t.flags >> GROUPS_SHIFT);

@@ -30,7 +30,7 @@ struct alignas(16) Block {
 struct alignas(16) Segment { int block, first_tile, first, rows; };  // first_tile: the block's, in its pages
 
 struct Args {
-    const void* rows;        // [rows, row_width] 16-bit
+    const void* rows;        // [rows, row_width] 16-bit, or codes of 8: see e4m3.cuh
     const int* in_map;       // [N] or null
     const int* out_map;      // [N] or null
     const float* weights;    // [N] or null
@@ -45,6 +45,7 @@ struct Args {
     uint64* arrivals;
     int max_entries, max_rank, row_width, in_begin, in_width, out_width, num_windows;
     int begin0, end0, begin1, end1, begin2, end2;  // of the windows; no array, which would lie in local memory
+    const float* scales;     // [rows] of codes
 
     DEVICE int num_segments() const { return load_l2(counts); }
     DEVICE int num_entries() const { return load_l2(counts + 1); }

@@ -53,9 +53,10 @@ class DeviceSteps(Link):
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
         x_TK = x_TK.to(self.device)  # a client with links of both kinds gives all of them the host's
         rows = rows_M.int() if rows_M.device == self.device else self._moved(rows_M.int())
-        offset = slot.HEADER_BYTES + header.payload_bytes - len(rows) * x_TK.shape[1] * x_TK.element_size()
+        row_bytes = x_TK.shape[1] * slot.ELEMENT_BYTES[header.dtype]
+        offset = slot.HEADER_BYTES + header.payload_bytes - len(rows) * row_bytes
         to = self._address(header.seq) + offset if self.twin is None else self.twin.request_address(header)
-        self._waiting = self._step(header.seq, x_TK, to, rows_M=rows), None
+        self._waiting = self._step(header, x_TK, to, rows_M=rows), None
 
     def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
         """From the host, without a wait."""
@@ -65,7 +66,7 @@ class DeviceSteps(Link):
     def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
         to = 0 if self.twin is None else self.twin.request_address(header)
         route = self._route(header.seq, choice)
-        self._waiting = self._step(header.seq, x_TK, to, route=route, by_entry=by_entry), choice
+        self._waiting = self._step(header, x_TK, to, route=route, by_entry=by_entry), choice
 
     @override
     def routed(self, seq: int) -> Route:
@@ -79,32 +80,52 @@ class DeviceSteps(Link):
             route = self._routes[index] = Route.empty(tokens * top_k, self.device, max_rows=tokens)
         return route
 
+    def _scales(self, header: RequestHeader) -> int:
+        """Where those of a step go whose tables the host has written."""
+        counts = (header.num_segments, header.num_entries, header.flags)
+        return self._address(header.seq) + slot.request_offsets(*counts, 0, header.num_rows).scales
+
     def _step(
         self,
-        seq: int,
+        header: RequestHeader,
         x_TK: torch.Tensor,
         to: int,
         rows_M: torch.Tensor | None = None,
         route: Route | None = None,
         by_entry: bool = False,
     ) -> Put:
+        in_codes = header.dtype == slot.E4M3
         return Put(
             x=x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous(),
             to=to,
-            slot=self._address(seq),
+            slot=self._address(header.seq),
             signal=self._address(None),
-            value=slot.signal(self.epoch, seq),
+            value=slot.signal(self.epoch, header.seq),
             finished=self._finished,
             rows_M=rows_M,
             route=route,
             by_entry=by_entry,
+            in_codes=in_codes,
+            scales=self._scales(header) if in_codes and route is None else 0,
+        )
+
+    def _nothing(self, seq: int) -> Put:
+        """A step without rows."""
+        return Put(
+            x=self._no_rows,
+            to=0,
+            slot=self._address(seq),
+            signal=self._address(None),
+            value=slot.signal(self.epoch, seq),
+            finished=self._finished,
+            rows_M=self._finished[:0],
         )
 
     @override
     def push(self, seq: int, nbytes: int) -> None:
         """Without rows the kernel only signals, behind the steps that were pushed before."""
         waiting, self._waiting = self._waiting, None
-        step, choice = waiting or (self._step(seq, self._no_rows, 0, rows_M=self._finished[:0]), None)
+        step, choice = waiting or (self._nothing(seq), None)
         self._launch(step, choice)
 
 

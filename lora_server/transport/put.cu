@@ -4,7 +4,7 @@
 // (kernels_cuda/routing.py), and what only the GPU knows is added here. Rows go to `to`, a twin in GPU memory, or
 // behind the tables in the slot, which is host memory that both processes map. The last block to finish stores the
 // signal with a release at system scope: whoever reads it there finds the rest in place.
-#include "copy.cuh"
+#include "rows.cuh"
 #include "system.cuh"
 #include "slot.h"
 
@@ -22,6 +22,7 @@ struct Put {
     uint64 value;
     int num_rows, row_bytes;    // num_rows: unless counts are given
     int64 stride;
+    float* scales;              // of rows that become codes; or null: in the slot, before its own rows
 };
 
 struct BlockMemory {};  // none is shared
@@ -30,21 +31,22 @@ DEVICE int aligned_to(int offset, int to) { return (offset + to - 1) / to * to; 
 
 // Where the parts of a request lie: slot.py, request_offsets.
 struct Parts {
-    int map, weights, rows;  // a step has one map, in or out
-    DEVICE Parts(int segments, int entries, bool weighted)
+    int map, weights, scales, rows;  // a step has one map, in or out
+    DEVICE Parts(int segments, int entries, bool weighted, int num_scales)
         : map(LORA_HEADER_BYTES + segments * static_cast<int>(sizeof(lora_segment))),
           weights(aligned_to(map + 4 * entries, 16)),
-          rows(aligned_to(weighted ? weights + 4 * entries : weights, LORA_ALIGN)) {}
+          scales(aligned_to(weighted ? weights + 4 * entries : weights, 16)),
+          rows(aligned_to(scales + 4 * num_scales, LORA_ALIGN)) {}
 };
 
-DEVICE void write_header(const Put& p, int segments, int entries, int tokens, const Parts& at) {
+DEVICE void write_header(const Put& p, int segments, int entries, int tokens, const Parts& at, int row_bytes) {
     lora_request& header = *reinterpret_cast<lora_request*>(p.slot);
     const int rows = p.weights ? entries : tokens;
     header.num_segments = segments;
     header.num_entries = entries;
     header.num_rows = rows;
     header.num_out_rows = p.weights ? tokens : entries;
-    header.payload_bytes = static_cast<uint64_t>(at.rows - LORA_HEADER_BYTES) + static_cast<uint64_t>(rows) * p.row_bytes;
+    header.payload_bytes = static_cast<uint64_t>(at.rows - LORA_HEADER_BYTES) + static_cast<uint64_t>(rows) * row_bytes;
 }
 
 DEVICE void signal_when_all_are_done(const Put& p) {
@@ -57,32 +59,36 @@ DEVICE void signal_when_all_are_done(const Put& p) {
     store_release_system(p.signal, p.value);
 }
 
-template <class Unit> DEVICE void put(const Put& p) {
+template <class Way> DEVICE void put(const Put& p) {
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
     unsigned char* to = p.to;
+    float* scales = p.scales;
     int num_rows = p.num_rows;
     if (p.counts) {
         const int segments = p.counts[0], entries = p.counts[1], tokens = p.counts[3];
-        const Parts at(segments, entries, p.weights);
-        if (thread == 0) write_header(p, segments, entries, tokens, at);
+        num_rows = p.weights ? entries : tokens;
+        const Parts at(segments, entries, p.weights, Way::scales(num_rows));
+        if (thread == 0) write_header(p, segments, entries, tokens, at, Way::bytes(p.row_bytes));
         copy_units<uint4>(p.slot + LORA_HEADER_BYTES, p.segments, segments, thread, threads);
         copy_units<int>(p.slot + at.map, p.map, entries, thread, threads);
         if (p.weights) copy_units<int>(p.slot + at.weights, p.weights, entries, thread, threads);
-        num_rows = p.weights ? entries : tokens;
         if (!to) to = p.slot + at.rows;
+        if (!scales) scales = reinterpret_cast<float*>(p.slot + at.scales);
     }
-    copy_rows<Unit>(to, p.from, p.rows, num_rows, p.row_bytes, p.stride);
+    Way::copy(to, scales, p.from, p.rows, num_rows, p.row_bytes, p.stride);
     signal_when_all_are_done(p);
 }
 
-#define PUT(name, Unit)                                                                                               \
+#define PUT(name, Way)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                             \
         name(const unsigned char* from, const int* rows, unsigned char* to, unsigned char* slot, const int* counts,    \
              const uint4* segments, const int* map, const unsigned* weights, unsigned* finished, uint64* signal,       \
-             uint64 value, int64 num_rows, int64 row_bytes, int64 stride) {                                            \
-        put<Unit>({from, rows, to, slot, counts, segments, map, weights, finished, signal, value,                      \
-                   static_cast<int>(num_rows), static_cast<int>(row_bytes), stride});                                  \
+             uint64 value, int64 num_rows, int64 row_bytes, int64 stride, float* scales) {                             \
+        put<Way>({from, rows, to, slot, counts, segments, map, weights, finished, signal, value,                      \
+                   static_cast<int>(num_rows), static_cast<int>(row_bytes), stride, scales});                          \
     }
 
-PUT(put_vectors, uint4)
-PUT(put_halves, unsigned short)
+PUT(put_vectors, AsItIs<uint4>)
+PUT(put_halves, AsItIs<unsigned short>)
+PUT(put_e4m3_bfloat16, AsCodes<Bf16>)
+PUT(put_e4m3_float16, AsCodes<Fp16>)

@@ -16,6 +16,7 @@ import torch
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_torch_stream
 from kernels_cuda.heuristics import Variant
+from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Route
 from lora_server.wire import slot
 
@@ -36,6 +37,7 @@ class Put:
     x: [.., K] 16- or 32-bit, rows contiguous;  rows_M int32 on the device, rows of x, which is null if routed
     by_entry: of a routed step: a row per entry, weighted and summed per token, instead of a row per token
     finished: int32 [1], 0
+    in_codes: 16-bit rows travel as e4m3; `scales` is where those of the rows at `to` go
     """
 
     x: torch.Tensor
@@ -47,13 +49,23 @@ class Put:
     rows_M: torch.Tensor | None = None
     route: Route | None = None
     by_entry: bool = False
+    in_codes: bool = False
+    scales: int = 0
 
     @property
     def kernel(self) -> str:
         """16 bytes at a time where all addresses and sizes are multiples of that."""
         x = self.x
+        if self.in_codes:
+            return f"put_e4m3_{DTYPE_NAMES[x.dtype]}"
         parts = (x.data_ptr(), self.to, self.slot, self._row_bytes, x.stride(0) * x.element_size())
         return "put_halves" if any(part % VECTOR_BYTES for part in parts) else "put_vectors"
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the rows that the host knows of, as they travel."""
+        rows = 0 if self.rows_M is None else len(self.rows_M)
+        return rows * (self.x.shape[1] if self.in_codes else self._row_bytes)
 
     @property
     def _row_bytes(self) -> int:
@@ -64,6 +76,8 @@ class Put:
         x, route = self.x, self.route
         if x.dim() != 2 or x.stride(1) != 1:
             raise ValueError(f"got activations of {tuple(x.shape)} with strides {x.stride()}, expected contiguous rows")
+        if self.in_codes and x.dtype not in DTYPE_NAMES:
+            raise ValueError(f"got {x.dtype} activations, expected bfloat16 or float16")
         counts = segments = row_map = weights = None
         rows = self.rows_M
         if route is not None:
@@ -79,7 +93,7 @@ class Put:
         assert rows is not None
         step = [x.data_ptr(), rows.data_ptr(), self.to, self.slot, *pointers]
         done = [self.finished.data_ptr(), self.signal, self.value]
-        return [*step, *done, len(rows), self._row_bytes, x.stride(0) * x.element_size()]
+        return [*step, *done, len(rows), self._row_bytes, x.stride(0) * x.element_size(), self.scales]
 
 
 @cache

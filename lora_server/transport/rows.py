@@ -48,7 +48,14 @@ class Rows(ABC):
 
     def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
         """[U, O] of the response to a request, with device and dtype of `like`; a view where that is so already."""
-        return self.response(header).to(like, non_blocking=True)
+        if header.dtype != slot.E4M3:
+            return self.response(header).to(like, non_blocking=True)
+        codes_UO, scales_U = self.response(header).to(like.device), self.response_scales(header).to(like.device)
+        return e4m3.expand(codes_UO, scales_U).to(like.dtype)
+
+    def response_scales(self, header: RequestHeader) -> torch.Tensor:
+        """[U] float32 of a response of e4m3. Raises ProtocolError where there are no such rows."""
+        raise ProtocolError(f"{header.where}: got e4m3 rows, expected exact ones")
 
 
 class SlotRows(Rows):
@@ -82,21 +89,15 @@ class SlotRows(Rows):
         if header.dtype != slot.E4M3:
             super().answer(header, delta_UO)
             return
-        e4m3.quantise(delta_UO, self.response(header), self._response_scales(header))
-
-    @override
-    def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
-        if header.dtype != slot.E4M3:
-            return super().deltas(header, like)
-        codes_UO, scales_U = self.response(header).to(like.device), self._response_scales(header).to(like.device)
-        return e4m3.expand(codes_UO, scales_U).to(like.dtype)
+        e4m3.quantise(delta_UO, self.response(header), self.response_scales(header))
 
     def request_scales(self, header: RequestHeader) -> torch.Tensor:
         """[T] of a request of e4m3, float32; not checked."""
         counts, rows = (header.num_segments, header.num_entries, header.flags), header.num_rows
         return _scales(self._region.request(header.seq), slot.request_offsets(*counts, 0, rows).scales, rows)
 
-    def _response_scales(self, header: RequestHeader) -> torch.Tensor:
+    @override
+    def response_scales(self, header: RequestHeader) -> torch.Tensor:
         return _scales(self._region.response(header.seq), slot.HEADER_BYTES, header.num_out_rows)
 
 

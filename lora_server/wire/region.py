@@ -3,7 +3,7 @@
     line 0  request signal    written by the client
     line 1  response signal   written by the shard
     line 2  client is parked  (see transport.park)
-    line 3  geometry          written once by the shard: magic, version, depth, slot sizes
+    line 3  geometry          written once by the shard: magic, version, depth, slot sizes, widest rows
     line 4  shard looks away  (see transport.bells)
     slots   depth requests, then depth responses, page aligned
 
@@ -22,7 +22,7 @@ from lora_server.wire import slot
 
 LINE_BYTES = 128
 PAGE_BYTES = 4096
-GEOMETRY = struct.Struct("<IIIIQQ")
+GEOMETRY = struct.Struct("<IIIIQQQ")
 MAGIC = 0x4752_4F4C  # "LORG"
 
 
@@ -30,13 +30,15 @@ MAGIC = 0x4752_4F4C  # "LORG"
 class RegionLayout:
     """Sizes of a region; `request_bytes` and `response_bytes` are those of one slot.
 
-    `table_bytes` of a request slot hold all but the rows of any step; 0 where that is not known.
+    `table_bytes` of a request slot hold all but the rows of any step; 0 where that is not known. `widest`: of rows that
+    slots have room for, a dtype as in headers.
     """
 
     depth: int
     request_bytes: int
     response_bytes: int
     table_bytes: int = 0
+    widest: int = 0
 
     @classmethod
     def for_model(cls, spec: ModelSpec, max_step_rows: int, depth: int, wire: slot.Wire = "exact") -> RegionLayout:
@@ -50,7 +52,7 @@ class RegionLayout:
         at = slot.request_offsets(max_step_rows, max_step_rows, flags, max_step_rows * row_bytes, scales)
         request, tables = at.end, at.rows
         response = slot.response_offsets(max_step_rows, widest_out, widest).end
-        return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES), tables)
+        return cls(depth, slot.aligned(request, PAGE_BYTES), slot.aligned(response, PAGE_BYTES), tables, widest)
 
     @property
     def nbytes(self) -> int:
@@ -97,14 +99,16 @@ class Region:
             layout.table_bytes,
             layout.request_bytes,
             layout.response_bytes,
+            layout.widest,
         )
 
     @staticmethod
     def read_geometry(memory: memoryview) -> RegionLayout:
         """By the client, from a mapped region; raises ProtocolError for one that is not ours."""
-        magic, version, depth, table_bytes, request_bytes, response_bytes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
+        magic, version, depth, table_bytes, *sizes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
         if magic != MAGIC or version != slot.VERSION:
             raise ProtocolError(
                 f"region: got magic {magic:#x} version {version}, expected {MAGIC:#x} version {slot.VERSION}"
             )
-        return RegionLayout(depth, request_bytes, response_bytes, table_bytes)
+        request_bytes, response_bytes, widest = sizes
+        return RegionLayout(depth, request_bytes, response_bytes, table_bytes, widest)

@@ -86,6 +86,7 @@ struct lora_geometry {
     uint32_t table_bytes; /* of a request slot: header, segments and maps of any step */
     uint64_t request_bytes;
     uint64_t response_bytes;
+    uint64_t widest; /* dtype of the widest rows that slots have room for */
 };
 
 /* A signal word is set, never added to, by one writer: 16 bits of epoch, 48 of seq. */

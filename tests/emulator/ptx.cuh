@@ -33,6 +33,10 @@ inline unsigned as_bits(float f) {
     std::memcpy(&bits, &f, 4);
     return bits;
 }
+inline unsigned __float_as_uint(float f) { return as_bits(f); }
+inline float __uint_as_float(unsigned bits) { return as_float(bits); }
+inline float divide(float a, float b) { return a / b; }
+inline float multiply(float a, float b) { return a * b; }
 template <class T> unsigned narrow(float f);
 template <> inline unsigned narrow<Bf16>(float f) {
     if (std::isnan(f)) return 0x7fff;

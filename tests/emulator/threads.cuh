@@ -180,9 +180,12 @@ template <class Act> inline uint64 warp_exchange(uint64 value, Act act) {
     return result;
 }
 inline int shuffle(int value, int lane) {
-    return static_cast<int>(warp_exchange(static_cast<unsigned>(value), [=](Exchange& e) {
-        for (int i = 0; i < 32; i++) e.received[i] = e.sent[lane];
-    }));
+    Exchange& e = my_warp();
+    e.sent[lane_index()] = static_cast<unsigned>(value);
+    collective(e, 32, [] {});
+    const uint64 result = e.sent[lane];  // each lane's own
+    sync_warp();
+    return static_cast<int>(result);
 }
 inline int shuffle_up(int value, int by) {
     return static_cast<int>(warp_exchange(static_cast<unsigned>(value), [=](Exchange& e) {

@@ -48,6 +48,20 @@ DEVICE void write_answer(const Order& order) {
     store(to + sizeof(lora_response) / 8 - 1, now_ns());
 }
 
+// A step's results, of which any block has stored any, to codes and scales in its answer, a row per block. False if the
+// grid gave up; all threads of a block call it.
+template <class T> DEVICE bool store_codes(const Serve& s, const Order& order, BlockMemory& memory) {
+    if (!grid_barrier(s.arrivals, memory.warps[0].flag)) return false;
+    const MostOfBlock most = {memory.shrink_through};
+    for (int row = blockIdx.x; row < order.num_out_rows; row += gridDim.x) {
+        const int64 at = static_cast<int64>(row) * order.out_width;
+        quantise_row<T>(static_cast<const unsigned short*>(s.results) + at, order.out_width,
+                        reinterpret_cast<unsigned char*>(order.out) + at, reinterpret_cast<float*>(order.answer_scales) + row,
+                        threadIdx.x, THREADS, most);
+    }
+    return true;
+}
+
 // Every block has stored its rows; then the client hears of it, and the poller. Where the signal is mapped the last
 // block to come says so. Beyond a network block 0 waits for the others and puts all: puts of two blocks are not
 // ordered, and a client may have two answers on their way. Arrivals of one turn after the other: no block is a turn

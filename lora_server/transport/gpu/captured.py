@@ -46,6 +46,8 @@ class CapturedSite:
         self._header = torch.frombuffer(memory, dtype=torch.uint8).to(captured.link.device)
         self._captured, self._x, self._route, self._by_entry = captured, x_TK, route, by_entry
         self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
+        if header.dtype == slot.E4M3:
+            self._dtype = f"e4m3_{self._dtype}"
         captured.link.gpu.settle()
 
     def of(self, x_TK: torch.Tensor) -> CapturedSite:
@@ -64,13 +66,14 @@ class CapturedSite:
         assert rows is not None and route.row_N is not None
         row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
         halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
+        way = self._dtype if self._dtype.startswith("e4m3") else "halves" if halves else "vectors"
         tensors = (link.state, self._header, x, route.counts, route.segments, rows, route.row_N)
         pointers = [tensor.data_ptr() for tensor in tensors]
         link.queue.follow_engine()
         if choice is not None:
             link.queue.launch("route", *routing.arguments(choice, route))
         link.queue.launch(
-            "link_put_halves" if halves else "link_put_vectors",
+            f"link_put_{way}",
             *pointers,
             0 if weights is None else weights.data_ptr(),
             row_bytes,

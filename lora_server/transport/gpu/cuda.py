@@ -26,6 +26,7 @@ from lora_server.transport.device_memory import Pinned
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
 from lora_server.transport.gpu.needs import check
+from lora_server.transport.gpu.source import SERVES
 from lora_server.transport.virtual_memory import Exported, Imported, call, driver, on_device
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
@@ -155,7 +156,7 @@ class CudaGpu(Gpu):
         import cupy
 
         text, options = read_source(name, put.FILES | source.FILES), (STANDARD, *self._variant(name).defines)
-        return cupy.RawModule(code=text, options=options, enable_cooperative_groups=name == "serve.cu")
+        return cupy.RawModule(code=text, options=options, enable_cooperative_groups=name in SERVES)
 
     def _function(self, kernel: str) -> Any:
         with self._lock, on_device(self.device):
@@ -170,10 +171,12 @@ class CudaGpu(Gpu):
             return self._functions[kernel]
 
     def _variant(self, source: str) -> Variant:
-        return {"serve.cu": self._serve, "link.cu": LINK, "put.cu": put.VARIANT, "route.cu": ROUTE}[source]
+        if source in SERVES:
+            return self._serve
+        return {"link.cu": LINK, "put.cu": put.VARIANT, "route.cu": ROUTE}[source]
 
     def _shared_bytes(self, source: str) -> int:
-        if source == "serve.cu":
+        if source in SERVES:
             return self._serve.shared_bytes + SERVE_OWN_BYTES
         return routing.shared_bytes(routing.WARPS) if source == "route.cu" else 256 * (source == "link.cu")
 
@@ -182,9 +185,9 @@ class CudaGpu(Gpu):
         import cupy
 
         name = self.kernels[kernel]
-        all_of_it = name == "serve.cu" or kernel.startswith("link_add")  # which the engine waits for
+        all_of_it = name in SERVES or kernel.startswith("link_add")  # which the engine waits for
         blocks = self._multiprocessors if all_of_it else 1 if kernel in ONE_BLOCK else PUT_BLOCKS
-        threads = 32 * (self._variant(name).warps + (name == "serve.cu"))
+        threads = 32 * (self._variant(name).warps + (name in SERVES))
         numbers = tuple(cupy.uint64(value) for value in values)
         with on_torch_stream(self.device):
             self._function(kernel)((blocks,), (threads,), numbers, shared_mem=self._shared_bytes(name))

@@ -72,14 +72,22 @@ class Gpu(ABC):
     kernels: ClassVar[dict[str, str]] = {  # to their sources
         "put_vectors": "put.cu",
         "put_halves": "put.cu",
+        "put_e4m3_bfloat16": "put.cu",
+        "put_e4m3_float16": "put.cu",
         "route": "route.cu",
         "link_put_vectors": "link.cu",
         "link_put_halves": "link.cu",
+        "link_put_e4m3_bfloat16": "link.cu",
+        "link_put_e4m3_float16": "link.cu",
         "link_wait": "link.cu",
         "link_add_bfloat16": "link.cu",
         "link_add_float16": "link.cu",
+        "link_add_e4m3_bfloat16": "link.cu",
+        "link_add_e4m3_float16": "link.cu",
         "serve_bfloat16": "serve.cu",
         "serve_float16": "serve.cu",
+        "serve_e4m3_bfloat16": "serve_e4m3.cu",
+        "serve_e4m3_float16": "serve_e4m3.cu",
     }
 
     @abstractmethod

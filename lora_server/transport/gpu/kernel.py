@@ -25,6 +25,7 @@ from lora_server.transport.gpu import layout
 from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, parts
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS, Mailbox, wait_until
+from lora_server.transport.gpu.source import SERVES
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
 
@@ -56,7 +57,8 @@ class ServeKernel:
         idle_ns: int = IDLE_NS,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        gpu.compile("serve.cu")
+        self._in_codes = region.widest == slot.E4M3
+        gpu.compile(SERVES[self._in_codes])
         self.gpu, self.spec, self.mailbox = gpu, spec, Mailbox(gpu)
         self._dtype, self._max_step_rows, self._heartbeat_seconds = dtype, max_step_rows, heartbeat_seconds
         self._queue = gpu.queue()
@@ -105,7 +107,11 @@ class ServeKernel:
         self._use_links(self._links)
         host["mailbox"], host["idle_ns"] = self.mailbox.address, idle_ns
         host["max_entries"], host["table_bytes"] = self._max_step_rows, self._table_bytes
-        host["dtype"] = slot.DTYPES.index(DTYPE_NAMES[self._dtype])
+        host["dtype"] = slot.E4M3 if self._in_codes else slot.DTYPES.index(DTYPE_NAMES[self._dtype])
+        if self._in_codes:
+            widest = max(map(self.spec.out_width, self.spec.sites()))
+            self._results = self._zeros(self._max_step_rows * widest * self._dtype.itemsize)
+            host["results"] = self._results.data_ptr()
         host["num_layers"], host["num_projections"] = self.spec.layers, len(PROJECTIONS)
         self._use(self._workspace)
 
@@ -212,7 +218,8 @@ class ServeKernel:
         self.gpu.settle()  # zeros and tables that torch made
         self.gpu.write(self._serve.data_ptr(), self._host.tobytes()[:HOSTS_BYTES])
         self._beat, self._beaten = self.mailbox.beat, time.monotonic()
-        self._queue.launch(f"serve_{DTYPE_NAMES[self._dtype]}", self._serve.data_ptr(), self._launches)
+        wire = "e4m3_" if self._in_codes else ""
+        self._queue.launch(f"serve_{wire}{DTYPE_NAMES[self._dtype]}", self._serve.data_ptr(), self._launches)
 
     @property
     def launches(self) -> int:

@@ -67,6 +67,8 @@ class Refusal(IntEnum):
     TOO_LATE = 11
     DRAINING = 12
     NOT_HELD = 13
+    BAD_WIRE = 14
+    BAD_SCALE = 15
 
 
 _Code = str | np.dtype[np.void]
@@ -143,6 +145,7 @@ _SERVE_WORDS = (
     "held",
     "used",
     "places",
+    "results",
 )
 SERVE = _struct(
     512,

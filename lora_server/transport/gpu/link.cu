@@ -1,7 +1,7 @@
 // A client's kernels, for CUDA graphs: put a step, wait for its answer, add its rows. Their arguments never change:
 // what does (seq, epoch, addresses, how long to wait) lies in the link's state block. A pass in which something failed
 // goes on without deltas: `put` sends nothing, `wait` returns, `add` adds nothing, until the host has seen why.
-#include "copy.cuh"
+#include "rows.cuh"
 #include "system.cuh"
 #include "client.cuh"
 #include "peer.cuh"
@@ -15,7 +15,7 @@ struct Put {
     const int* rows;             // which rows of x travel
     const int* map;              // entry -> its row there (in_map), or its token (out_map)
     const float* weights;        // or null: a row per token; otherwise a row per entry, summed per token with these
-    int row_bytes;
+    int row_bytes;  // of x
     int64 stride;
 };
 
@@ -26,13 +26,13 @@ struct LinkMemory {
 
 DEVICE uint64 whole(uint64 offset, uint64 to) { return (offset + to - 1) / to * to; }
 
-DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 seq, int segments, int entries, uint64 rows_at) {
+DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 seq, int segments, int entries, uint64 nbytes) {
     const int tokens = load_l2(p.counts + 3), rows = p.weights ? entries : tokens;
     h.client = static_cast<uint32_t>(load(&k.client)), h.epoch = static_cast<uint32_t>(load(&k.epoch));
     h.seq = seq, h.slot = static_cast<uint32_t>(seq % load(&k.depth));
     h.num_rows = rows, h.num_entries = entries, h.num_segments = segments;
     h.num_out_rows = p.weights ? tokens : entries;
-    h.payload_bytes = rows_at - LORA_HEADER_BYTES + static_cast<uint64>(rows) * p.row_bytes;
+    h.payload_bytes = nbytes - LORA_HEADER_BYTES;
     h.budget_us = load(&k.budget_ns) / 1000, h.pushed_ns = now_ns();
 }
 
@@ -52,7 +52,7 @@ DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 
     if (m.last && !far) put_block(slot, nbytes, signal, word, pe);
 }
 
-template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
+template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     Client& k = *p.link;
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
     const int segments = load_l2(p.counts), entries = load_l2(p.counts + 1), tokens = load_l2(p.counts + 3);
@@ -61,12 +61,15 @@ template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
     const uint64 place = load(&k.request_slots) + seq % load(&k.depth) * load(&k.request_bytes);
     unsigned char* slot = writable(place, static_cast<int>(load(&k.pe)));
     const uint64 map_at = LORA_HEADER_BYTES + 16ull * segments, weights_at = whole(map_at + 4ull * entries, 16);
-    const uint64 rows_at = whole(p.weights ? weights_at + 4ull * entries : weights_at, LORA_ALIGN);
+    const int num_rows = p.weights ? entries : tokens;
+    const uint64 scales_at = whole(p.weights ? weights_at + 4ull * entries : weights_at, 16);
+    const uint64 rows_at = whole(scales_at + 4ull * Way::scales(num_rows), LORA_ALIGN);
+    const uint64 nbytes = rows_at + static_cast<uint64>(num_rows) * Way::bytes(p.row_bytes);
     if (blockIdx.x == 0) {
         if (threadIdx.x < sizeof(lora_request) / 16)
             reinterpret_cast<uint4*>(&m.header)[threadIdx.x] = load_l2(reinterpret_cast<const uint4*>(p.header) + threadIdx.x);
         sync_block();
-        if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, rows_at);
+        if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, nbytes);
         sync_block();
         if (threadIdx.x < sizeof(lora_request) / 16)
             store(reinterpret_cast<uint4*>(slot) + threadIdx.x, reinterpret_cast<const uint4*>(&m.header)[threadIdx.x]);
@@ -74,23 +77,24 @@ template <class Unit> DEVICE void put(const Put& p, LinkMemory& m) {
     copy_units<uint4>(slot + LORA_HEADER_BYTES, p.segments, segments, thread, threads);
     copy_units<int>(slot + map_at, p.map, entries, thread, threads);
     if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, thread, threads);
-    const int num_rows = p.weights ? entries : tokens;
-    copy_rows<Unit>(slot + rows_at, p.x, p.rows, num_rows, p.row_bytes, p.stride);
-    signal(k, m, place, rows_at + static_cast<uint64>(num_rows) * p.row_bytes, seq);
+    Way::copy(slot + rows_at, reinterpret_cast<float*>(slot + scales_at), p.x, p.rows, num_rows, p.row_bytes, p.stride);
+    signal(k, m, place, nbytes, seq);
 }
 
-#define PUT(NAME, Unit)                                                                                              \
+#define PUT(NAME, Way)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
         NAME(Client* link, const lora_request* header, const unsigned char* x, const int* counts,                    \
              const uint4* segments, const int* rows, const int* map, const float* weights, int64 row_bytes,          \
              int64 stride) {                                                                                         \
         SHARED_MEMORY(shared);                                                                                       \
-        put<Unit>({link, header, x, counts, segments, rows, map, weights, static_cast<int>(row_bytes), stride},      \
+        put<Way>({link, header, x, counts, segments, rows, map, weights, static_cast<int>(row_bytes), stride},       \
                   *reinterpret_cast<LinkMemory*>(shared));                                                           \
     }
 
-PUT(link_put_vectors, uint4)
-PUT(link_put_halves, unsigned short)
+PUT(link_put_vectors, AsItIs<uint4>)
+PUT(link_put_halves, AsItIs<unsigned short>)
+PUT(link_put_e4m3_bfloat16, AsCodes<Bf16>)
+PUT(link_put_e4m3_float16, AsCodes<Fp16>)
 
 #if NVSHMEM
 // A step that another kernel, and its host, have left in this PE's own slot, to a peer beyond a network. One block.
@@ -150,24 +154,25 @@ template <class T> DEVICE uint4 sum_of_two(const uint4& a, const uint4& b) {
     return {sum_of_two<T>(a.x, b.x), sum_of_two<T>(a.y, b.y), sum_of_two<T>(a.z, b.z), sum_of_two<T>(a.w, b.w)};
 }
 
-struct Sums {  // y[rows[i]] += row i of the answer: `bytes` of each, strides in bytes
+// y[rows[i], columns] += row i of an answer, which has `width` columns: `count` of them from `skip` on. y begins at its
+// own; its rows lie `stride` bytes apart.
+struct Sums {
     unsigned char* y;
-    const unsigned char* answer;
     const int* rows;
-    int num_rows, bytes;
-    int64 y_stride, answer_stride;
+    int num_rows, count, width, skip;
+    int64 stride;
 };
 
 // In `Unit`s that all of them are multiples of; a warp takes a piece of a row at a time.
-template <class T, class Unit> DEVICE void add_rows(const Sums& s) {
+template <class T, class Unit> DEVICE void add_rows(const Sums& s, const unsigned char* answer) {
     constexpr int ADDED_AT_ONCE = 4, PIECE = ADDED_AT_ONCE * LANES;
-    const int units = s.bytes / static_cast<int>(sizeof(Unit)), pieces = (units + PIECE - 1) / PIECE;
+    const int units = 2 * s.count / static_cast<int>(sizeof(Unit)), pieces = (units + PIECE - 1) / PIECE;
     const int all = s.num_rows * pieces, warps = gridDim.x * WARPS;
 #pragma unroll 1
     for (int share = blockIdx.x * WARPS + threadIdx.x / LANES; share < all; share += warps) {
         const int row = share / pieces, first = share % pieces * PIECE + threadIdx.x % LANES;
-        const Unit* from = reinterpret_cast<const Unit*>(s.answer + row * s.answer_stride);
-        Unit* to = reinterpret_cast<Unit*>(s.y + load_l2(s.rows + row) * s.y_stride);
+        const Unit* from = reinterpret_cast<const Unit*>(answer + 2 * static_cast<int64>(row) * s.width);
+        Unit* to = reinterpret_cast<Unit*>(s.y + load_l2(s.rows + row) * s.stride);
         Unit delta[ADDED_AT_ONCE], sum[ADDED_AT_ONCE];
 #pragma unroll
         for (int i = 0; i < ADDED_AT_ONCE; i++) {
@@ -180,27 +185,52 @@ template <class T, class Unit> DEVICE void add_rows(const Sums& s) {
     }
 }
 
-// y[rows[i], window] += row i of the answer. An even number of columns from an even one on.
-template <class T> DEVICE void add(Client& k, const int* counts, const int* rows, bool by_token, unsigned char* y,
-                                   int64 stride, int width, int column, int count, int skip) {
+// An answer's rows as values of T,
+template <class T> struct Halves {
+    DEVICE static void add(const Sums& s, const unsigned char* slot) {
+        const unsigned char* answer = slot + LORA_HEADER_BYTES + 2 * s.skip;
+        const uint64 sizes = reinterpret_cast<uint64>(s.y) | reinterpret_cast<uint64>(answer) | s.stride | 2 * s.width | 2 * s.count;
+        if (sizes % sizeof(uint4) == 0) add_rows<T, uint4>(s, answer);
+        else add_rows<T, unsigned>(s, answer);
+    }
+};
+// or as codes behind a scale each; two columns at a time, a row per warp.
+template <class T> struct Codes {
+    DEVICE static void add(const Sums& s, const unsigned char* slot) {
+        const float* scales = reinterpret_cast<const float*>(slot + LORA_HEADER_BYTES);
+        const unsigned char* answer = slot + whole(LORA_HEADER_BYTES + 4ull * s.num_rows, LORA_ALIGN) + s.skip;
+        for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < s.num_rows; row += gridDim.x * WARPS) {
+            const unsigned short* from = reinterpret_cast<const unsigned short*>(answer + static_cast<int64>(row) * s.width);
+            unsigned* to = reinterpret_cast<unsigned*>(s.y + load_l2(s.rows + row) * s.stride);
+            const float scale = load_l2(scales + row);
+#pragma unroll 4
+            for (int i = threadIdx.x % LANES; i < s.count / 2; i += LANES) {
+                float low, high;
+                unpack<Fp16>(two_halves(load_l2(from + i)), low, high);
+                store(to + i, sum_of_two<T>(load_l2(to + i), pack<T>(multiply(low, scale), multiply(high, scale))));
+            }
+        }
+    }
+};
+
+// An even number of columns from an even one on.
+template <class Answer> DEVICE void add(Client& k, const int* counts, bool by_token, Sums s) {
     if (load_l2(&k.status) || load_l2(counts + 1) == 0) return;
-    const uint64 seq = load_l2(&k.answered);
-    const uint64 answer = load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes) + LORA_HEADER_BYTES + 2 * skip;
-    const Sums sums = {y + 2 * column, reinterpret_cast<const unsigned char*>(answer), rows,
-                       load_l2(counts + (by_token ? 3 : 1)), 2 * count, stride, 2ll * width};
-    const uint64 sizes = reinterpret_cast<uint64>(sums.y) | answer | stride | 2 * width | 2 * count;
-    if (sizes % sizeof(uint4) == 0) add_rows<T, uint4>(sums);
-    else add_rows<T, unsigned>(sums);
+    s.num_rows = load_l2(counts + (by_token ? 3 : 1));
+    const uint64 slot = load(&k.response_slots) + load_l2(&k.answered) % load(&k.depth) * load(&k.response_bytes);
+    Answer::add(s, reinterpret_cast<const unsigned char*>(slot));
 }
 
 // width: columns of the answer, all windows side by side; the one here is `count` from `skip` on, and `column` of y.
-#define ADD(NAME, T)                                                                                                 \
+#define ADD(NAME, T, Answer)                                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
         NAME(Client* link, const int* counts, const int* rows, int64 by_token, unsigned char* y, int64 stride,       \
              int64 width, int64 column, int64 count, int64 skip) {                                                   \
-        add<T>(*link, counts, rows, by_token, y, stride, static_cast<int>(width), static_cast<int>(column),          \
-               static_cast<int>(count), static_cast<int>(skip));                                                     \
+        add<Answer<T>>(*link, counts, by_token,                                                                      \
+                       {y + 2 * column, rows, 0, static_cast<int>(count), static_cast<int>(width), static_cast<int>(skip), stride}); \
     }
 
-ADD(link_add_bfloat16, Bf16)
-ADD(link_add_float16, Fp16)
+ADD(link_add_bfloat16, Bf16, Halves)
+ADD(link_add_float16, Fp16, Halves)
+ADD(link_add_e4m3_bfloat16, Bf16, Codes)
+ADD(link_add_e4m3_float16, Fp16, Codes)

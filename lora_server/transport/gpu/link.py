@@ -23,7 +23,7 @@ from lora_server.errors import ConfigError, LoraServerError, ProtocolError
 from lora_server.transport.device_link import DeviceLink, DeviceSteps
 from lora_server.transport.gpu.gpu import Gpu, Memory, Shared
 from lora_server.transport.gpu.layout import CLIENT, HERE, LinkStatus
-from lora_server.transport.gpu.slots import GpuRows, SlotSizes, check_dtype
+from lora_server.transport.gpu.slots import GpuRows, SlotSizes, check_activations
 from lora_server.transport.put import Put
 from lora_server.transport.rows import Rows
 from lora_server.wire import slot
@@ -108,12 +108,12 @@ class KernelLink(DeviceSteps):
 
     @override
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        check_dtype(header)
+        check_activations(header, x_TK)
         super().put_rows(header, x_TK, rows_M)
 
     @override
     def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
-        check_dtype(header)
+        check_activations(header, x_TK)
         super().put_routed(header, x_TK, choice, by_entry)
 
     @override
@@ -133,8 +133,7 @@ class KernelLink(DeviceSteps):
         self.queue.follow_engine()
         put = self._waiting[0] if self._waiting else None
         routed = put is not None and put.route is not None
-        rows_bytes = 0 if put is None or put.rows_M is None else len(put.rows_M) * put.x.shape[1] * put.x.element_size()
-        tables = slot.HEADER_BYTES if routed else nbytes - rows_bytes
+        tables = slot.HEADER_BYTES if routed else nbytes - (0 if put is None else put.sent_bytes)
         self.queue.send(self._address(seq), self.region.request(seq)[:tables])
         super().push(seq, nbytes)
 

@@ -70,7 +70,7 @@ class NvshmemGpu(CudaGpu, WorldGpu):
         folder = Path(os.environ.get("CUPY_CACHE_DIR", CACHE)).expanduser()
         options = [*self._variant(name).defines, "-DNVSHMEM=1"]
         path = nvshmem_build.cached(read_source(name, put.FILES | source.FILES), arch, options, folder)
-        module = cupy.RawModule(path=str(path), enable_cooperative_groups=name == "serve.cu")
+        module = cupy.RawModule(path=str(path), enable_cooperative_groups=name in source.SERVES)
         self._modules.append(module.module)
         if self._is_in:
             self._initialise(module.module)

@@ -130,8 +130,9 @@ struct Poller {
             return;
         }
         const RequestParts at(m.request, 2);
-        const bool sane = m.request.num_segments <= static_cast<unsigned>(s.max_entries) &&
-                          m.request.num_entries <= static_cast<unsigned>(s.max_entries);
+        const unsigned most = s.max_entries;  // of what the tables have room for
+        const bool scaled = m.request.dtype == LORA_E4M3, fits = !scaled || (m.request.num_rows <= most && is_of_wire(s, m.request));
+        const bool sane = m.request.num_segments <= most && m.request.num_entries <= most && fits;
         if (sane) copy(tables, slot, LORA_HEADER_BYTES, at.rows);
         if (is_mine(l)) {
             const uint64 budget = m.request.budget_us < MAX_BUDGET_US ? m.request.budget_us : MAX_BUDGET_US, now = now_ns();
@@ -257,7 +258,7 @@ struct Poller {
     DEVICE void write_order(int l, uint64 seq) {
         const Link& k = s.links[l];
         const lora_request& h = m.request;
-        const RequestParts at(h, 2);
+        const RequestParts at(h, element_bytes(h));
         const uint64 tables = load(&k.tables);
         Order& o = m.order;
         o.rows = reinterpret_cast<uint64>(request_slot(l, seq)) + at.rows;
@@ -266,7 +267,10 @@ struct Poller {
         o.weights = h.flags & LORA_HAS_OUT_MAP ? tables + at.weights : 0;
         o.segments = tables + at.segments;
         o.slot = response_slot(k, seq), o.pe = load(&k.pe);
-        o.out = reinterpret_cast<uint64>(writable(o.slot, static_cast<int>(o.pe))) + LORA_HEADER_BYTES;
+        o.scales = h.dtype == LORA_E4M3 ? tables + at.scales : 0;
+        o.answer_scales = reinterpret_cast<uint64>(writable(o.slot, static_cast<int>(o.pe))) + LORA_HEADER_BYTES;
+        const uint64 scales_bytes = o.scales ? rounded(4ull * h.num_out_rows, LORA_ALIGN) : 0;
+        o.out = o.answer_scales + scales_bytes;
         o.signal = load(&k.response_signal), o.signal_value = LORA_SIGNAL(load(&k.epoch), seq);
         o.num_segments = h.num_segments, o.num_entries = h.num_entries, o.num_out_rows = h.num_out_rows;
         const Site site = load(s.sites + h.layer * s.num_projections + h.projection);
@@ -282,7 +286,7 @@ struct Poller {
         o.begin0 = bounds[0], o.end0 = bounds[1], o.begin1 = bounds[2], o.end1 = bounds[3], o.begin2 = bounds[4], o.end2 = bounds[5];
         o.out_width = width;
         lora_response& r = *reinterpret_cast<lora_response*>(o.header);
-        fill_response(r, LORA_OK, k, seq, 2ull * h.num_out_rows * width);
+        fill_response(r, LORA_OK, k, seq, scales_bytes + static_cast<uint64>(h.num_out_rows) * width * element_bytes(h));
         o.nbytes = LORA_HEADER_BYTES + r.payload_bytes;
         r.slot = h.slot, r.dtype = h.dtype, r.num_rows = h.num_out_rows, r.width = width, r.started_ns = now_ns();
     }

@@ -45,7 +45,8 @@ struct alignas(128) Order {
     int row_width, in_begin, in_width, out_width;
     int num_windows, begin0, end0, begin1;
     int end1, begin2, end2, unused2;
-    uint64 slot, nbytes, pe, more[5];  // of the answer
+    uint64 slot, nbytes, pe, answer_scales;  // of the answer
+    uint64 scales, more[3];  // of the rows, where these are codes; else 0
     uint4 header[8];  // of the response
 };
 
@@ -77,7 +78,8 @@ struct alignas(128) Serve {
     const unsigned* held;  // [num_links, num_handles]: see is_held; null while its host keeps no such table
     uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
     const int* places;  // [.., 2]: block and first tile of each expert, where those of a site differ in shape
-    int max_entries, max_rank, table_bytes, dtype;
+    void* results;  // [max_entries, widest] 16-bit, before they become codes; null where rows travel as they are
+    int max_entries, max_rank, table_bytes, dtype;  // dtype: of rows that travel
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     int num_links;  // there is room for: 32, 64 ... MAX_LINKS
     // the kernel's, kept from one launch to the next

@@ -5,7 +5,7 @@
 #include "protocol.cuh"
 
 enum Refusal { NOTHING_WRONG, BAD_HEADER, BAD_SITE, BAD_COUNTS, BAD_WINDOWS, BAD_SIZE, BAD_SEGMENTS, BAD_MAP,
-               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD };
+               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD, BAD_WIRE, BAD_SCALE };
 
 // code\nmessage, as in write_failure of shard/request.py; at most 127 characters.
 DEVICE const char* text_of(int refusal) {
@@ -23,6 +23,8 @@ DEVICE const char* text_of(int refusal) {
         case TOO_LATE: return "step_timeout\nthe weights were not loaded before the client's deadline; wait longer, or prefetch";
         case DRAINING: return "shard_unavailable\nthe shard is draining; the next request joins another, or waits";
         case NOT_HELD: return "permission_denied\nthe step names an adapter that its client does not hold; acquire it first";
+        case BAD_WIRE: return "protocol\ngot rows of another wire than this server's (--wire): both ends must be of a version that knows it; join again";
+        case BAD_SCALE: return "protocol\ngot the scale of a row that is negative, or not finite";
         default: return "step\nrefused";
     }
 }
@@ -31,19 +33,20 @@ DEVICE uint64 rounded(uint64 offset, uint64 to) { return (offset + to - 1) / to 
 
 // Where the parts of a request lie: request_offsets of wire/slot.py.
 struct RequestParts {
-    uint64 segments, in_map, out_map, weights, rows, end;
+    uint64 segments, in_map, out_map, weights, scales, rows, end;
     DEVICE RequestParts(const lora_request& h, int element_bytes) {
         const uint64 in = h.flags & LORA_HAS_IN_MAP ? 4ull * h.num_entries : 0, out = h.flags & LORA_HAS_OUT_MAP ? 4ull * h.num_entries : 0;
         segments = LORA_HEADER_BYTES;
         in_map = segments + 16ull * h.num_segments;
         out_map = rounded(in_map + in, 16);
         weights = rounded(out_map + out, 16);
-        rows = rounded(weights + out, LORA_ALIGN);
+        scales = rounded(weights + out, 16);
+        rows = rounded(scales + (h.dtype == LORA_E4M3 ? 4ull * h.num_rows : 0), LORA_ALIGN);
         end = rows + static_cast<uint64>(h.num_rows) * (h.in_end - h.in_begin) * element_bytes;
     }
 };
 
-DEVICE int element_bytes(const lora_request& h) { return h.dtype == LORA_FLOAT32 ? 4 : 2; }
+DEVICE int element_bytes(const lora_request& h) { return h.dtype == LORA_FLOAT32 ? 4 : h.dtype == LORA_E4M3 ? 1 : 2; }
 
 DEVICE int check_header(const lora_request& h, uint64 client, uint64 epoch, uint64 seq, int most) {
     const bool good = h.magic == LORA_REQUEST_MAGIC && h.version == LORA_SLOT_VERSION && h.num_windows >= 1 &&
@@ -52,10 +55,14 @@ DEVICE int check_header(const lora_request& h, uint64 client, uint64 epoch, uint
     return good ? NOTHING_WRONG : BAD_HEADER;
 }
 
+// Whether rows travel as codes, or as they are, is the server's to say.
+DEVICE bool is_of_wire(const Serve& s, const lora_request& h) { return (h.dtype == LORA_E4M3) == (s.dtype == LORA_E4M3); }
+
 DEVICE int check_counts(const Serve& s, const lora_request& h, uint64 slot_bytes) {
     if (h.layer >= static_cast<unsigned>(s.num_layers) || h.projection >= static_cast<unsigned>(s.num_projections) ||
-        h.dtype > LORA_FLOAT16)
+        h.dtype > LORA_E4M3)
         return BAD_SITE;
+    if (!is_of_wire(s, h)) return BAD_WIRE;
     const unsigned most = s.max_entries;
     if (h.num_entries > most || h.num_rows > most || h.num_out_rows > most) return BAD_COUNTS;
     if (h.num_segments > h.num_entries || (h.num_entries && !h.num_segments)) return BAD_COUNTS;
@@ -98,11 +105,22 @@ DEVICE int check_map(const unsigned char* map, unsigned entries, unsigned rows, 
     return votes(wrong) ? BAD_MAP : NOTHING_WRONG;
 }
 
+// A scale is finite, and from 0 on.
+DEVICE int check_scales(const unsigned char* scales, unsigned num_rows, int lane) {
+    bool wrong = false;
+    for (unsigned i = lane; i < num_rows; i += LANES) {
+        const float scale = load_l2(reinterpret_cast<const float*>(scales) + i);
+        wrong |= !(scale >= 0.0f && scale <= LARGEST_FLOAT);  // neither is true of a NaN
+    }
+    return votes(wrong) ? BAD_SCALE : NOTHING_WRONG;
+}
+
 DEVICE int check_tables(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
     const RequestParts at(h, element_bytes(h));
     int why = check_segments(s, h, tables, lane);
     if (!why && h.flags & LORA_HAS_IN_MAP) why = check_map(tables + at.in_map, h.num_entries, h.num_rows, lane);
     if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables + at.out_map, h.num_entries, h.num_out_rows, lane);
+    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables + at.scales, h.num_rows, lane);
     return why;
 }
 

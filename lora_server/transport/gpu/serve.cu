@@ -26,14 +26,16 @@ DEVICE bool wait_for_turn(Serve& s, uint64 turn, uint64 launch) {
 }
 
 DEVICE Args arguments_of(const Serve& s, const Order& o, const Order* where) {
+    void* const out = o.scales ? s.results : reinterpret_cast<void*>(o.out);
     return {reinterpret_cast<const void*>(o.rows), reinterpret_cast<const int*>(o.in_map), reinterpret_cast<const int*>(o.out_map),
             reinterpret_cast<const float*>(o.weights), reinterpret_cast<const Segment*>(o.segments), s.blocks,
-            &where->num_segments, reinterpret_cast<void*>(o.out), s.partial, s.v, s.delta, s.groups, s.arrivals,
+            &where->num_segments, out, s.partial, s.v, s.delta, s.groups, s.arrivals,
             s.max_entries, s.max_rank, o.row_width, o.in_begin, o.in_width, o.out_width, o.num_windows,
-            o.begin0, o.end0, o.begin1, o.end1, o.begin2, o.end2};
+            o.begin0, o.end0, o.begin1, o.end1, o.begin2, o.end2,
+            reinterpret_cast<const float*>(o.scales)};
 }
 
-template <class T> DEVICE void work(Serve& s, ServeMemory& m, uint64 launch) {
+template <class T, class Row> DEVICE void work(Serve& s, ServeMemory& m, uint64 launch) {
     const int thread = threadIdx.x;
     Ring ring(m.compute.warps[thread / LANES], thread % LANES);
 #pragma unroll 1
@@ -48,24 +50,30 @@ template <class T> DEVICE void work(Serve& s, ServeMemory& m, uint64 launch) {
         sync_block();
         if (thread == 0) m.args = arguments_of(s, m.order, order);
         sync_block();
-        if (!lora_step<T, FUSED>(m.args, m.compute, ring)) break;
+        if (!lora_step<T, FUSED, Row>(m.args, m.compute, ring)) break;
+        if (sizeof(Row) == 1 && !store_codes<T>(s, m.order, m.compute)) break;
         send_answer(s, m.order, turn, m.compute.warps[0].flag);
     }
     ring.drain();
 }
 
 // Grid: one block per multiprocessor, cooperative. Block: THREADS + LANES. Shared memory: sizeof(ServeMemory).
-// `launch` is another number each time.
-#define SERVE(NAME, T)                                                                                              \
+// `launch` is another number each time. Row: see lora_step.
+#define SERVE(NAME, T, Row)                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS + LANES, 1) NAME(Serve* serve, uint64 launch) {            \
         SHARED_MEMORY(shared);                                                                                      \
         ServeMemory& m = *reinterpret_cast<ServeMemory*>(shared);                                                   \
         if (threadIdx.x < THREADS) {                                                                                \
-            work<T>(*serve, m, launch);                                                                             \
+            work<T, Row>(*serve, m, launch);                                                                            \
         } else if (blockIdx.x == 0) {                                                                               \
             Poller(*serve, m.poller, threadIdx.x - THREADS).run(launch);                                            \
         }                                                                                                           \
     }
 
-SERVE(serve_bfloat16, Bf16)
-SERVE(serve_float16, Fp16)
+#if WIRE_E4M3
+SERVE(serve_e4m3_bfloat16, Bf16, unsigned char)
+SERVE(serve_e4m3_float16, Fp16, unsigned char)
+#else
+SERVE(serve_bfloat16, Bf16, unsigned short)
+SERVE(serve_float16, Fp16, unsigned short)
+#endif

@@ -1,15 +1,16 @@
 """The memory of a link: a signal and `depth` slots at each end, in the memory of the GPU that reads them.
 
-Slots are those of wire.slot; rows have 16 bits, so they take about half of what a region's do.
+Slots are those of wire.slot; rows have at most 16 bits, so they take about half of what a region's of 32 bits do.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from typing_extensions import override
 
+from kernels_cuda.launch import DTYPE_NAMES
 from lora_server.errors import ProtocolError
 from lora_server.transport.rows import TORCH_DTYPES, Rows
 from lora_server.wire import slot
@@ -28,7 +29,9 @@ class SlotSizes(NamedTuple):
 
     @classmethod
     def of(cls, layout: RegionLayout) -> SlotSizes:
-        """What holds every step that the region's slots hold, in elements half as large."""
+        """What holds every step that the region's slots hold, in elements half as large if they are of 32 bits."""
+        if layout.widest != slot.DTYPES.index("float32"):
+            return cls(layout.depth, layout.request_bytes, layout.response_bytes)
         tables = slot.aligned(layout.table_bytes or slot.HEADER_BYTES)
         request = tables + (layout.request_bytes - tables) // 2 + slot.ALIGN
         response = slot.HEADER_BYTES + (layout.response_bytes - slot.HEADER_BYTES) // 2 + slot.ALIGN
@@ -64,24 +67,41 @@ class GpuRows(Rows):
         """Raises ProtocolError for rows of 32 bits."""
         rows, width = header.num_rows, header.in_end - header.in_begin
         end = self._sizes.request_at(header.seq) + slot.HEADER_BYTES + header.payload_bytes
-        return _rows(self._requests, end - 2 * rows * width, rows, width, header)
+        return _rows(self._requests, end - rows * width * slot.ELEMENT_BYTES[header.dtype], rows, width, header)
 
     @override
     def response(self, header: RequestHeader) -> torch.Tensor:
         """Raises as `request` does."""
+        rows, width = header.num_out_rows, header.out_width
+        begin = self._sizes.response_at(header.seq) + slot.response_offsets(rows, width, header.dtype).rows
+        return _rows(self._responses, begin, rows, width, header)
+
+    @override
+    def response_scales(self, header: RequestHeader) -> torch.Tensor:
         begin = self._sizes.response_at(header.seq) + slot.HEADER_BYTES
-        return _rows(self._responses, begin, header.num_out_rows, header.out_width, header)
+        return self._responses[begin : begin + 4 * header.num_out_rows].view(torch.float32)
 
 
 def check_dtype(header: RequestHeader) -> None:
     """Raises ProtocolError for rows of 32 bits."""
-    if slot.ELEMENT_BYTES[header.dtype] != 2:
-        raise ProtocolError(
-            f"{header.where}: got {slot.DTYPES[header.dtype]} rows for a GPU, expected bfloat16 or float16; run the "
-            "engine in one of them, or attach with transport='shm'"
-        )
+    if slot.ELEMENT_BYTES[header.dtype] > 2:
+        _refuse(header, slot.DTYPES[header.dtype])
+
+
+def check_activations(header: RequestHeader, x_TK: torch.Tensor) -> None:
+    """Raises ProtocolError for what no kernel puts: rows of 32 bits, also where they would travel in 8."""
+    if x_TK.dtype not in DTYPE_NAMES:
+        _refuse(header, str(x_TK.dtype).removeprefix("torch."))
+
+
+def _refuse(header: RequestHeader, dtype: str) -> NoReturn:
+    raise ProtocolError(
+        f"{header.where}: got {dtype} rows for a GPU, expected bfloat16 or float16; run the engine in one of them, or "
+        "attach with transport='shm'"
+    )
 
 
 def _rows(memory: torch.Tensor, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
     check_dtype(header)
-    return memory[begin : begin + 2 * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+    nbytes = rows * width * slot.ELEMENT_BYTES[header.dtype]
+    return memory[begin : begin + nbytes].view(TORCH_DTYPES[header.dtype]).view(rows, width)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lora_server.wire import slot
 
-SOURCES = ("serve.cu", "link.cu")
+SERVES = ("serve.cu", "serve_e4m3.cu")  # of a shard: for rows as they are, and in 8 bits
+SOURCES = (*SERVES, "link.cu")
 FILES = {path.name: path.read_text() for path in sorted(Path(__file__).parent.glob("*.cu*"))}
 FILES["slot.h"] = Path(slot.__file__).with_name("slot.h").read_text()
