@@ -23,6 +23,7 @@ from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.slot import Wire
 from tests.emulated_gpu import EmulatedGpu
 from tests.gpu_steps import Steps
 from tests.stores import load
@@ -34,9 +35,12 @@ MAX_STEP_ROWS = 16
 class Host:
     """Serves until `close`. `places`: of its directory, at first."""
 
-    def __init__(self, directory: Path, *, idle_ns: int = 1_000_000_000, pages: int = 4) -> None:
+    def __init__(self, directory: Path, *, idle_ns: int = 1_000_000_000, pages: int = 4, wire: Wire = "exact") -> None:
         self.spec, self.gpu = spec_of("mixtral"), EmulatedGpu()
-        placement, region = Placement(self.spec, Layout.parse("ep1-pp1")), RegionLayout.for_model(self.spec, 16, 2)
+        placement, region = (
+            Placement(self.spec, Layout.parse("ep1-pp1")),
+            RegionLayout.for_model(self.spec, 16, 2, wire),
+        )
         self.kernel = ServeKernel(self.gpu, self.spec, torch.bfloat16, region, MAX_STEP_ROWS, idle_ns)
         self.port = Port(region)
         self.tier = ResidentTier(placement, 0, torch.bfloat16, PagePool(pages, "cpu"), self.kernel)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_cuda.heuristics import Variant
-from lora_server.transport import e4m3
+from lora_server.transport import e4m3, put
 from lora_server.transport.put import Put
 from tests import emulated
 
@@ -74,3 +74,24 @@ def test_every_value_there_is(dtype):
         below = finite[finite.abs() <= largest]
         same_bits(torch.cat([torch.tensor([largest], dtype=dtype), below])[None])
     same_bits(torch.zeros(2, 24, dtype=dtype))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpus_instructions_make_the_same_bits(dtype):
+    """And are within the error of the format, of float64."""
+    gpu, pick = torch.device("cuda"), torch.Generator().manual_seed(5)
+    x = torch.ldexp(torch.randn(64, 1000, generator=pick), torch.randint(-30, 12, (64, 1000), generator=pick)).to(dtype)
+    x[3], x[5, 7], x[6, 9] = 0, math.nan, -math.inf
+    there, codes, scales = x.to(gpu), torch.zeros(x.shape, dtype=torch.uint8, device=gpu), torch.zeros(64, device=gpu)
+    said, finished = torch.zeros(1, dtype=torch.int64, device=gpu), torch.zeros(1, dtype=torch.int32, device=gpu)
+    rows, stream = torch.arange(64, dtype=torch.int32, device=gpu), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    addresses = {"to": codes.data_ptr(), "scales": scales.data_ptr(), "signal": said.data_ptr(), "slot": 0}
+    put.launch(Put(x=there, value=7, finished=finished, rows_M=rows, in_codes=True, **addresses), stream)
+    stream.synchronize()
+    ours, theirs = (codes.cpu().view(torch.float8_e4m3fn), scales.cpu()), by_the_host(x)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
+    finite = x.isfinite().all(1)
+    exact, got = x[finite].double(), ours[0][finite].double() * ours[1][finite, None].double()
+    assert ((got - exact).abs() <= (2.0**-4 + 1e-6) * exact.abs() + 2.0**-10 * ours[1][finite, None].double()).all()

@@ -24,6 +24,7 @@ BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 WARPS = 8
 VARIANT = Variant(bulk_copy=False, warps=WARPS)
 VECTOR_BYTES = 16
+KERNELS = ("put_vectors", "put_halves", *(f"put_e4m3_{dtype}" for dtype in DTYPE_NAMES.values()))
 FILES = {
     "put.cu": Path(__file__).with_name("put.cu").read_text(),
     "slot.h": Path(slot.__file__).with_name("slot.h").read_text(),
@@ -102,7 +103,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
     with cupy.cuda.Device(device.index):
         module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
-        return {name: module.get_function(name) for name in ("put_vectors", "put_halves")}
+        return {name: module.get_function(name) for name in KERNELS}
 
 
 def try_out(stream: torch.cuda.Stream, device: torch.device) -> None:
