@@ -127,15 +127,15 @@ template <> DEVICE void unpack<Fp16>(unsigned v, float& low, float& high) {
         : "=f"(low), "=f"(high) : "r"(v));
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], fp32 accumulation.
+// c[16 x 8] += a[16 x 16] b[16 x 8], fp32 accumulation. Volatile: never moved to where some lanes alone come.
 template <class T> DEVICE void mma(float (&c)[4], const uint4& a, unsigned b0, unsigned b1);
 template <> DEVICE void mma<Bf16>(float (&c)[4], const uint4& a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 template <> DEVICE void mma<Fp16>(float (&c)[4], const uint4& a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
@@ -148,11 +148,16 @@ struct alignas(8) CopyBarrier { uint64 word; };
 DEVICE unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 #if BULK_COPY
-// What this thread has seen of others' writes, copies that it begins from here on see too.
-DEVICE void copy_acquire() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// What this thread has seen of others' writes, copies that it begins from here on see too; and they come behind what was
+// written where they go. Two fences: one for all memory waits for the thread's stores to the GPU's besides.
+DEVICE void copy_acquire() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 DEVICE void copy_init(CopyBarrier* barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // copies arrive at it
 }
 DEVICE void copy_begin(void* tile, const void* from, int bytes, CopyBarrier* barrier, int lane) {
     if (lane != 0) return;
