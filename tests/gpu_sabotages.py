@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant("poller: a refusal's signal overtakes its text", "answer.cuh",
            "if (lane == 0) store_release_system(far, word);", "if (lane == 0) store_system(far, word);"),
     Mutant("poller: done is read without an acquire", "poller.cuh",
-           "            done = together(load_acquire(&s.done));\n            if (scan", "            done = together(load_l2(&s.done));\n            if (scan"),
+           "!= done) done = together(load_acquire(&s.done));", "!= done) done = together(load_l2(&s.done));"),
     # checks, and weights
     Mutant("check: a map is not looked at", "request.cuh",
            "if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables + at.out_map, h.num_entries, h.num_out_rows, lane);", ""),

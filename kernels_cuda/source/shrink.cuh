@@ -210,9 +210,9 @@ DEVICE void shrink_tile(const Args& a, Ring& ring, ShrinkSums<Row>& sums, bool v
 
 // v = the sum of its partials, in their order, for all entries; after a grid barrier.
 DEVICE void sum_partials(const Args& a) {
-    const int partials = Depth(a).partials, vectors = a.max_rank / 4;
-    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank, all = static_cast<int64>(a.num_entries()) * vectors;
-    for (int64 i = static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x; i < all; i += static_cast<int64>(gridDim.x) * THREADS) {
+    const int partials = Depth(a).partials, vectors = a.max_rank / 4, all = a.num_entries() * vectors;
+    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < all; i += gridDim.x * THREADS) {
         if (i % vectors * 4 >= load_l2(a.groups + i / vectors) * 16) continue;
         float4 sum = load_l2(reinterpret_cast<const float4*>(a.partial) + i);
 #pragma unroll 4

@@ -91,6 +91,7 @@ DEVICE const unsigned char* tile_at(const Block& block, int tile) {
 }
 
 constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
+constexpr unsigned RARELY = 16;  // of looks at what is waited for, whether to give up: each other load makes all later
 
 // All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running; false if one
 // did not come in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the block's.
@@ -101,7 +102,9 @@ DEVICE bool grid_barrier(uint64* arrivals, int& flag) {
         const uint64 target = (add_release(arrivals, 1) / grid + 1) * grid;
         const uint64 deadline = now_ns() + PATIENCE_NS;
         flag = 1;
+        unsigned looks = 0;
         while (load_acquire(arrivals) < target) {
+            if (++looks % RARELY) continue;
             if (now_ns() > deadline) store_release(arrivals + 1, 1);
             if (load_acquire(arrivals + 1)) {
                 flag = 0;

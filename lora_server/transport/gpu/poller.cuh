@@ -3,6 +3,7 @@
 // lane, lane + 32, and so on, up to the last that is here.
 #pragma once
 #include "answer.cuh"
+#include "copy.cuh"
 
 constexpr uint64 STEP_ROWS = 8, MOST_ROWS = 65536;  // of a share: shard/schedule.py
 constexpr int MAILBOX_SCANS = 32;       // a look at host memory costs a microsecond
@@ -43,7 +44,7 @@ struct Poller {
         bool goes_on = true;
         tell_all(STARTED, 0, 0, launch);
         for (unsigned scan = 0; goes_on; scan++) {
-            done = together(load_acquire(&s.done));
+            if (together(load_system(&s.done)) != done) done = together(load_acquire(&s.done));
             if (scan % MAILBOX_SCANS == 0) goes_on = look_at_mailbox(launch);
             const int before = tickets;
 #pragma unroll 1
@@ -55,7 +56,7 @@ struct Poller {
             const int next = turn < done + 2 ? pick() : -1;
             if (next >= 0) order(next);
             if (next >= 0 || tickets != before || turn != done || votes(blocked | ready)) active = together(now_ns());
-            if (together(load_acquire(s.arrivals + 1)) || together(now_ns()) - active > s.idle_ns) goes_on = false;
+            if (together(load_system(s.arrivals + 1)) || together(now_ns()) - active > s.idle_ns) goes_on = false;
             pause(20);
         }
         leave(launch);
@@ -76,6 +77,8 @@ struct Poller {
         const auto* const signal = reinterpret_cast<const uint64*>(load(&k.request_signal));
         const uint64 epoch = load(&k.epoch), served = load(&k.served), depth = load(&k.depth);
         if (done < load(&k.busy)) return false;
+        // an acquire empties the L1 that the block's workers read through: not before there is something
+        if (LORA_SIGNAL_SEQ(load_system(signal)) <= served) return false;
         const uint64 word = load_acquire_system(signal);
         if (LORA_SIGNAL_EPOCH(word) != (epoch & 0xffff) || LORA_SIGNAL_SEQ(word) <= served) return false;
         if (LORA_SIGNAL_SEQ(word) > served + depth) {  // beyond its slots
@@ -104,8 +107,7 @@ struct Poller {
     DEVICE uint64 next_seq(int l) const { return load(&s.links[l].served) + 1; }
 
     DEVICE void copy(unsigned char* to, const unsigned char* from, uint64 begin, uint64 end) {
-        for (uint64 at = begin + 16 * lane; at < end; at += 16 * LANES)
-            store(reinterpret_cast<uint4*>(to + at), load_l2(reinterpret_cast<const uint4*>(from + at)));
+        copy_units<uint4>(to + begin, from + begin, static_cast<int>(end - begin) / 16, lane, LANES);
         sync_warp();
     }
     DEVICE void read_header(int l) {

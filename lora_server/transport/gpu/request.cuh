@@ -89,9 +89,10 @@ DEVICE uint4 segment_of(const unsigned char* tables, int i) {
 DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
     const unsigned experts = load(s.sites + h.layer * s.num_projections + h.projection).experts, num = h.num_segments;
     bool wrong = num == 0 && h.num_entries != 0;
+#pragma unroll 4
     for (unsigned i = lane; i < num; i += LANES) {
-        const uint4 one = segment_of(tables, i);
-        const unsigned first = i ? segment_of(tables, i - 1).z + segment_of(tables, i - 1).w : 0;
+        const uint4 one = segment_of(tables, i), previous = segment_of(tables, i ? i - 1 : 0);
+        const unsigned first = i ? previous.z + previous.w : 0;
         wrong |= one.z != first || one.w < 1 || one.w > h.num_entries || one.x >> 31 || one.y >= experts ||
                  (i + 1 == num && one.z + one.w != h.num_entries);
     }
@@ -100,6 +101,7 @@ DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned 
 
 DEVICE int check_map(const unsigned char* map, unsigned entries, unsigned rows, int lane) {
     bool wrong = false;
+#pragma unroll 4
     for (unsigned i = lane; i < entries; i += LANES)
         wrong |= static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(map) + i)) >= rows;
     return votes(wrong) ? BAD_MAP : NOTHING_WRONG;

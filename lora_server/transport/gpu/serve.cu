@@ -17,11 +17,12 @@ struct ServeMemory {
 };
 
 DEVICE bool wait_for_turn(Serve& s, uint64 turn, uint64 launch) {
-    for (;;) {
+    for (unsigned looks = 1;; looks++) {
         if (load_acquire(&s.turn) >= turn) return true;
+        pause(20);
+        if (looks % RARELY) continue;
         if (load_acquire(s.arrivals + 1)) return false;
         if (load_acquire(&s.left) == launch) return load_acquire(&s.turn) >= turn;
-        pause(50);
     }
 }
 
