@@ -69,6 +69,8 @@ MUTANTS = (
            "o.in_map = h.flags & LORA_HAS_IN_MAP ? reinterpret_cast<uint64>(request_slot(l, seq)) + at.in_map : 0;"),
     Mutant("poller: an order is not released", "poller.cuh",
            "if (lane == 0) store_release(&s.turn, turn);", "if (lane == 0) store(&s.turn, turn);"),
+    Mutant("poller: an order is released before all lanes have stored it", "poller.cuh",
+           "store(&s.links[l].served, seq);\n        sync_warp();", "store(&s.links[l].served, seq);"),
     Mutant("poller: orders overtake the workers", "poller.cuh",
            "const int next = turn < done + 2 ? pick() : -1;", "const int next = turn < done + 9 ? pick() : -1;"),
     Mutant("poller: who had less waits for who had more", "poller.cuh", "return end < than ||", "return end > than ||"),

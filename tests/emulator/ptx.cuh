@@ -89,7 +89,7 @@ template <class T> inline void mma(float (&c)[4], const uint4& a, unsigned b0, u
                 for (int k = 0; k < 16; k++) sum += left[row][k] * right[k][column];
             }
     });
-    sync_warp();
+    collective(e, 32, [] {});
 }
 
 struct alignas(8) CopyBarrier { uint64 word; };
@@ -115,7 +115,7 @@ inline void copy_begin(void* tile, const void* from, int bytes, CopyBarrier* bar
     if (world.modelled ? once_in(2) : !copy_late) complete(copies.back()), copies.pop_back();
 }
 inline void copy_wait(CopyBarrier* barrier, unsigned parity, bool) {
-    sync_warp();
+    collective(my_warp(), 32, [] {});
     if (lane_index() == 0)
         for (size_t i = 0; i < copies.size(); i++)
             if (copies[i].barrier == barrier) {
@@ -123,6 +123,6 @@ inline void copy_wait(CopyBarrier* barrier, unsigned parity, bool) {
                 copies.erase(copies.begin() + static_cast<long>(i));
                 break;
             }
-    sync_warp();
+    collective(my_warp(), 32, [] {});
     if (barrier->word % 2 != (parity + 1) % 2) fail("a wait with nothing to wait for");
 }

@@ -176,7 +176,7 @@ template <class Act> inline uint64 warp_exchange(uint64 value, Act act) {
     e.sent[lane_index()] = value;
     collective(e, 32, [&] { act(e); });
     const uint64 result = e.received[lane_index()];
-    sync_warp();
+    collective(e, 32, [] {});
     return result;
 }
 inline int shuffle(int value, int lane) {
