@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.gpu_run import stage, variants
+from bench.gpu_run import latencies, stage, variants
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
 from bench.kernels.__main__ import hardware
@@ -145,7 +145,7 @@ def legacy_ipc() -> str:
     return "works"
 
 
-def attempt(probe: Callable[[], str]) -> str:
+def attempt(probe: Callable[[], Any]) -> Any:
     """What it found, or why it did not work: an answer too."""
     try:
         return probe()
@@ -174,6 +174,7 @@ def check(*_: object) -> None:
     for text in COMPILED.values():
         compile(PRELUDE + text, "compiled", "exec")
     compile(IMPORTER, "importer", "exec")
+    latencies.source()
 
 
 def work(record: Record, _: argparse.Namespace) -> bool:
@@ -186,6 +187,7 @@ def work(record: Record, _: argparse.Namespace) -> bool:
     record.add("driver", **(attributes() if stage.installed("cuda.bindings") else {}), stream_priorities=priorities)
     vmm = attempt(vmm_export) if stage.installed("cuda.bindings") else "no cuda.bindings here"
     record.add("memory", legacy_ipc=attempt(legacy_ipc), vmm_export=vmm)
+    record.add("latencies", of_one_thread=attempt(latencies.latencies))
     good = True
     with ThreadPoolExecutor(max(1, min(len(COMPILED), (os.cpu_count() or 2) - 2))) as pool:
         for line in pool.map(compile_one, COMPILED):

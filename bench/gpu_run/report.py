@@ -171,7 +171,7 @@ def _cells(outcomes: dict[str, Outcome]) -> str:
 PUSH_PULL = ("bytes", "raw_put_us", "copy_us", "push_us", "pull_us", "push_over_raw", "pull_over_push", "push_step_us",
              "pull_step_us", "step_pull_over_push")  # fmt: skip
 SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
-    ("Hardware and driver", _facts("probe", "hardware", "driver", "tools", "memory")),
+    ("Hardware and driver", _facts("probe", "hardware", "driver", "tools", "memory", "latencies")),
     ("Compiling", _lines("probe", "compiled", ("name", "seconds"))),
     ("Tests", _tests),
     ("Correctness", _correctness),
