@@ -285,6 +285,32 @@ def more_clients_than_lanes(library: ctypes.CDLL) -> None:
     replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
 
 
+def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
+    """Those behind have had more; who has just come starts with the least of them, and goes before all others."""
+    scene = Scene(library, clients=0, wild=5, links=(5, 37, 69, 101, 6), idle_ns=2**60)
+
+    def one_after_the_other(client: WildClient, body: int) -> Waiting:
+        for _ in range(8):
+            first = client.seq + 1
+            for _ in range(DEPTH):
+                client.push(BODIES[body], (scene.handle,) * 2, wrong=False, budget_us=2**60)
+            for seq in range(first, first + DEPTH):
+                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
+                    yield
+                client.look(seq, BODIES[body], (scene.handle,) * 2, {scene.handle})
+
+    def comes_anew(client: WildClient) -> Waiting:
+        for _ in range(6):
+            client.seq += 1
+            yield from client.one(BODIES[0].request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**60))
+            yield from client.cut_off()
+            yield from client.join()
+
+    stay, comes = scene.clients[:-1], scene.clients[-1]
+    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (0, 3, 1, 2), strict=True)), comes_anew(comes))
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+
+
 def answers_keep_their_order(library: ctypes.CDLL) -> None:
     """Beyond a network that keeps what one block put for long, and brings what another put at once."""
     scene = Scene(library, clients=0, wild=1, network=True)
@@ -331,6 +357,7 @@ NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sen
 CASES = (
     more_clients_than_orders,
     more_clients_than_lanes,
+    clients_of_one_lane_have_shares_of_their_own,
     nobody_answers,
     a_watchdog_ends_a_wait,
     a_refused_step_voids_its_pass,
