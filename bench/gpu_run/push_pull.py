@@ -113,7 +113,7 @@ class Ends:
         """What link_put_vectors reads: one segment, all entries."""
         block = np.zeros(1, layout.CLIENT)
         own = {"epoch": EPOCH, "client": 1, "depth": 1, "request_slots": self.slot.data_ptr(), "budget_ns": LIMIT_NS}
-        own |= {"request_signal": self.word(SIGNAL), "pe": layout.HERE % 2**64}
+        own |= {"request_signal": self.word(SIGNAL), "pe": layout.HERE}
         for name, number in own.items():
             block[name] = number
         self.state = torch.frombuffer(bytearray(block.tobytes()), dtype=torch.uint8).to(device)
