@@ -1,4 +1,4 @@
-"""A shard of this process whose kernel serves, on a GPU that is this CPU, and clients of it; see emulated_gpu."""
+"""A shard of this process whose kernel serves, and clients of it; its GPU is this CPU (emulated_gpu), or a real one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lora_server.placement import Layout, Placement
 from lora_server.shard.pump import Pump
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.connection import SlotsMemory
+from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.shm_listener import ShmListener
@@ -35,15 +36,21 @@ MAX_STEP_ROWS = 16
 class Host:
     """Serves until `close`. `places`: of its directory, at first."""
 
-    def __init__(self, directory: Path, *, idle_ns: int = 1_000_000_000, pages: int = 4, wire: Wire = "exact") -> None:
-        self.spec, self.gpu = spec_of("mixtral"), EmulatedGpu()
-        placement, region = (
-            Placement(self.spec, Layout.parse("ep1-pp1")),
-            RegionLayout.for_model(self.spec, 16, 2, wire),
-        )
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        idle_ns: int = 1_000_000_000,
+        pages: int = 4,
+        wire: Wire = "exact",
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.spec, self.gpu = spec_of("mixtral"), gpu or EmulatedGpu()
+        placement = Placement(self.spec, Layout.parse("ep1-pp1"))
+        region = RegionLayout.for_model(self.spec, 16, 2, wire)
         self.kernel = ServeKernel(self.gpu, self.spec, torch.bfloat16, region, MAX_STEP_ROWS, idle_ns)
         self.port = Port(region)
-        self.tier = ResidentTier(placement, 0, torch.bfloat16, PagePool(pages, "cpu"), self.kernel)
+        self.tier = ResidentTier(placement, 0, torch.bfloat16, PagePool(pages, self.gpu.device), self.kernel)
         self.store = WeightStore(placement, 0, self.tier)
         self.pump = Pump(0, self.port, self.store, self.kernel)
         self.listener = ShmListener(self.port, directory / "shard.sock", SlotsMemory(self.gpu))

@@ -1,6 +1,7 @@
 """Stage `tests`: `pytest -m cuda` over every file that has such tests, each test's result written as it comes.
 
-On several processes where pytest-xdist is installed: most of a test's time is its reference on the CPU.
+On several processes where pytest-xdist is installed: most of a test's time is its reference on the CPU. Stage `live`:
+`--file test_gpu_live.py` alone, in one process, since it tells how long calls take beside a kernel.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ class Reports:
         reason = {} if report.passed else {"reason": str(report.longrepr)[-600:]}
         self.ran += report.passed
         self.failed += report.failed
-        facts = {"outcome": report.outcome, "seconds": round(report.duration, 2), **reason}
+        facts = {"outcome": report.outcome, "seconds": round(report.duration, 2), **dict(report.user_properties)}
         good = {} if report.skipped else {"good": report.passed}
-        self.record.add("test", name=report.nodeid, **facts, **good)
+        self.record.add("test", name=report.nodeid, **facts, **reason, **good)
 
 
-def files() -> list[Path]:
-    """Test files with tests for GPUs, the kernels' own first."""
+def files(only: str = "") -> list[Path]:
+    """Test files with tests for GPUs, the kernels' own first; or one of them."""
+    if only:
+        return [ROOT / "tests" / only]
     found = [path for path in (ROOT / "tests").glob("test_*.py") if "mark.cuda" in path.read_text()]
     found = [path for path in found if path.name != "test_gpu_run.py"]
     return sorted(found, key=lambda path: (path.name != "test_kernels_cuda.py", path.name))
 
 
-def collect(record: Record, _: argparse.Namespace) -> None:
+def collect(record: Record, arguments: argparse.Namespace) -> None:
     """Every file has some; raises ValueError otherwise."""
     reports = Reports(record)
-    paths = files()
+    paths = files(arguments.file)
     status = pytest.main([*FLAGS, "--collect-only", "-q", *map(str, paths)], plugins=[reports])
     empty = [path.name for path in paths if not reports.collected.get(path.name)]
     if status != pytest.ExitCode.OK or empty or not paths:
@@ -61,15 +64,20 @@ def collect(record: Record, _: argparse.Namespace) -> None:
     record.add("collected", **reports.collected)
 
 
-def work(record: Record, _: argparse.Namespace) -> bool:
+def work(record: Record, arguments: argparse.Namespace) -> bool:
     """All of them; whether all passed."""
-    reports = Reports(record)
-    processes = ["-n", str(min(PROCESSES, os.cpu_count() or 1))] if stage.installed("xdist") else []
-    status = pytest.main([*FLAGS, *processes, "--continue-on-collection-errors", *map(str, files())], plugins=[reports])
+    reports, paths = Reports(record), [str(path) for path in files(arguments.file)]
+    several = stage.installed("xdist") and len(paths) > 1
+    processes = ["-n", str(min(PROCESSES, os.cpu_count() or 1))] if several else []
+    status = pytest.main([*FLAGS, *processes, "--continue-on-collection-errors", *paths], plugins=[reports])
     record.add("ended", status=int(status), processes=processes[1:] or 1)
     return status == pytest.ExitCode.OK and reports.ran > 0
 
 
 if __name__ == "__main__":
-    given = stage.parser(__doc__).parse_args()
+    own = stage.parser(__doc__)
+    own.add_argument("--file", default="", help="one of them")
+    given = own.parse_args()
+    if given.file:  # as a shard whose kernel serves does, before anything asks the driver
+        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     stage.main(work, given, modules=("cupy",), check=collect if given.rehearse else lambda *_: None)

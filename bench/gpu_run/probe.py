@@ -55,7 +55,7 @@ COMPILED = {  # what later stages and the tests launch
     **{f"test {number}": f"CudaKernels(device, {text}).compile(torch.bfloat16)" for number, text in enumerate(
         ("Variant(True, 1)", "Variant(True, 3, 3)", "Variant(False, 2)", "Variant(False, 4, 3)"))},
 }  # fmt: skip
-NEEDED = ("lora_step, bfloat16", "lora_step, float16", "route", "put")  # by the server itself
+NEEDED = ("lora_step, bfloat16", "lora_step, float16", "route", "put", "serve", "link")  # by the server itself
 PRELUDE = """
 import sys, cupy, torch
 from kernels_cuda.cuda import CudaKernels, kernels
