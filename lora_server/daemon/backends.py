@@ -242,6 +242,7 @@ def client_memory(local_index: int, transport: str) -> DeviceMemory:
     """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
     if transport != "cuda_ipc":
         os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # a kernel that is loaded later waits for the one that serves
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share one wait for each other
         return SlotsMemory(gpu_of(_gpu(local_index)))
     from lora_server.transport.device_memory import GpuMemory
 

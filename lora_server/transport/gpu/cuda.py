@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -235,8 +235,14 @@ class CudaGpu(Gpu):
 
     @override
     def write_word(self, address: int, value: int) -> None:
+        self.write_words({address: value})
+
+    @override
+    def write_words(self, words: Mapping[int, int]) -> None:
+        """One wait for all: where processes share a GPU without MPS, that may be for the others' time slice."""
         with self._lock, on_device(self.device):
-            call("cuStreamWriteValue64", self._writes.cuda_stream, address, value, 0)
+            for address, value in words.items():
+                call("cuStreamWriteValue64", self._writes.cuda_stream, address, value, 0)
             self._writes.synchronize()
 
     @override

@@ -89,8 +89,7 @@ class DeviceDirectory:
                 entries[projection] = (0, generation, *self._where(handle, places_E2), experts.start, experts.stop)
             self._write(index, layer)
             entries["ready"] = generation
-            for projection in range(len(PROJECTIONS)):
-                self._kernel.gpu.write_word(self._address(index, layer, projection), generation)
+            self._write_words(index, [layer])
 
     def _where(self, handle: int, places_E2: Ints) -> tuple[int, int, int]:
         """Row, first tile, tiles of each expert, where all have one shape."""
@@ -141,7 +140,9 @@ class DeviceDirectory:
 
     def _write_words(self, index: int, layers: Collection[int]) -> None:
         """The `ready` of some layers, each at once."""
-        for layer in layers:
-            for projection in range(len(PROJECTIONS)):
-                word = int(self._host[index, layer, projection]["ready"])
-                self._kernel.gpu.write_word(self._address(index, layer, projection), word)
+        words = {
+            self._address(index, layer, projection): int(self._host[index, layer, projection]["ready"])
+            for layer in layers
+            for projection in range(len(PROJECTIONS))
+        }
+        self._kernel.gpu.write_words(words)

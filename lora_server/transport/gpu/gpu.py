@@ -6,7 +6,7 @@ Implementations: transport.gpu.cuda; a test has one that is this CPU. Addresses 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -121,6 +121,11 @@ class Gpu(ABC):
     @abstractmethod
     def write_word(self, address: int, value: int) -> None:
         """The same for 8 aligned bytes, which kernels see at once or not at all."""
+
+    def write_words(self, words: Mapping[int, int]) -> None:
+        """Each at its address, in this order; done on return."""
+        for address, value in words.items():
+            self.write_word(address, value)
 
     @abstractmethod
     def read(self, address: int, nbytes: int) -> bytes:

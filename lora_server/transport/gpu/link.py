@@ -189,8 +189,8 @@ class KernelLink(DeviceSteps):
     def tell(self, words: dict[str, int]) -> None:
         """Words of the state block, to kernels that run too."""
         assert CLIENT.fields is not None
-        for name, value in words.items():
-            self.gpu.write_word(self.state.data_ptr() + CLIENT.fields[name][1], value)
+        at = self.state.data_ptr()
+        self.gpu.write_words({at + CLIENT.fields[name][1]: value for name, value in words.items()})
 
     @override
     def responded(self) -> int:
