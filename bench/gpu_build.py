@@ -57,6 +57,8 @@ BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # 
 OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 168  # for a block of nine warps
+CLIENTS = ("link.cu", "put.cu")  # blocks of eight warps that find room beside it, where both are one process's
+MOST_BESIDE = 64
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
 CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
 AT_ONCE = 2
@@ -92,6 +94,7 @@ class Job(NamedTuple):
         """What is wrong with one of them."""
         frame = CALL_FRAME if self.nvshmem else 0
         registers = MOST_REGISTERS if self.name in PROTOCOL else REGISTERS // (32 * GPUS[self.gpu].warps)
+        registers = MOST_BESIDE if self.name in CLIENTS else registers
         most = MOST_CODE_BYTES.get(usage.kernel.rpartition("_")[0], sys.maxsize)
         rules = {
             f"{usage.stack} bytes of stack": usage.stack <= frame,
