@@ -31,11 +31,28 @@ class _TorchStream:
 
 
 @contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """The device's context is this thread's; CuPy sets it even where torch believes that it is.
+
+    A thread that had none keeps it: cudaSetDevice(0), by which CuPy's own Device goes back, makes a context on GPU 0.
+    """
+    import cupy
+
+    before = cupy.cuda.driver.ctxGetCurrent()
+    cupy.cuda.runtime.setDevice(device.index)
+    try:
+        yield
+    finally:
+        if before:
+            cupy.cuda.driver.ctxSetCurrent(before)
+
+
+@contextmanager
 def on_torch_stream(device: torch.device) -> Iterator[None]:
     """What CuPy launches inside goes to torch's current stream of the device."""
     import cupy
 
-    with cupy.cuda.Device(device.index), cupy.cuda.Stream.from_external(_TorchStream(device)):
+    with on_device(device), cupy.cuda.Stream.from_external(_TorchStream(device)):
         yield
 
 
@@ -66,7 +83,7 @@ class CudaKernels:
         import cupy
 
         begin, name = time.monotonic(), f"{kernel}_{DTYPE_NAMES[dtype]}"
-        with cupy.cuda.Device(self.device.index):
+        with on_device(self.device):
             options = (STANDARD, *self.variant.defines)
             module = cupy.RawModule(code=read_kernel(name), options=options, enable_cooperative_groups=True)
             function = module.get_function(name)

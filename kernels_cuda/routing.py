@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from kernels_cuda.build import STANDARD, read_source
-from kernels_cuda.cuda import on_torch_stream
+from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant
 from kernels_cuda.tables import SEGMENT_INTS
 
@@ -171,7 +171,7 @@ class Router:
 
         self.device = device
         variant = Variant(bulk_copy=False, warps=WARPS, stages=STAGES)
-        with cupy.cuda.Device(device.index):
+        with on_device(device):
             self._module = cupy.RawModule(code=read_source("route.cu"), options=(STANDARD, *variant.defines))
             self._function = self._module.get_function("route")
             self._function.max_dynamic_shared_size_bytes = shared_bytes(WARPS)

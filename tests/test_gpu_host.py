@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels_cuda.cuda import on_device
 from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
 from lora_server.control.adapters.registry import FIRST_HANDLE
@@ -374,3 +376,16 @@ def test_no_driver_is_asked_for_an_api_that_it_has_switched_off():
     """The first version of stream memory operations is off by default; we call the second, which is always on."""
     assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES
     assert [name for name in FEATURES if name.endswith("_V1")] == []
+
+
+@pytest.mark.parametrize(("before", "calls"), [(0, ["device 3"]), (77, ["device 3", "context 77"])])
+def test_a_thread_without_a_context_is_given_none_on_another_gpu(monkeypatch, before, calls):
+    """cudaSetDevice(0), to go back to where a new thread believes it was, would make a context on GPU 0."""
+    said = list[str]()
+    driver = SimpleNamespace(ctxGetCurrent=lambda: before, ctxSetCurrent=lambda one: said.append(f"context {one}"))
+    runtime = SimpleNamespace(setDevice=lambda index: said.append(f"device {index}"))
+    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with on_device(torch.device("cuda", 3)):
+        assert said == ["device 3"]
+    assert said == calls

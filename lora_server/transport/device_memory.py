@@ -20,10 +20,11 @@ from typing import ClassVar, Literal
 import structlog
 import torch
 
+from kernels_cuda.cuda import on_device
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.base import Twin
 from lora_server.transport.rows import Rows, TwinRows, twin_bytes
-from lora_server.transport.virtual_memory import Exported, Imported, as_tensor, can_share_descriptors, on_device, zero
+from lora_server.transport.virtual_memory import Exported, Imported, as_tensor, can_share_descriptors, zero
 from lora_server.wire.messages import Welcome
 from lora_server.wire.region import RegionLayout
 

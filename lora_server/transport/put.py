@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kernels_cuda.build import STANDARD, read_source
-from kernels_cuda.cuda import on_torch_stream
+from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Route
@@ -101,7 +101,7 @@ class Put:
 def _kernels(device: torch.device) -> dict[str, Any]:
     import cupy
 
-    with cupy.cuda.Device(device.index):
+    with on_device(device):
         module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
         return {name: module.get_function(name) for name in KERNELS}
 

@@ -7,12 +7,12 @@ kernels.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
+
+from kernels_cuda.cuda import on_device
 
 
 class DriverError(RuntimeError):
@@ -32,16 +32,6 @@ def call(name: str, *arguments: object) -> Any:
     if int(error) != 0:
         raise DriverError(f"{name}: {error.name}")
     return results[0] if len(results) == 1 else results
-
-
-@contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """The device's context is this thread's; CuPy sets it even where torch believes that it is."""
-    import cupy
-
-    with cupy.cuda.Device(device.index):
-        cupy.cuda.runtime.setDevice(device.index)
-        yield
 
 
 def as_tensor(pointer: int, nbytes: int, owner: object, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from kernels_cuda import routing
 from kernels_cuda.build import STANDARD, read_source
-from kernels_cuda.cuda import on_torch_stream
+from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant, choose
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport import put
@@ -27,7 +27,7 @@ from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
 from lora_server.transport.gpu.needs import check
 from lora_server.transport.gpu.source import SERVES
-from lora_server.transport.virtual_memory import Exported, Imported, call, driver, on_device
+from lora_server.transport.virtual_memory import Exported, Imported, call, driver
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
 PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors

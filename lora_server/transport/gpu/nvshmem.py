@@ -17,13 +17,14 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.build import read_source
+from kernels_cuda.cuda import on_device
 from lora_server.errors import ConfigError
 from lora_server.transport import put
 from lora_server.transport.gpu import needs, nvshmem_build, source
 from lora_server.transport.gpu.cuda import CudaGpu
 from lora_server.transport.gpu.gpu import Memory
 from lora_server.transport.gpu.world import UID_BYTES, WorldGpu
-from lora_server.transport.virtual_memory import as_tensor, on_device
+from lora_server.transport.virtual_memory import as_tensor
 
 ENVIRONMENT = {  # unless it is set already
     "NVSHMEM_DISABLE_NCCL": "1",  # no collectives are used
