@@ -44,5 +44,5 @@ class EmulatedShard(ShardProcess):
         )
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_child(EmulatedShard)

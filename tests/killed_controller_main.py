@@ -45,5 +45,5 @@ def die(file: Path, here: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run_child(DyingController)

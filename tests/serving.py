@@ -101,6 +101,14 @@ def command_of(process: psutil.Process) -> list[str]:
         return []
 
 
+def name_of(process: psutil.Process) -> str:
+    """What a process of a node calls itself; empty for one that has ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
 def keepers(pid: int) -> list[psutil.Process]:
     """Those of the children of a process (lora_server/demo/children.py); they are nobody's descendants."""
     return [one for one in psutil.process_iter() if command_of(one)[3:5] == [children.__file__, str(pid)]]

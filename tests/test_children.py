@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from lora_server.demo import children
-from tests.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, until
+from tests.serving import HANG_SECONDS, all_gone, descendants, keepers, name_of, until
 from tests.workload import workload
 
 STUBBORN = """
@@ -49,7 +49,7 @@ def start(*command, **options):
 
 
 def shards(parent):
-    return [one for one in descendants(parent) if "lora_server.daemon.shard_main" in command_of(one)]
+    return [one for one in descendants(parent) if name_of(one).startswith("lora-shard-")]
 
 
 def end(process):
@@ -129,7 +129,7 @@ def serving_demo():
 def test_nothing_is_left_of_a_killed_demo():
     """Not even of children that are stopped."""
     with serving_demo() as (demo, family, _):
-        assert len(family) >= 7, "a server, its controller, four shards, a keeper"
+        assert len(family) >= 8, "a server, its fork server and controller, four shards, a keeper"
         for process in descendants(demo.pid):
             process.suspend()
         demo.kill()
@@ -153,7 +153,7 @@ def test_nothing_is_left_of_a_killed_test(tmp_path):
     try:
         assert parent.stdout.readline() == "up\n"
         family = [*descendants(parent.pid), *keepers(parent.pid)]
-        assert len(family) == 7, "a server, its controller, two shards, an engine, two keepers"
+        assert len(family) == 8, "a server, its fork server and controller, two shards, an engine, two keepers"
     finally:
         end(parent)
     all_gone(family)

@@ -254,7 +254,7 @@ def test_nothing_is_left_behind(tmp_path, number):
     server.wait_ready()
     with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
         processes = descendants(server.process.pid)
-        assert len(processes) == 5, "a controller and four shards"
+        assert len(processes) == 6, "a fork server, a controller and four shards"
         maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
         assert "memfd:lora-client" in maps
         assert "/dev/shm/" not in maps

@@ -54,10 +54,13 @@ def serve(
 
     def command() -> None:
         from lora_server import logs
-        from lora_server.daemon.node import serve as serve_node
+        from lora_server.daemon.forks import limit_threads
 
         settings = load({name: value for name, value in flags.items() if value is not None}, config)
         logs.configure(form=settings.log_format)
+        limit_threads(settings.threads)
+        from lora_server.daemon.node import serve as serve_node
+
         failure = serve_node(settings)
         if failure:
             raise LoraServerError(failure)

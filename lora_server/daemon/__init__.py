@@ -1,7 +1,8 @@
 """Where concrete backends are named and processes are started.
 
 node              one `lora-server serve`: what it starts   processes  how: watched, restarted, stopped
-  startup         says that it starts, and serves           spare    one in reserve, for a quick restart
+  startup         says that it starts, and serves           forks      whence: one that has their imports behind it
+                                                            forked     a child that it forked
 controller_main   the controller's process (rank 0)         http       its port
                                                             heap       large buffers are given back
 shard_main        a shard's process                         backends   what it computes with

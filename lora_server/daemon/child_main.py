@@ -14,6 +14,7 @@ import structlog
 
 from lora_server import logs, telemetry
 from lora_server.config import ProcessConfig
+from lora_server.daemon.forks import call_myself
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.signals import on_signals
 from lora_server.errors import LoraServerError
@@ -55,9 +56,10 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
     logs.configure()
     threading.excepthook = _die
     line = sys.stdin.buffer.readline()
-    if not line:  # it was in reserve, and is not needed
+    if not line:  # its node ended first
         os._exit(0)
     config = ProcessConfig.model_validate_json(line)
+    call_myself(f"lora-shard-{config.shard}" if config.shard >= 0 else "lora-controller")
     logs.configure(form=config.log_format)
     code = 1
     try:

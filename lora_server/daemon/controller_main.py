@@ -1,4 +1,4 @@
-"""The controller's process: `python -m lora_server.daemon.controller_main`, started by the node of rank 0.
+"""The controller's process, started by the node of rank 0.
 
 It holds nothing that its shards and its database do not know too, so it may be killed at any time: the node starts it
 again, they tell it what there is, and steps go on meanwhile.
@@ -205,6 +205,7 @@ def _copies(config: ProcessConfig, spec: ModelSpec) -> Copies | None:
     return Copies(config.data_dir.resolve() / COPIES, spec)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Of a process that the node's fork server forked."""
     give_back_large()
     run_child(ControllerProcess)

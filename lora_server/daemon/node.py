@@ -21,39 +21,35 @@ from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import processes
 from lora_server.daemon.child_main import DISK_CACHE
+from lora_server.daemon.forks import ForkServer
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
 from lora_server.daemon.run_directory import run_directory
 from lora_server.daemon.signals import on_signals
-from lora_server.daemon.spare import Spare
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout
+from lora_server.spec import ModelSpec
 
 UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
 MIN_TOKEN = 16
+CONTROLLER, SHARD = "lora_server.daemon.controller_main", "lora_server.daemon.shard_main"
 log = structlog.get_logger()
 
 
 class Node:
     """Started by its constructor, stopped by `close`. `stopped` is set when it fails; `failure` says why."""
 
-    def __init__(self, config: ServeConfig, stop: threading.Event) -> None:
+    def __init__(self, config: ServeConfig, spec: ModelSpec, forks: ForkServer, stop: threading.Event) -> None:
         """Returns once the controller, if it is this node's, listens; another node's is waited for until `stop`.
 
-        Raises ConfigError, ServerUnavailableError.
+        Raises ConfigError, ServerUnavailableError. `forks` is this node's own from now on.
         """
-        self.config, self._stop = config, stop
-        self.spec = specs.load(config.base_model)
-        Agreement.of(config, self.spec)
-        if config.adapters is not None:
-            find_adapters(config.adapters)
+        self.config, self.spec, self._forks, self._stop = config, spec, forks, stop
         self.stopped = threading.Event()
         self.failure = ""
         self._stack = contextlib.ExitStack()
         self._children: list[Child] = []
-        self._controllers = Spare("lora_server.daemon.controller_main", config.threads)
-        self._shards = Spare("lora_server.daemon.shard_main", config.threads)
         try:
             self._start()
         except BaseException:
@@ -63,8 +59,7 @@ class Node:
     def _start(self) -> None:
         run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
         self._stack.callback(lambda: processes.stop(self._children))
-        for spare in (self._controllers, self._shards):
-            self._stack.callback(spare.close)
+        self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         exposure.check(self.config)
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
@@ -77,7 +72,7 @@ class Node:
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
             return
-        controller = self._run(self._controllers, "controller", process)
+        controller = self._run("controller", CONTROLLER, process)
         if not (process.listen.port and process.http.port):  # its shards, and its successors, have to be told
             up = controller.wait_up(UP_SECONDS)
             chosen = {"listen": Address.parse(up.listen), "http": Address.parse(up.http)}
@@ -94,10 +89,10 @@ class Node:
         layout = Layout.parse(process.layout)
         for shard in process.local_shards:
             name = f"shard {shard} (stage {layout.stage(shard)}, ep_rank {layout.ep_rank(shard)})"
-            self._run(self._shards, name, process.model_copy(update={"shard": shard}))
+            self._run(name, SHARD, process.model_copy(update={"shard": shard}))
 
-    def _run(self, spare: Spare, name: str, process: ProcessConfig) -> Child:
-        child = Child(name, spare, process, self._fail, self._stop)
+    def _run(self, name: str, module: str, process: ProcessConfig) -> Child:
+        child = Child(name, module, self._forks, process, self._fail, self._stop)
         self._children.append(child)
         child.start()
         return child
@@ -125,15 +120,27 @@ class Node:
 
 def serve(config: ServeConfig) -> str:
     """Run a node until SIGINT or SIGTERM; returns '' or why it failed. A second signal changes nothing."""
+    spec = _checked(config)
+    forks = ForkServer([CONTROLLER, SHARD])
+    forks.fork_off()
     stop = threading.Event()
-    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)
-    node = Node(config, stop)
+    on_signals((signal.SIGINT, signal.SIGTERM), stop.set)  # by a thread: after the fork
+    node = Node(config, spec, forks, stop)
     try:
         while not stop.wait(0.2) and not node.stopped.is_set():
             pass
         return node.failure
     finally:
         node.close()
+
+
+def _checked(config: ServeConfig) -> ModelSpec:
+    """Raises ConfigError for what can be seen before the imports that take seconds."""
+    spec = specs.load(config.base_model)
+    Agreement.of(config, spec)
+    if config.adapters is not None:
+        find_adapters(config.adapters)
+    return spec
 
 
 def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: threading.Event) -> ProcessConfig:

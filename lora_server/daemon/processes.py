@@ -1,4 +1,4 @@
-"""The processes of one node: started fresh (never forked), watched, restarted, stopped.
+"""The processes of one node: forked by its fork server, watched, restarted, stopped.
 
 A child gets its configuration as one JSON line on stdin, whose other end the node holds: when that
 closes, however the node ended, the child stops. On stdout it says once that it is up, or why it cannot be.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,15 +19,15 @@ import msgspec
 import structlog
 
 from lora_server.config import ProcessConfig
-from lora_server.daemon.spare import Spare
+from lora_server.daemon.forked import Piped
+from lora_server.daemon.forks import ForkServer
 from lora_server.errors import ConfigError, ServerUnavailableError
 
-EXIT_REFUSED = 78
+EXIT_FAILED, EXIT_REFUSED = 1, 78
 STOP_SECONDS = 5.0
 MAX_FAILED_STARTS = 5  # of one that never was up
 GIVE_UP_SECONDS = 60.0  # of failed starts of one that was
 PAUSE_SECONDS = 1.0  # before a restart of one that lived less
-SPARE_SECONDS = 30.0  # after which a process that runs gets a successor in reserve
 ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 TOGETHER_SECONDS = 1.0  # who stops a whole group of processes stops node and child in any order
 log = structlog.get_logger()
@@ -53,7 +52,8 @@ class Child:
     """One process, and who takes its place when it dies."""
 
     name: str
-    spare: Spare
+    module: str  # whose main() it runs
+    forks: ForkServer
     config: ProcessConfig
     on_fatal: Callable[[str], None]
     node_stops: threading.Event
@@ -61,7 +61,7 @@ class Child:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
     _answered: threading.Event = field(default_factory=threading.Event)
-    _process: subprocess.Popen[bytes] | None = None
+    _process: Piped | None = None
     _up: Up | None = None
     _thread: threading.Thread | None = None
 
@@ -108,8 +108,11 @@ class Child:
         with self._lock:
             if self._stopping.is_set():
                 return None, 0
-            process = self._process = self.spare.take()
-        assert process.stdin is not None and process.stdout is not None
+            try:
+                process = self._process = self.forks.start(self.module)
+            except ServerUnavailableError as error:
+                log.error(f"{self.name} cannot be started", reason=str(error))
+                return None, EXIT_FAILED
         with contextlib.suppress(BrokenPipeError):  # it died before it read its configuration
             process.stdin.write(self.config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
@@ -117,12 +120,9 @@ class Child:
         if up is not None and self._up is None:
             self._up = up
             self._answered.set()
-        prepare = threading.Timer(SPARE_SECONDS, self.spare.prepare)
-        prepare.daemon = True
-        prepare.start()
         code = process.wait()
-        prepare.cancel()
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         process.stdout.close()
         return up, code
 
@@ -139,7 +139,7 @@ class Child:
         if process is not None:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except TimeoutError:
                 log.warning(f"{self.name} did not stop in time; killing it", pid=process.pid)
                 process.kill()
         if self._thread is not None:

@@ -1,4 +1,4 @@
-"""One shard process: `python -m lora_server.daemon.shard_main`; see processes for how it is started and stopped.
+"""One shard process; see processes for how it is started and stopped.
 
 The main thread runs the loop; threads serve the controller's stream, listeners and the loader.
 """
@@ -378,5 +378,6 @@ class ShardProcess:
             self.world.grant(given)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Of a process that the node's fork server forked."""
     run_child(ShardProcess)

@@ -1,0 +1,62 @@
+"""A child of this process that was forked, not started by subprocess: signals to it, its end and status."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import weakref
+
+
+class Forked:
+    """Thread-safe."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._handle = os.pidfd_open(pid)
+        self._lock = threading.Lock()
+        weakref.finalize(self, os.close, self._handle)
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal that ended it, as subprocess has them; None while it runs."""
+        with self._lock:
+            if self.returncode is None and self._has_ended(0):
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self.returncode
+
+    def wait(self, seconds: float | None = None) -> int:
+        """As `poll`, once it ended. Raises TimeoutError."""
+        self._has_ended(seconds)
+        code = self.poll()
+        if code is None:
+            raise TimeoutError(f"process {self.pid} did not end within {seconds} s")
+        return code
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        return bool(ended.poll(None if seconds is None else 1000 * seconds))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing to one whose end is known."""
+        with self._lock:
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._handle, number)
+
+    def terminate(self) -> None:
+        """Ask it to stop."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Piped(Forked):
+    """With this process's ends of the pipes that are its stdin and stdout."""
+
+    def __init__(self, pid: int, stdin: int, stdout: int) -> None:
+        super().__init__(pid)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
