@@ -15,7 +15,7 @@ from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
 from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.demo import tiny
-from lora_server.errors import ConfigError, UnknownAdapterError
+from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.captured import Captured
@@ -222,6 +222,22 @@ def test_captured_launches_outlive_their_link(host, tiny_adapters):
     captured.finish()
     assert torch.equal(y, deltas) and pushed() == 1
     link.close(), steps.link.close()
+
+
+@needs_emulator
+def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    y, route = torch.zeros(ROWS, 8, dtype=torch.bfloat16), routed(steps, ROWS)
+    site, odd = (
+        Captured(steps.link).site(steps.header(0, 0)._replace(windows=((0, width),)), steps.x, route, by_entry=False)
+        for width in (8, 7)
+    )
+    for where, columns, skip in ((site, y[:, 1:3], 0), (site, y[:, :3], 0), (site, y[:, :2], 1), (odd, y[:, :2], 0)):
+        with pytest.raises(ProtocolError, match="expected an even number"):
+            where.add_columns(columns, skip)
+    with pytest.raises(ProtocolError, match="even number of contiguous"):
+        site.add_columns(y[:, ::2], 0)
+    steps.link.close()
 
 
 @needs_emulator

@@ -97,12 +97,12 @@ class CapturedSite:
         kernel cannot add in pairs.
         """
         count, (link, route) = y.shape[1], (self._captured.link, self._route)
-        if y.stride(1) != 1 or count % 2 or skip % 2 or y.stride(0) % 2 or y.data_ptr() % 4:
-            raise ProtocolError(
-                f"got {count} columns from {skip} on with strides {y.stride()} at {y.data_ptr():#x}, expected an even "
-                "number of contiguous ones, from an even one on"
-            )
         width = sum(last - first for first, last in self._windows)
+        if y.stride(1) != 1 or any(number % 2 for number in (width, count, skip, y.stride(0))) or y.data_ptr() % 4:
+            raise ProtocolError(
+                f"got {count} of {width} columns from {skip} on, to strides {y.stride()} at {y.data_ptr():#x}, "
+                "expected an even number of contiguous ones, from an even one on"
+            )
         rows = route.token_M if self._by_entry else route.pair_N
         assert rows is not None
         numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, 0, count, skip)
