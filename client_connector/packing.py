@@ -56,6 +56,11 @@ class Activations:
 M = TypeVar("M")
 
 
+def code_of(terms: Terms, dtype: torch.dtype) -> int:
+    """The code of the rows that travel, for an engine's of this dtype."""
+    return slot.E4M3 if terms.wire == "e4m3" else DTYPE_CODES[dtype]
+
+
 class Packer(ABC, Generic[M]):
     """One site of one engine step: writes its messages into slots, reads the answers."""
 
@@ -63,7 +68,7 @@ class Packer(ABC, Generic[M]):
         self.terms, self.site, self.given = terms, site, given
         self.x = given.x.detach()
         self.window = given.window or Window(0, ((0, terms.spec.out_width(site)),))
-        self.dtype = slot.E4M3 if terms.wire == "e4m3" else DTYPE_CODES[self.x.dtype]
+        self.dtype = code_of(terms, self.x.dtype)
 
     @abstractmethod
     def write_request(self, link: Link, seq: int, message: M, budget_us: int) -> RequestHeader:

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu_run.passes import Layer, answers
+from client_connector.client import Client
+from client_connector.remote import RemoteServer
+from client_connector.serving.launched import LaunchedPass
+from client_connector.serving.planned import PlannedPass
 from client_connector.transformers import attach
 from kernels_cuda.routing import Route
 from lora_server.demo import tiny
@@ -55,6 +60,19 @@ def test_every_transport_gives_the_bits_of_one_kernel(served):
         base = model(ids, attention_mask=mask).logits[:, -1].float()
         ours, without = (answers[0] - exact).abs().mean(), (base - exact).abs().mean()
         assert ours < 0.25 * without, f"{ours} from PEFT in float32, {without} without adapters"
+
+
+def test_a_serving_engines_launches_give_a_hosts_bits(served):
+    """Experts and dense sites; rows of nobody's among them."""
+    spec, rows = workload("mixtral").spec, 12
+    client = [Client(RemoteServer(served, transport), 20.0) for transport in ("gpu", "tcp")]
+    launched = LaunchedPass(client[0], lambda: True, dtype=torch.bfloat16, max_rows=rows, max_adapters=3)
+    by_host = PlannedPass(client[1], lambda: True)
+    layers = [Layer(spec, forward, rows, "cpu") for forward in (launched, by_host)]
+    for seed, names in enumerate([("fused", None, "experts"), ("qv",), (None,)]):
+        ours, theirs = [answers(layer, names, seed, layer.run) for layer in layers]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), names
+    launched.close(), by_host.close()
 
 
 def test_who_must_have_exact_rows_is_told_so(served):

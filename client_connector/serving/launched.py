@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from client_connector.client import Client
 from client_connector.exchange import Started
-from client_connector.packing import Window
+from client_connector.packing import Window, code_of
 from client_connector.serving.launches import Chunk, Launched, header_of
 from client_connector.serving.planned import Part, PlannedPass
 from client_connector.serving.tables import StepTables
@@ -178,7 +178,7 @@ class LaunchedPass(PlannedPass):
         """Made at the first pass, which is a rehearsal wherever graphs are captured; graphs keep its address."""
         key = (site, shard, x.shape[1], by_entry, window)
         if key not in self._sites:
-            header = header_of(site, self._dtype, x.shape[1], by_entry, window)
+            header = header_of(site, code_of(self._terms, self._dtype), x.shape[1], by_entry, window)
             self._sites[key] = self._captured[shard].site(header, x, self._routes[shard], by_entry)
         return self._sites[key]
 
@@ -235,7 +235,9 @@ class LaunchedPass(PlannedPass):
         among = self._terms.placement.experts(site, self._captured.index(captured))
         by_entry = bool(like.flags & slot.HAS_OUT_MAP)
         x = torch.zeros(1, like.in_end - like.in_begin, dtype=self._dtype, device=device)
-        header = header_of(site, self._dtype, x.shape[1], by_entry, Window(like.in_begin, like.windows))
+        header = header_of(
+            site, code_of(self._terms, self._dtype), x.shape[1], by_entry, Window(like.in_begin, like.windows)
+        )
         probe = captured.site(header, x, Route.empty(1, device, max_rows=1), by_entry)
         expert = torch.full((1, 1), among[0], dtype=torch.int32, device=device)
         adapter = torch.zeros(1, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from client_connector.exchange import Started
-from client_connector.packing import DTYPE_CODES, Window
+from client_connector.packing import Window
 from client_connector.serving.planned import Part
 from kernels_cuda.routing import Choice
 from lora_server.spec import PROJECTIONS, Site
@@ -64,8 +64,11 @@ def _add_columns(site: CapturedSite, y: torch.Tensor, begin: int) -> None:
     y.add_(delta)
 
 
-def header_of(site: Site, dtype: torch.dtype, width: int, by_entry: bool, window: Window) -> RequestHeader:
-    """Of steps of `width` input columns, a row per token or, by entry, per token and expert; the GPU adds the rest."""
+def header_of(site: Site, dtype: int, width: int, by_entry: bool, window: Window) -> RequestHeader:
+    """Of steps of `width` input columns, rows of a dtype by its code, one per token or, by entry, per token and expert.
+
+    The GPU adds the rest.
+    """
     return RequestHeader(
         step_class=slot.DECODE,
         flags=slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP,
@@ -75,7 +78,7 @@ def header_of(site: Site, dtype: torch.dtype, width: int, by_entry: bool, window
         slot=0,
         layer=site.layer,
         projection=PROJECTIONS.index(site.projection),
-        dtype=DTYPE_CODES[dtype],
+        dtype=dtype,
         num_rows=0,
         num_entries=0,
         num_segments=0,
