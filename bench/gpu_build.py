@@ -51,7 +51,7 @@ PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
         *("link_put_vectors", "link_put_halves", "link_put_e4m3_bfloat16", "link_put_e4m3_float16", "link_wait"),
         *("link_add_bfloat16", "link_add_float16", "link_add_e4m3_bfloat16", "link_add_e4m3_float16"),
     },
-    "push_pull.cu": {"raw_put", "take", "await_answer"},  # of a bench
+    "push_pull.cu": {"stamp", "raw_put", "take", "await_answer"},  # of a bench
 }
 BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone
 OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}

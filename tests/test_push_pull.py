@@ -61,6 +61,8 @@ class Place:
         self.value += 1
         self.x[:] = self.random.integers(0, 256, NBYTES)
         self.rows[:], self.answer[:], expected = 0, 0, self.x.copy()
+        self.launch("stamp", [address(self.began)], CLIENT, 1)
+        self.drive()
         for which in self.random.permutation(2):
             (self.send, self.take)[which](pulls)
         waits = push_pull.await_values(address(self.reply), self.value, LIMIT_NS, address(self.done))
@@ -73,7 +75,7 @@ class Place:
     def send(self, pulls: bool) -> None:
         to, nbytes = (self.slot, 128) if pulls else (self.rows, NBYTES)
         values = (address(self.x), address(to), nbytes, address(self.arrived[0]), address(self.signal), self.value)
-        self.launch("raw_put", [*values, address(self.began)], CLIENT)
+        self.launch("raw_put", [*values], CLIENT)
 
     def take(self, pulls: bool) -> None:
         values = push_pull.take_values(
@@ -91,7 +93,7 @@ class FarPlace(Place):
         own = self.world.heaps[CLIENT, address(to) - address(self.world.heaps) :][:nbytes]
         own[:] = self.x[:nbytes]
         place, signal = (self.at(CLIENT, array) for array in (to, self.signal))
-        self.launch("far_put", [place, nbytes, signal, self.value, SHARD, address(self.began)], CLIENT, 1)
+        self.launch("far_put", [place, nbytes, signal, self.value, SHARD], CLIENT, 1)
 
     def take(self, pulls: bool) -> None:
         at = [self.at(SHARD, array) for array in (self.signal, self.x, self.rows, self.answer, self.reply)]

@@ -40,10 +40,14 @@ DEVICE void say(uint64* arrived, uint64* signal, uint64 value) {
     if ((add_acq_rel(arrived, 1) + 1) % gridDim.x == 0) store_release_system(signal, value);
 }
 
-// A client's: bytes to mapped memory, then the signal. `began` is when.
+// Before what is timed, on the same stream: no kernel's own stamp, which one would take later than the other.
+extern "C" __global__ void __launch_bounds__(THREADS) stamp(uint64* when) {
+    if (threadIdx.x == 0) store(when, now_ns());
+}
+
+// A client's: bytes to mapped memory, then the signal.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    raw_put(const unsigned char* from, unsigned char* to, uint64 nbytes, uint64* arrived, uint64* signal, uint64 value, uint64* began) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) store(began, now_ns());
+    raw_put(const unsigned char* from, unsigned char* to, uint64 nbytes, uint64* arrived, uint64* signal, uint64 value) {
     copy_share(to, from, nbytes);
     say(arrived, signal, value);
 }
@@ -72,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) await_answer(const uint64*
 
 #if NVSHMEM
 // The same by NVSHMEM, one block each: a put of what lies in this PE's own copy of `slot`, and a shard that gets.
-extern "C" __global__ void __launch_bounds__(THREADS) far_put(uint64 slot, uint64 nbytes, uint64 signal, uint64 value, int64 pe, uint64* began) {
-    if (threadIdx.x == 0) store(began, now_ns()), fence_system();
+extern "C" __global__ void __launch_bounds__(THREADS) far_put(uint64 slot, uint64 nbytes, uint64 signal, uint64 value, int64 pe) {
+    if (threadIdx.x == 0) fence_system();
     sync_block();
     put_block(slot, nbytes, signal, value, static_cast<int>(pe));
 }

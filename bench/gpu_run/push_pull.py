@@ -4,7 +4,7 @@ push      a client's own kernel (link_put_vectors): header, tables, and rows tha
 raw put   the same bytes as they lie, by as many blocks; and a copy engine's copy, for what it is worth
 pull      a header is put, and the shard's blocks load the rows from the client's memory: a round trip more
 
-One way: from the beginning of the client's kernel until all rows are there, by the GPU's own clock. A step: until the
+One way: from a stamp before the client's kernel until all rows are there, by the GPU's own clock. A step: until the
 client has seen the answer, as many bytes, which the shard pushes in both cases. Both ends are on one GPU here, whose
 memory is near: what a round trip costs shows, and what a link carries does not.
 """
@@ -38,7 +38,7 @@ MOST_OVER_RAW = 1.2
 EPOCH = 1
 WAYS = ("push", "raw put", "pull")
 SIGNAL, PUT_ARRIVED, TAKE_ARRIVED, REPLY, BEGAN, HERE, DONE = range(7)  # words
-ARGUMENTS = {"raw_put": 7, "take": 10, "await_answer": 4, "far_put": 6, "far_take": 10}
+ARGUMENTS = {"stamp": 1, "raw_put": 6, "take": 10, "await_answer": 4, "far_put": 5, "far_take": 10}
 
 
 class Times(NamedTuple):
@@ -128,7 +128,8 @@ class Ends:
         self.map = torch.arange(self.count, dtype=torch.int32, device=device)
 
     def send(self, way: str) -> None:
-        """The client's kernel."""
+        """The client's kernel, behind a stamp."""
+        self.kernels.launch("stamp", [self.word(BEGAN)], 1)
         if way == "push":
             tensors = (self.state, self.header, self.x, self.counts, self.segments, self.order, self.map)
             values = (*(tensor.data_ptr() for tensor in tensors), 0, ROW_BYTES, ROW_BYTES)
@@ -137,7 +138,7 @@ class Ends:
         rows = self.slot.data_ptr() + self.at.rows
         to, nbytes = (self.slot.data_ptr(), slot.HEADER_BYTES) if way == "pull" else (rows, self.nbytes)
         values = (self.x.data_ptr(), to, nbytes, self.word(PUT_ARRIVED), self.word(SIGNAL), self.signal)
-        self.kernels.launch("raw_put", [*values, self.word(BEGAN)], self.kernels.blocks)
+        self.kernels.launch("raw_put", [*values], self.kernels.blocks)
 
     def take(self, way: str) -> None:
         """The shard's kernel."""
@@ -171,15 +172,9 @@ class Ends:
             )
         torch.cuda.synchronize(self.kernels.device)
         stamps = self.words.tolist()[::16]
-        began = self.pushed_ns() if way == "push" else stamps[BEGAN]
         if not (stamps[HERE] and stamps[DONE]):
             raise TimeoutError(f"{way} of {self.nbytes} bytes: no answer within {LIMIT_NS / 1e9:g} s")
-        return Times((stamps[HERE] - began) / 1e3, (stamps[DONE] - began) / 1e3)
-
-    def pushed_ns(self) -> int:
-        """When the client's own put began: it says so in its header."""
-        memory = bytearray(self.slot[: slot.HEADER_BYTES].cpu().numpy())
-        return RequestHeader.unpack_from(memoryview(memory)).pushed_ns
+        return Times((stamps[HERE] - stamps[BEGAN]) / 1e3, (stamps[DONE] - stamps[BEGAN]) / 1e3)
 
     def right(self, way: str) -> bool:
         """Whether the rows that came, and those that were answered, are the client's."""
