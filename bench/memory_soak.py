@@ -8,8 +8,8 @@ popularity is Zipf 1.2, and --device-pool holds --pool of them. Every engine is 
 steps with the same product in float64. What processes of the server hold (resident memory, descriptors, shared memory)
 is read all the time, and compared between the first and the last tenth after a warm-up of a quarter. With --kills the
 shard is killed by SIGKILL that often at seeded moments while it loads, each time after it has run for --calm seconds
-(a shard that has run for half a minute has a successor in reserve); back means that every engine has had a right answer
-since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
+(its successor is forked, with its imports behind it); back means that every engine has had a right answer since.
+Nothing may be wrong; steps that were cut off by a kill fail, by name.
 """
 
 from __future__ import annotations

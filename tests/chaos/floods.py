@@ -131,7 +131,7 @@ def _settled(server: RunningServer, before: tuple[int, int]) -> tuple[int, int]:
 
 
 def held(server: RunningServer) -> tuple[int, int]:
-    """Memory that a server's processes have to themselves, and descriptors; those in reserve are not looked at."""
+    """Memory that a server's processes have to themselves, and descriptors; its fork server is not looked at."""
     reply = status(server.address)
     family = [psutil.Process(pid) for pid in (server.process.pid, reply.pid, *(shard.pid for shard in reply.shards))]
     return sum(one.memory_full_info().uss for one in family), sum(one.num_fds() for one in family)
