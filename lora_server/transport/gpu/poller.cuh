@@ -118,6 +118,7 @@ struct Poller {
     }
 
     DEVICE void take(int l) {
+        sync_warp();  // one lane has acquired the signal, all of them copy, and a vote orders no memory
         const Link& k = s.links[l];
         const uint64 seq = next_seq(l);
         const unsigned char* slot = request_slot(l, seq);
