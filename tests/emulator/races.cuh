@@ -9,7 +9,7 @@
 #pragma once
 #include "threads.cuh"
 
-constexpr int CELL_BYTES = 2, LINE_CELLS = 8, READERS = 4;  // a fifth reader of a cell is forgotten
+constexpr int CELL_BYTES = 1, LINE_CELLS = 16, READERS = 4;  // rows of codes end at any byte; a fifth reader of a cell is forgotten
 struct Access { int warp = -1; uint64 at = 0; };
 struct Cell { Access store, loads[READERS]; };
 struct ShadowLine { Cell cells[LINE_CELLS]; };
