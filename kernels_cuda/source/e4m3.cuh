@@ -3,8 +3,11 @@
 #pragma once
 #include "warp.cuh"
 
-constexpr unsigned CODES_OF_NAN = 0x7f7f;
-constexpr float LARGEST_CODE = 448.0f, LEAST_SCALE = 1.17549435e-38f, LARGEST_FLOAT = 3.4028234e38f;
+// No variables: a compiler warns of those that a kernel without such rows leaves alone.
+#define CODES_OF_NAN 0x7f7fu
+#define LARGEST_CODE 448.0f
+#define LEAST_SCALE 1.17549435e-38f
+#define LARGEST_FLOAT 3.4028234e38f
 
 #if __CUDA_ARCH__ >= 890
 // Two values to codes, round to nearest even; `low` lies first in memory. None exceeds 448 but by its own rounding.
