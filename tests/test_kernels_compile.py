@@ -13,7 +13,6 @@ from bench import gpu_build
 from kernels_cuda import build
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
-from lora_server.transport import put
 from lora_server.transport.gpu import source
 
 HOSTS = {  # compute capability, and shared memory per block
@@ -31,7 +30,7 @@ def test_what_is_built_is_the_variant_that_the_gpu_gets(name):
 
 
 def test_every_source_is_built_and_held_to_its_bounds():
-    sources = {path.name for path in build.SOURCE.glob("*.cu")} | put.FILES.keys() | source.FILES.keys()
+    sources = {path.name for path in build.SOURCE.glob("*.cu")} | source.FILES.keys() | gpu_build.OTHERS.keys()
     built = {job.name for job in gpu_build.JOBS}
     assert {name for name in sources if name.endswith(".cu")} == built
     job = gpu_build.Job("lora_step.cu", gpu_build.HOPPER)
@@ -43,7 +42,7 @@ def test_every_source_is_built_and_held_to_its_bounds():
     ):  # fmt: skip
         (complaint,) = job.complaints(bad, nbytes)
         assert "lora_step_bfloat16" in complaint
-    protocol = gpu_build.Usage("serve_bfloat16", 8, 0, 0, 168)
+    protocol = gpu_build.Usage("serve_bfloat16", 8, 0, 0, gpu_build.MOST_REGISTERS)
     assert gpu_build.Job("serve.cu", gpu_build.HOPPER).complaints(protocol, 1)
     assert not gpu_build.Job("serve.cu", gpu_build.HOPPER, nvshmem=True).complaints(protocol, 1)
 
@@ -78,7 +77,7 @@ class FakeCuPy(types.ModuleType):
         self.compiled: list[str] = []
         device = MagicMock()
         device.return_value.attributes = {"MaxSharedMemoryPerBlockOptin": 232448, "MultiProcessorCount": 132}
-        self.cuda = types.SimpleNamespace(Device=device)
+        self.cuda = types.SimpleNamespace(Device=device, driver=MagicMock(), runtime=MagicMock())
 
     def RawModule(self, *, code: str, options: tuple[str, ...], enable_cooperative_groups: bool) -> MagicMock:  # noqa: N802
         assert enable_cooperative_groups and build.STANDARD in options

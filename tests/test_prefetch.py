@@ -11,7 +11,7 @@ from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOS
 from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, SPACING_US
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.daemon.shard_main import STEP_SECONDS
+from lora_server.daemon.shard_commands import STEP_SECONDS
 from lora_server.errors import LeaseError
 from lora_server.transport.session import MAX_PREFETCHED
 from lora_server.wire import lora_server_pb2 as pb

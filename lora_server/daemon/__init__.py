@@ -7,6 +7,7 @@ controller_main   the controller's process (rank 0)         http       its port
                                                             heap       large buffers are given back
 shard_main        a shard's process                         backends   what it computes with
   stream            to its controller, whenever there is one
+    shard_commands    what that tells it                    shard_reports  what it tells that
   files             of adapters, from node 0
   kept              what it keeps for the next one          run_directory  sockets, gone with their last user
   world             its place in NVSHMEM's

@@ -5,13 +5,10 @@ The main thread runs the loop; threads serve the controller's stream, listeners 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import sys
 import threading
-import time
-from pathlib import Path
 
 import structlog
 import torch
@@ -25,19 +22,18 @@ from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.files import Node0
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
 from lora_server.daemon.run_directory import hold, leave
+from lora_server.daemon.shard_commands import ShardCommands
+from lora_server.daemon.shard_reports import ShardReports
 from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.daemon.world import ShardWorld
-from lora_server.errors import AdapterSourceError, ConfigError, LeaseError, LoraServerError
-from lora_server.memory.entry import Source
+from lora_server.errors import ConfigError, LeaseError
 from lora_server.placement import Layout, Placement
 from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
 from lora_server.shard.loop import Shard
 from lora_server.shard.pump import Pump
-from lora_server.sources.fetch import NODE0
-from lora_server.sources.remote import is_remote
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
-from lora_server.transport.base import DeviceMemory, Grant, Port
+from lora_server.transport.base import DeviceMemory, Port
 from lora_server.transport.gpu.world import WorldGpu
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
@@ -46,9 +42,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
 
-STATS_SECONDS = 0.5
 LEAVE_SECONDS = 1.0
-STEP_SECONDS = 30.0  # what was prefetched has the deadline of its step, and goes after all that wait already
 SWITCH_SECONDS = 1e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
@@ -85,6 +79,10 @@ class ShardProcess:
         self.world: ShardWorld | None = None
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
+        self._reports = ShardReports(self.shard, self.port, self.coordinator, self.fetcher, self.stream.report)
+        self._commands = ShardCommands(
+            config.node_rank, self.port, self.store, self.coordinator, self.world, self._reports.moved, self.stop
+        )
 
     def _serving(self, placement: Placement) -> Shard | Pump:
         """A loop, or a kernel that needs none."""
@@ -193,7 +191,7 @@ class ShardProcess:
 
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
-        for target, name in ((self._follow_controller, "controller"), (self._stats, "stats")):
+        for target, name in ((self._follow_controller, "controller"), (self._report, "stats")):
             threading.Thread(target=target, daemon=True, name=name).start()
         self.shard.run(self.stopping.is_set)
         if self.shm is not None:
@@ -225,7 +223,7 @@ class ShardProcess:
         self.stream.up.wait()
         say(Up())
 
-    # -- reports
+    # -- to and from the controller
 
     def _client_gone(self, client: int, epoch: int) -> None:
         self.stream.report(pb.ShardReport(client_gone=pb.ClientGone(client=client, epoch=epoch)))
@@ -236,42 +234,11 @@ class ShardProcess:
     def _layers_ready(self, handle: int) -> int:
         return self.store.layers_ready(handle)
 
-    def _report_moved(self) -> None:
-        moved = [
-            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f)
-            for h, r, p, n, m, f in self.store.moved()
-        ]
-        if moved:
-            self.stream.report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
+    def _report(self) -> None:
+        self._reports.run(self.stopping)
 
-    def _stats(self) -> None:
-        while not self.stopping.wait(STATS_SECONDS):
-            self.store.note_disk(self.fetcher.cache.versions())
-            self._tidy_disk()
-            self._report_moved()
-            followers = self.coordinator.followers if isinstance(self.coordinator, Leader) else 0
-            connections = self.port.connections
-            stats = pb.ShardStats(
-                **vars(self.shard.counters),
-                **self.store.use()._asdict(),
-                device=self.store.tier.name,
-                clients=len(connections),
-                followers=followers,
-                phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self.shard.phases],
-                load_times=[
-                    pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
-                    for tier, h in self.store.load_times.items()
-                ],
-                disk=pb.DiskStats(**self.fetcher.use()._asdict()),
-                attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
-            )
-            self.stream.report(pb.ShardReport(stats=stats))
-
-    def _tidy_disk(self) -> None:
-        """What node 0 sent, and nobody needs; what another shard of this node uses stays until it needs it no more."""
-        for version in self.store.unneeded():
-            with contextlib.suppress(AdapterSourceError, OSError):  # what stays makes room for others
-                self.fetcher.cache.discard(version)
+    def _execute(self, command: pb.ShardCommand, done: Done) -> None:
+        self._commands.execute(command, done)
 
     def _registration(self) -> pb.Registration:
         config = self.config
@@ -295,87 +262,6 @@ class ShardProcess:
             order_badge=self.coordinator.badge if isinstance(self.coordinator, Leader) else b"",
             place=self.world.place if self.world is not None else None,
         )
-
-    # -- commands
-
-    def _execute(self, command: pb.ShardCommand, done: Done) -> None:
-        kind = command.WhichOneof("command")
-        if kind == "load":
-            self._load(command.load, done)
-            return
-        if kind == "pin":
-            self.store.keep(command.pin, done)
-            return
-        if kind == "grant":
-            self._grant(command.grant)
-        elif kind == "revoke":
-            if self.world is not None:
-                self.world.revoke(command.revoke)
-            self.port.revoke(command.revoke)
-            self.store.forget(command.revoke)
-        elif kind == "drop":
-            self.store.drop(command.drop)
-        elif kind == "prefetch":
-            self._prefetch(command.prefetch)
-        elif kind == "active":
-            active = command.active
-            self.store.set_active(active.more, active.fewer, active.anew, dict(active.trace))
-        elif kind == "holds":
-            self.port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
-        elif kind == "borrow":
-            self.port.borrow(command.borrow.client, command.borrow.holder)
-        elif kind == "place" and self.world is not None:
-            self.world.enter(command.place)
-        elif kind == "note":
-            self.store.relocate(command.note.handle, self._source(command.note))
-            self._keep(command.note)
-        elif kind == "follow" and isinstance(self.coordinator, Follower):
-            told = command.follow
-            self.coordinator.follow(told.address, told.badge, told.certificate)
-        done(None)
-        if kind == "stop":
-            self.stop()
-
-    def _load(self, load: pb.Load, done: Done) -> None:
-        def loaded(error: LoraServerError | None) -> None:
-            self._report_moved()
-            done(error)
-
-        size = load.size if load.HasField("size") else None
-        self.store.load(load.handle, self._source(load), loaded, load.eager, size)
-        self._keep(load)
-
-    def _source(self, load: pb.Load) -> Source:
-        if is_remote(load.path):
-            return Source(Path(), load.version, load.stamp, load.path)
-        if load.sent and self.config.node_rank:
-            return Source(Path(), load.version, load.stamp, f"{NODE0}{load.path}")
-        return Source(Path(load.path), load.version, load.stamp)
-
-    def _keep(self, load: pb.Load) -> None:
-        """As the controller says, which asked whether it fits when it was pinned (and it may be larger since)."""
-
-        def kept(error: LoraServerError | None) -> None:
-            if error is not None:
-                log.error("a pinned adapter makes room for others", handle=load.handle, error=str(error))
-
-        if load.pinned:
-            self.store.keep(load.handle, kept)
-        else:
-            self.store.unkeep(load.handle)
-
-    def _prefetch(self, asked: pb.Prefetch) -> None:
-        """Under the client's own name, so that its steps fulfil it."""
-        now = time.monotonic()
-        for need in asked.needs:
-            self.store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + STEP_SECONDS)
-        self.store.forget(asked.client, {need.handle for need in asked.needs})
-
-    def _grant(self, grant: pb.Grant) -> None:
-        given = Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0, grant.pe)
-        self.port.grant(given)
-        if self.world is not None:
-            self.world.grant(given)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import open_channel, translate
 
 RETRY_SECONDS = 0.2
+START_SECONDS = 3.0  # a controller that starts beside this process listens by then
 REMIND_SECONDS = 30.0  # between two lines about the same outage
 log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ class ControllerStream:
         self._register, self._execute, self._layers_ready = register, execute, layers_ready
         self._kept = Kept()
         self._reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
-        self._quiet_until = 0.0  # time.monotonic(): an outage was spoken of
+        self._quiet_until = time.monotonic() + START_SECONDS  # or an outage was spoken of
         self.up = threading.Event()  # a controller has taken the registration
         self._ended = threading.Event()
 

@@ -1,0 +1,120 @@
+"""What the controller tells a shard to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from lora_server.daemon.stream import Done
+from lora_server.daemon.world import ShardWorld
+from lora_server.errors import LoraServerError
+from lora_server.memory.entry import Source
+from lora_server.memory.store import WeightStore
+from lora_server.shard.coordination import Coordinator, Follower
+from lora_server.sources.fetch import NODE0
+from lora_server.sources.remote import is_remote
+from lora_server.transport.base import Grant, Port
+from lora_server.wire import lora_server_pb2 as pb
+
+STEP_SECONDS = 30.0  # what was prefetched has the deadline of its step, and goes after all that wait already
+log = structlog.get_logger()
+
+
+class ShardCommands:
+    """In the order in which they come, by one thread."""
+
+    def __init__(
+        self,
+        node_rank: int,
+        port: Port,
+        store: WeightStore,
+        coordinator: Coordinator,
+        world: ShardWorld | None,
+        moved: Callable[[], None],
+        stop: Callable[[], None],
+    ) -> None:
+        self._node_rank, self._port, self._store = node_rank, port, store
+        self._coordinator, self._world, self._moved, self._stop = coordinator, world, moved, stop
+
+    def execute(self, command: pb.ShardCommand, done: Done) -> None:
+        """One; `done` once it has taken effect, or with why it could not."""
+        kind = command.WhichOneof("command")
+        if kind == "load":
+            self._load(command.load, done)
+            return
+        if kind == "pin":
+            self._store.keep(command.pin, done)
+            return
+        if kind == "grant":
+            self._grant(command.grant)
+        elif kind == "revoke":
+            if self._world is not None:
+                self._world.revoke(command.revoke)
+            self._port.revoke(command.revoke)
+            self._store.forget(command.revoke)
+        elif kind == "drop":
+            self._store.drop(command.drop)
+        elif kind == "prefetch":
+            self._prefetch(command.prefetch)
+        elif kind == "active":
+            active = command.active
+            self._store.set_active(active.more, active.fewer, active.anew, dict(active.trace))
+        elif kind == "holds":
+            self._port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
+        elif kind == "borrow":
+            self._port.borrow(command.borrow.client, command.borrow.holder)
+        elif kind == "place" and self._world is not None:
+            self._world.enter(command.place)
+        elif kind == "note":
+            self._store.relocate(command.note.handle, self._source(command.note))
+            self._keep(command.note)
+        elif kind == "follow" and isinstance(self._coordinator, Follower):
+            told = command.follow
+            self._coordinator.follow(told.address, told.badge, told.certificate)
+        done(None)
+        if kind == "stop":
+            self._stop()
+
+    def _load(self, load: pb.Load, done: Done) -> None:
+        def loaded(error: LoraServerError | None) -> None:
+            self._moved()
+            done(error)
+
+        size = load.size if load.HasField("size") else None
+        self._store.load(load.handle, self._source(load), loaded, load.eager, size)
+        self._keep(load)
+
+    def _source(self, load: pb.Load) -> Source:
+        if is_remote(load.path):
+            return Source(Path(), load.version, load.stamp, load.path)
+        if load.sent and self._node_rank:
+            return Source(Path(), load.version, load.stamp, f"{NODE0}{load.path}")
+        return Source(Path(load.path), load.version, load.stamp)
+
+    def _keep(self, load: pb.Load) -> None:
+        """As the controller says, which asked whether it fits when it was pinned (and it may be larger since)."""
+
+        def kept(error: LoraServerError | None) -> None:
+            if error is not None:
+                log.error("a pinned adapter makes room for others", handle=load.handle, error=str(error))
+
+        if load.pinned:
+            self._store.keep(load.handle, kept)
+        else:
+            self._store.unkeep(load.handle)
+
+    def _prefetch(self, asked: pb.Prefetch) -> None:
+        """Under the client's own name, so that its steps fulfil it."""
+        now = time.monotonic()
+        for need in asked.needs:
+            self._store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + STEP_SECONDS)
+        self._store.forget(asked.client, {need.handle for need in asked.needs})
+
+    def _grant(self, grant: pb.Grant) -> None:
+        given = Grant(grant.client, grant.epoch, grant.key, grant.tenant, grant.weight or 1.0, grant.pe)
+        self._port.grant(given)
+        if self._world is not None:
+            self._world.grant(given)

@@ -1,0 +1,71 @@
+"""What a shard tells the controller of itself, twice a second, and as soon as something moved."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from lora_server.errors import AdapterSourceError
+from lora_server.shard.coordination import Coordinator, Leader
+from lora_server.shard.loop import Shard
+from lora_server.shard.pump import Pump
+from lora_server.sources.fetch import Fetcher
+from lora_server.transport.base import Port
+from lora_server.wire import lora_server_pb2 as pb
+
+STATS_SECONDS = 0.5
+
+
+class ShardReports:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        shard: Shard | Pump,
+        port: Port,
+        coordinator: Coordinator,
+        fetcher: Fetcher,
+        report: Callable[[pb.ShardReport], None],
+    ) -> None:
+        self._shard, self._store, self._port, self._coordinator = shard, shard.store, port, coordinator
+        self._fetcher, self._report = fetcher, report
+
+    def moved(self) -> None:
+        """What came to or left a tier since it was asked last."""
+        moved = [
+            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f)
+            for h, r, p, n, m, f in self._store.moved()
+        ]
+        if moved:
+            self._report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until it is set."""
+        while not stopping.wait(STATS_SECONDS):
+            self._store.note_disk(self._fetcher.cache.versions())
+            self._tidy_disk()
+            self.moved()
+            followers = self._coordinator.followers if isinstance(self._coordinator, Leader) else 0
+            connections = self._port.connections
+            stats = pb.ShardStats(
+                **vars(self._shard.counters),
+                **self._store.use()._asdict(),
+                device=self._store.tier.name,
+                clients=len(connections),
+                followers=followers,
+                phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self._shard.phases],
+                load_times=[
+                    pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
+                    for tier, h in self._store.load_times.items()
+                ],
+                disk=pb.DiskStats(**self._fetcher.use()._asdict()),
+                attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
+            )
+            self._report(pb.ShardReport(stats=stats))
+
+    def _tidy_disk(self) -> None:
+        """What node 0 sent, and nobody needs; what another shard of this node uses stays until it needs it no more."""
+        for version in self._store.unneeded():
+            with contextlib.suppress(AdapterSourceError, OSError):  # what stays makes room for others
+                self._fetcher.cache.discard(version)
