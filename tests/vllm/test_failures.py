@@ -14,7 +14,7 @@ from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch
-from tests.serving import HANG_SECONDS, cli, kill, status
+from tests.serving import HANG_SECONDS, cli, kill, status, until
 from tests.workload import NEW_TOKENS
 
 LONG = 40
@@ -70,9 +70,14 @@ def test_policy_error(load, killable, scratch):
         reply = engine.generate([Sequence(load.batch[0].prompt, "fused")], NEW_TOKENS)[0]
         assert reply["finish_reason"] == "error" and "server_unavailable" in reply["stop_reason"]
         killable(server.address)
+        until(lambda: is_served(engine, load.batch[0]), "it has joined anew", HANG_SECONDS)
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
     finally:
         engine.close()
+
+
+def is_served(engine, sequence):
+    return engine.generate([sequence], 1)[0]["stop_reason"] is None
 
 
 def test_a_killed_controller_is_not_missed(load, killable, scratch):
@@ -170,6 +175,7 @@ def test_kv_of_a_failed_step_is_never_reused(load, killable, scratch):
         kill(server)
         assert engine.call("step", count=0)[name]["finish_reason"] == "error"
         killable(server.address)
+        until(lambda: is_served(engine, Sequence(prompt[::-1], "fused")), "it has joined anew", HANG_SECONDS)
         reply = engine.generate([Sequence(prompt, "fused")], 8)[0]
         assert reply["cached"] == 0
         assert reply["tokens"] == peft(load, "fused", prompt, 8)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engines import Engine
 
 from client_connector.serving.plan import parse_flag
@@ -134,6 +135,7 @@ def test_a_server_that_is_gone_ends_requests_with_the_reason(load, gpu_server, s
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("cudagraph_mode", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"])
 @KINDS
 def test_captured_on_a_gpu(load, scratch, kind, cudagraph_mode):
