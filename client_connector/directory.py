@@ -20,11 +20,10 @@ class Directory:
     """Adapters of the server at HOST:PORT. Needs no lease. Without credentials it shows those of the environment."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
-        self._address = address
+        self._address, self._credentials = address, credentials
         self._while_busy = while_busy(BRING_SECONDS)
         self._channel = open_channel(address, credentials)
         self._adapters = rpc.AdaptersStub(self._channel)
-        self._server = rpc.ServerStub(self._channel)
         self._access = rpc.AccessStub(self._channel)
 
     def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
@@ -63,11 +62,15 @@ class Directory:
         self._call(self._adapters.Remove, pb.RemoveAdapterRequest(name=name))
 
     def ready(self) -> bool:
-        """Whether the server answers, and all its shards are up; asked without patience."""
+        """Whether the server answers, and all its shards are up; asked without patience. On a connection made now: an
+        older one says for a second more that nobody is there."""
+        channel = open_channel(self._address, self._credentials, apart=True)
         try:
-            return bool(self._call(self._server.Status, pb.StatusRequest(), READY_SECONDS).ready)
+            return bool(self._call(rpc.ServerStub(channel).Status, pb.StatusRequest(), READY_SECONDS).ready)
         except LoraServerError:
             return False
+        finally:
+            channel.close()
 
     def close(self) -> None:
         """Give the connection up."""
