@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +14,27 @@ if TYPE_CHECKING:
 def say(event: str, **facts: Any) -> None:
     """One line."""
     print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def engine_flags(about: str | None, transport: str) -> argparse.ArgumentParser:
+    """Of a process that is an engine."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("server")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--transport", default=transport)
+    return parser
+
+
+def be_an_engine() -> None:
+    """First of all: logs go to stderr, since stdout is for the JSON."""
+    import torch
+
+    from lora_server import logs
+
+    logs.configure()
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
 
 
 def context(device: torch.device) -> str:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu_run.child import context, say
+from bench.gpu_run.child import be_an_engine, context, engine_flags, say
 from client_connector.transformers import attach
-from lora_server import logs
 from lora_server.demo.engine import load_model
 
 PROMPT = 48  # tokens of each sequence: rows enough that most of a step's time is rows on their way
@@ -28,21 +26,15 @@ PAUSE_SECONDS = 0.2
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("server")
+    parser = engine_flags(__doc__, transport="cuda_ipc")
     parser.add_argument("names", nargs="+")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--transport", default="cuda_ipc")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Until it is killed, or its context is dead."""
     given = parse()
-    logs.configure()  # stdout is for the JSON
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    be_an_engine()
     device = torch.device(given.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model: Any = load_model(given.model).to(device, dtype)

@@ -19,7 +19,7 @@ import torch
 
 from bench.gpu_run import stage
 from bench.gpu_run.lab import Lab, open_lab
-from bench.gpu_run.record import Record
+from bench.gpu_run.record import Checks, Record
 from client_connector.client import Client
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
@@ -156,13 +156,7 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 def work(record: Record, arguments: argparse.Namespace) -> bool:
     """Whether every answer is the one that a host's client gets; times are only written down."""
-    good = True
-
-    def judge(name: str, right: bool) -> None:
-        nonlocal good
-        record.add("check", name=name, good=right)
-        good = good and right
-
+    checks = Checks(record)
     with tempfile.TemporaryDirectory(prefix="lora-passes-") as scratch, open_lab(Path(scratch), "cuda", "gpu") as lab:
         with by_host(lab) as oracle, by_launches(lab) as layer:
             graph = captured(layer)
@@ -171,17 +165,17 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
                     pairs = zip(
                         answers(layer, names, seed, play), answers(oracle, names, seed, oracle.run), strict=True
                     )
-                    judge(f"{how}: {names}", all(torch.equal(ours, theirs) for ours, theirs in pairs))
+                    checks.judge(f"{how}: {names}", all(torch.equal(ours, theirs) for ours, theirs in pairs))
             assert isinstance(layer.forward, LaunchedPass)
             before = layer.forward.sent()
-            judge("base rows", not any(one.any() for one in answers(layer, (None,), SEED, graph.replay)))
-            judge("base rows send nothing", layer.forward.sent() == before)
+            checks.judge("base rows", not any(one.any() for one in answers(layer, (None,), SEED, graph.replay)))
+            checks.judge("base rows send nothing", layer.forward.sent() == before)
             record.add("latency", what="a pass of base rows in a graph", median_us=replay_us(graph))
             begin(layer.forward, BATCHES[1], ROWS)
             record.add("latency", what="a pass with adapters in a graph, three sites", median_us=replay_us(graph))
-            judge("after all of them", layer.forward.end() == {})
+            checks.judge("after all of them", layer.forward.end() == {})
         print(lab.server.tail())
-    return good
+    return checks.good
 
 
 if __name__ == "__main__":

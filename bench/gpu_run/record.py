@@ -30,6 +30,18 @@ class Record:
         return picked(read(self.path), kind, **like)
 
 
+class Checks:
+    """Answers that are right or wrong, a line each; `good`: none was wrong."""
+
+    def __init__(self, record: Record) -> None:
+        self._record, self.good = record, True
+
+    def judge(self, name: str, right: bool) -> None:
+        """One of them."""
+        self._record.add("check", name=name, good=right)
+        self.good = self.good and right
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """All lines, without one that was cut while it was written. Empty for a file that is not there."""
     if not path.exists():

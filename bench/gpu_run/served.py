@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from bench.gpu_run import stage
 from bench.gpu_run.lab import NAMES, Lab, open_lab
-from bench.gpu_run.record import Record
+from bench.gpu_run.record import Checks, Record
 from client_connector.remote import RemoteServer, RemoteSession
 from kernels_cuda.routing import Route
 from lora_server.errors import UnknownAdapterError
@@ -184,32 +184,26 @@ def told(graph: Graph) -> bool:
 
 def work(record: Record, arguments: argparse.Namespace) -> bool:
     """Whether every answer is the one that a host's client gets; times are only written down."""
-    good = True
-
-    def judge(name: str, right: bool) -> None:
-        nonlocal good
-        record.add("check", name=name, good=right)
-        good = good and right
-
+    checks = Checks(record)
     with tempfile.TemporaryDirectory(prefix="lora-served-") as scratch, open_lab(Path(scratch), "cuda", "gpu") as lab:
         with joined(lab, "shm", "cpu") as session:
             expected = Steps(session, torch.device("cpu")).once()
         with joined(lab, "gpu", "cuda") as session:
             steps = Steps(session, torch.device("cuda", 0))
-            judge("by Link", torch.equal(steps.once(), expected))
+            checks.judge("by Link", torch.equal(steps.once(), expected))
             note(record, "push and wait by Link", [by_link_us(steps) for _ in range(WARM_UP + ROUNDS)])
         with joined(lab, "gpu", "cuda") as session:
             link = session.links[0]
             assert isinstance(link, KernelLink)
             graph = Graph(Steps(session, torch.device("cuda", 0)), link)
-            judge("captured", torch.equal(graph.run(), expected))
+            checks.judge("captured", torch.equal(graph.run(), expected))
             note(record, "put, wait, add in a graph", [graph.replay_us() for _ in range(WARM_UP + ROUNDS)])
-            judge("an error is told", told(graph))
+            checks.judge("an error is told", told(graph))
             for _ in range(MANY):  # one stream: each waits for the one before
                 graph.once()
-            judge(f"after {MANY} steps", torch.equal(graph.run(), expected))
+            checks.judge(f"after {MANY} steps", torch.equal(graph.run(), expected))
         print(lab.server.tail())
-    return good
+    return checks.good
 
 
 if __name__ == "__main__":

@@ -16,18 +16,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.gpu_run import world_timing
-from bench.gpu_run.child import context, say
+from bench.gpu_run.child import be_an_engine, context, engine_flags, say
 from bench.gpu_run.engine import generate
 from bench.gpu_run.lab import NAMES
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
-from lora_server import logs
 from lora_server.demo.engine import load_model
 
 if TYPE_CHECKING:
@@ -99,11 +97,7 @@ class Engine:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("server")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--transport", default="nvshmem")
+    parser = engine_flags(__doc__, transport="nvshmem")
     parser.add_argument("--new-tokens", type=int, default=16)
     return parser.parse_args(arguments)
 
@@ -111,9 +105,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Until stdin ends."""
     given = parse()
-    logs.configure()  # stdout is for the JSON
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
+    be_an_engine()
     engine = Engine(given)
     for line in sys.stdin:
         engine.obey(**json.loads(line))
