@@ -42,7 +42,7 @@ HOPPER = "H100, H200"
 EVERYWHERE = {  # what a host launches: sources, and the kernels that must be there
     "lora_step.cu": {f"{kernel}_{dtype}" for kernel in KERNELS for dtype in DTYPES},
     "route.cu": {"route"},
-    "put.cu": {"put_vectors", "put_halves", "put_e4m3_bfloat16", "put_e4m3_float16"},
+    "put.cu": {"put_vectors", "put_halves", "put_e4m3_bfloat16", "put_e4m3_float16", "put_e4m3_float32"},
 }
 PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
     "serve.cu": {"serve_bfloat16", "serve_float16"},

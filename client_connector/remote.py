@@ -152,7 +152,7 @@ class RemoteSession(Session):
         transport, device = self._server.transport, self._server.device
         for endpoint in endpoints:
             seconds = min(HANDSHAKE_SECONDS, _left(deadline))
-            self.links.append(connect(endpoint, hello, transport, device, seconds, wire))
+            self.links.append(connect(endpoint, hello, transport, device, seconds))
 
     def _connect_world(self, lease: pb.Lease, deadline: float) -> None:
         from client_connector import world

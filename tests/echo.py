@@ -13,14 +13,18 @@ from pathlib import Path
 import pytest
 
 from lora_server.access.certificate import shard_certificate
+from lora_server.transport import e4m3
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
+from lora_server.transport.rows import SlotRows
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
+from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from lora_server.wire.slot import RequestHeader
 from tests import emulated
 from tests.emulated_link import EmulatedLink, MemfdMemory
 
@@ -39,6 +43,24 @@ def reverse(connection: Connection, seq: int) -> int:
     nbytes = int.from_bytes(request[:4], "little")
     connection.region.response(seq)[:nbytes] = bytes(request[:nbytes])[::-1]
     return nbytes
+
+
+def double(connection, seq):
+    """Every row of the request, twice its value, in the response; the slot's bytes are what travels."""
+    header = RequestHeader.unpack_from(connection.region.request(seq))
+    rows = connection.rows.request(header)
+    assert rows.shape == (header.num_rows, header.in_end - header.in_begin)
+    if header.dtype == slot.E4M3:
+        rows = e4m3.expand(rows, SlotRows(connection.region).request_scales(header))
+    connection.rows.answer(header, rows[:, : header.out_width] * 2)
+    return slot.response_offsets(header.num_out_rows, header.out_width, header.dtype).end
+
+
+def header_of(link, seq, rows, width, out_width, dtype):
+    nbytes = rows * width * slot.ELEMENT_BYTES[dtype]
+    at = slot.request_offsets(0, rows, 0, nbytes, slot.num_scales(rows, dtype))
+    numbers = (0, 0, 1, 1, seq, seq % LAYOUT.depth, 0, 0, dtype, rows, rows, 0, rows, 0, width)
+    return RequestHeader(*numbers, ((0, out_width),), at.end - slot.HEADER_BYTES, 0, 0)
 
 
 class EchoShard:

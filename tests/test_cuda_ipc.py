@@ -36,12 +36,13 @@ def test_cuda_ipc_needs_gpus_on_both_sides(tmp_path):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("wire", ["exact", "e4m3"])
 @pytest.mark.parametrize("layout", ["ep1-pp1", "ep2-pp2"])
-def test_every_transport_gives_the_same_bits(tmp_path, layout):
+def test_every_transport_gives_the_same_bits(tmp_path, layout, wire):
     """Several shards share one GPU; a row's bits do not depend on how it came, nor on its neighbours."""
     load = workload("mixtral")
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
-    more = ("--layout", layout, "--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32")
+    more = ("--layout", layout, "--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32", "--wire", wire)
     with running_server(tmp_path / "log", flags(load, *more)) as server:
         answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "tcp", "auto")]
     for answer in answers[1:]:
@@ -49,14 +50,15 @@ def test_every_transport_gives_the_same_bits(tmp_path, layout):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("wire", ["exact", "e4m3"])
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
-def test_no_site_waits_for_the_gpu(tmp_path, transport):
+def test_no_site_waits_for_the_gpu(tmp_path, transport, wire):
     """From the first layer to the last: routing, pushes, the engine's own GEMMs, and the deltas' way back."""
     load = workload("mixtral")
     model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
     ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
-    layers = model.base_model.layers
-    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--device-pool", "256MiB")) as server:
+    layers, more = model.base_model.layers, ("--device", "cuda", "--device-pool", "256MiB", "--wire", wire)
+    with running_server(tmp_path / "log", flags(load, *more)) as server:
         with attach(model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
             before = model(ids, attention_mask=mask).logits
             began = layers[0].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))

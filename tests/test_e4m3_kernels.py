@@ -16,7 +16,7 @@ from tests import emulated
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 PUT = Variant(bulk_copy=False, warps=1)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def as_kernels_do(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +66,38 @@ def test_a_put_makes_the_bits_of_the_hosts_rule(seed, rows, width, exponent, spr
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_value_there_is(dtype):
-    """By itself, and beside a row's largest that is a code's, a power of two, and neither."""
-    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    """By itself, and beside a row's largest that is a code's, a power of two, and neither. Of 32 bits, some."""
+    values = torch.arange(1 << 16, dtype=torch.int32)
+    values = (values * 0x10001).view(dtype) if dtype == torch.float32 else values.to(torch.int16).view(dtype)
     finite = values[values.isfinite()]
     same_bits(finite[::7, None].contiguous())
     for largest in (448.0, 1.0, 1.7):
         below = finite[finite.abs() <= largest]
         same_bits(torch.cat([torch.tensor([largest], dtype=dtype), below])[None])
     same_bits(torch.zeros(2, 24, dtype=dtype))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpus_torch_makes_the_same_bits_and_its_host_waits_for_nothing(dtype):
+    """What a shard's loop does with its answers, and a client with what it got."""
+    pick = torch.Generator().manual_seed(7)
+    x = torch.ldexp(torch.randn(64, 5000, generator=pick), torch.randint(-30, 12, (64, 1), generator=pick)).to(dtype)
+    x[3], x[5, 7], x[6, 9] = 0, math.nan, -math.inf
+    there, codes = x.cuda(), torch.zeros(x.shape, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.zeros(64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        e4m3.quantise(there, codes, scales)
+        values = e4m3.expand(codes, scales)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    theirs = by_the_host(x)
+    assert all(
+        torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip((codes, scales), theirs, strict=True)
+    )
+    torch.testing.assert_close(values.cpu(), e4m3.expand(*theirs), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.cuda

@@ -275,7 +275,7 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     wide = provision(*BASE, *LOAD, "--gpus-per-node", "1", "--wire", "e4m3", "--out", str(out), "--no-simulate")
     assert wide.exit_code == 0
     assert yaml.safe_load(out.read_text())["nodes"] == 2
-    assert config_of({}, out).wire == "e4m3" and "CUDA IPC carries exact rows alone" in out.read_text()
+    assert config_of({}, out).wire == "e4m3"
 
 
 def test_a_trace_is_planned_and_replayed(tmp_path):

@@ -50,6 +50,26 @@ def test_the_device_routes_as_the_host_does(kind, tmp_path):
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
+    """To the bit, with routes of the device's, wherever rows lie; engines of two dtypes, since the wire has one."""
+    load = workload("mixtral")
+    model, (ids, mask) = tiny.make_model("mixtral", dtype=dtype), pad(load.batch, 0)
+    options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512, "wire": "e4m3"}
+    logits = []
+    servers = [InprocServer(load.spec, load.paths, **options)]
+    for twin in ("no", "must"):
+        (tmp_path / twin).mkdir()
+        servers.append(EmulatedServer(tmp_path / twin, load.spec, load.paths, twin=twin, **options))
+    for server in servers:
+        with attach(model, server) as lora, lora.adapters(load.names):
+            assert lora.client.described()["wire"] == "e4m3"
+            logits.append(model(ids, attention_mask=mask).logits)
+        server.close()
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], model(ids, attention_mask=mask).logits)
+
+
 def test_times_and_failures_are_told_as_on_the_host(tmp_path):
     load = workload("mixtral")
     server = EmulatedServer(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1")

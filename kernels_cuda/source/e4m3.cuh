@@ -60,10 +60,15 @@ struct RowScale {
     bool finite;
 };
 
-// largest: the greatest of a row's 16-bit values without their signs, as integers, of which NaNs are the greatest.
-template <class T> DEVICE RowScale scale_of(unsigned largest) {
+// largest: the greatest of a row's values without their signs, as integers, of which NaNs are the greatest.
+template <class T> DEVICE float value_of(unsigned bits) {
     float value, none;
-    unpack<T>(largest, value, none);
+    unpack<T>(bits, value, none);
+    return value;
+}
+template <> DEVICE float value_of<float>(unsigned bits) { return __uint_as_float(bits); }
+template <class T> DEVICE RowScale scale_of(unsigned largest) {
+    const float value = value_of<T>(largest);
     if (!(value <= LARGEST_FLOAT)) return {1.0f, 0.0f, false};
     const float exact = divide(value, LARGEST_CODE), scale = exact < LEAST_SCALE ? LEAST_SCALE : exact;
     return {scale, divide(1.0f, scale), true};
@@ -120,4 +125,17 @@ DEVICE void quantise_row(const unsigned short* x, int width, unsigned char* code
                                                          codes_of<T>(v.z, its) | codes_of<T>(v.w, its) << 16});
     }
     for (int i = begin; i < width; i += threads) store(codes + i, static_cast<unsigned char>(codes_of<T>(load_l2(x + i), its)));
+}
+
+// The same of 32-bit values, an element at a time: no engine that is in a hurry has them.
+template <class T, class Most>
+DEVICE void quantise_row(const float* x, int width, unsigned char* codes, float* scale, int thread, int threads, const Most& most) {
+    unsigned largest = 0;
+    for (int i = thread; i < width; i += threads) largest = larger(largest, __float_as_uint(load_l2(x + i)) & 0x7fffffff);
+    const RowScale its = scale_of<T>(most(largest));
+    if (thread == 0) store(scale, its.scale);
+    for (int i = thread; i < width; i += threads) {
+        const unsigned code = its.finite ? two_codes(multiply(load_l2(x + i), its.inverse), 0.0f) : CODES_OF_NAN;
+        store(codes + i, static_cast<unsigned char>(code));
+    }
 }

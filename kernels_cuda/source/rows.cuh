@@ -13,15 +13,20 @@ template <class Unit> struct AsItIs {
     }
 };
 
+// What a row's values of T are in memory.
+template <class T> struct Stored { using Type = unsigned short; };
+template <> struct Stored<float> { using Type = float; };
+
 // Or as codes of values of T, with a scale for each row. A row per warp, which needs the largest of it first.
 template <class T> struct AsCodes {
+    using Value = typename Stored<T>::Type;
     DEVICE static int scales(int num_rows) { return num_rows; }
-    DEVICE static int bytes(int row_bytes) { return row_bytes / 2; }
+    DEVICE static int bytes(int row_bytes) { return row_bytes / static_cast<int>(sizeof(Value)); }
     DEVICE static void copy(unsigned char* to, float* scales, const unsigned char* from, const int* rows, int num_rows,
                             int row_bytes, int64 stride) {
-        const int width = row_bytes / 2, warps = gridDim.x * WARPS;
+        const int width = bytes(row_bytes), warps = gridDim.x * WARPS;
         for (int row = blockIdx.x * WARPS + threadIdx.x / LANES; row < num_rows; row += warps)
-            quantise_row<T>(reinterpret_cast<const unsigned short*>(from + load_l2(rows + row) * stride), width,
+            quantise_row<T>(reinterpret_cast<const Value*>(from + load_l2(rows + row) * stride), width,
                             to + static_cast<int64>(row) * width, scales + row, threadIdx.x % LANES, LANES, MostOfWarp());
     }
 };

@@ -89,19 +89,16 @@ def connect(
     transport: str,
     device: str = "cpu",
     seconds: float = HANDSHAKE_SECONDS,
-    wire: Wire = "exact",
 ) -> Link:
     """A link to one shard, for activations on `device`; it may take as many seconds.
 
     `auto` takes shared memory where the shard is on this host, and rows in GPU memory where both compute on
     GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
     """
-    gpu = device.startswith("cuda") and wire == "exact"  # cuda_ipc carries exact rows alone: the host copies e4m3
+    gpu = device.startswith("cuda")
     if transport == "gpu":
         return _kernel_link(endpoint, hello, device)
     if transport == "cuda_ipc":
-        if wire != "exact":
-            raise ConfigError(f"transport cuda_ipc: the server's wire is {wire}, expected exact; use auto, shm or tcp")
         if not (endpoint.device == "cuda" and gpu):
             raise ConfigError(
                 f"transport cuda_ipc: shard {endpoint.shard} computes on {endpoint.device or 'cpu'}, the engine on "

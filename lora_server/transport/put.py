@@ -24,7 +24,8 @@ BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 WARPS = 8
 VARIANT = Variant(bulk_copy=False, warps=WARPS)
 VECTOR_BYTES = 16
-KERNELS = ("put_vectors", "put_halves", *(f"put_e4m3_{dtype}" for dtype in DTYPE_NAMES.values()))
+TO_CODES = {dtype: f"put_e4m3_{name}" for dtype, name in (DTYPE_NAMES | {torch.float32: "float32"}).items()}
+KERNELS = ("put_vectors", "put_halves", *TO_CODES.values())
 FILES = {
     "put.cu": Path(__file__).with_name("put.cu").read_text(),
     "slot.h": Path(slot.__file__).with_name("slot.h").read_text(),
@@ -38,7 +39,7 @@ class Put:
     x: [.., K] 16- or 32-bit, rows contiguous;  rows_M int32 on the device, rows of x, which is null if routed
     by_entry: of a routed step: a row per entry, weighted and summed per token, instead of a row per token
     finished: int32 [1], 0
-    in_codes: 16-bit rows travel as e4m3; `scales` is where those of the rows at `to` go
+    in_codes: rows travel as e4m3; `scales` is where those of the rows at `to` go
     """
 
     x: torch.Tensor
@@ -58,7 +59,7 @@ class Put:
         """16 bytes at a time where all addresses and sizes are multiples of that."""
         x = self.x
         if self.in_codes:
-            return f"put_e4m3_{DTYPE_NAMES[x.dtype]}"
+            return TO_CODES[x.dtype]
         parts = (x.data_ptr(), self.to, self.slot, self._row_bytes, x.stride(0) * x.element_size())
         return "put_halves" if any(part % VECTOR_BYTES for part in parts) else "put_vectors"
 
@@ -77,8 +78,8 @@ class Put:
         x, route = self.x, self.route
         if x.dim() != 2 or x.stride(1) != 1:
             raise ValueError(f"got activations of {tuple(x.shape)} with strides {x.stride()}, expected contiguous rows")
-        if self.in_codes and x.dtype not in DTYPE_NAMES:
-            raise ValueError(f"got {x.dtype} activations, expected bfloat16 or float16")
+        if self.in_codes and x.dtype not in TO_CODES:
+            raise ValueError(f"got {x.dtype} activations, expected bfloat16, float16 or float32")
         counts = segments = row_map = weights = None
         rows = self.rows_M
         if route is not None:

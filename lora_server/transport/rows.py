@@ -44,13 +44,18 @@ class Rows(ABC):
 
     def answer(self, header: RequestHeader, delta_UO: torch.Tensor) -> None:
         """Deltas, wherever they are, become the response to a request."""
-        self.response(header).copy_(delta_UO, non_blocking=True)
+        if header.dtype == slot.E4M3:
+            e4m3.quantise(delta_UO, self.response(header), self.response_scales(header))
+        else:
+            self.response(header).copy_(delta_UO, non_blocking=True)
 
     def deltas(self, header: RequestHeader, like: torch.Tensor) -> torch.Tensor:
         """[U, O] of the response to a request, with device and dtype of `like`; a view where that is so already."""
+        later = like.device.type != "cpu"  # a GPU reads behind the copy, a host at once
         if header.dtype != slot.E4M3:
-            return self.response(header).to(like, non_blocking=True)
-        codes_UO, scales_U = self.response(header).to(like.device), self.response_scales(header).to(like.device)
+            return self.response(header).to(like, non_blocking=later)
+        parts = self.response(header), self.response_scales(header)
+        codes_UO, scales_U = (part.to(like.device, non_blocking=later) for part in parts)
         return e4m3.expand(codes_UO, scales_U).to(like.dtype)
 
     def response_scales(self, header: RequestHeader) -> torch.Tensor:
@@ -59,7 +64,7 @@ class Rows(ABC):
 
 
 class SlotRows(Rows):
-    """Host memory: the region's own. Here rows may be e4m3."""
+    """Host memory: the region's own."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -84,13 +89,6 @@ class SlotRows(Rows):
         x_MK = x_TK.index_select(0, rows_M.to(x_TK.device))
         e4m3.quantise(x_MK, self.request(header), self.request_scales(header))
 
-    @override
-    def answer(self, header: RequestHeader, delta_UO: torch.Tensor) -> None:
-        if header.dtype != slot.E4M3:
-            super().answer(header, delta_UO)
-            return
-        e4m3.quantise(delta_UO, self.response(header), self.response_scales(header))
-
     def request_scales(self, header: RequestHeader) -> torch.Tensor:
         """[T] of a request of e4m3, float32; not checked."""
         counts, rows = (header.num_segments, header.num_entries, header.flags), header.num_rows
@@ -113,41 +111,57 @@ def _host(memory: memoryview, offset: int, rows: int, width: int, dtype: int) ->
 
 
 class TwinRows(Rows):
-    """Device memory: rows of 16 bits, from the start of a slot of half the size on. `memory`: uint8 [twin_bytes]."""
+    """Device memory: a slot's rows, from its own start on; of a response of e4m3 behind their scales, while a request's
+    are one of the tables in the region. `memory`: uint8 [twin_bytes].
+    """
 
     def __init__(self, memory: torch.Tensor, layout: RegionLayout) -> None:
         """Raises ProtocolError if the memory is too small."""
         if memory.nbytes < twin_bytes(layout):
             raise ProtocolError(f"twin: got {memory.nbytes} bytes, expected {twin_bytes(layout)} for {layout}")
-        self.memory, self._layout = memory, layout
+        self.memory, self._depth = memory, layout.depth
+        self._request_bytes, self._response_bytes = _slot_bytes(layout)
 
     def request(self, header: RequestHeader) -> torch.Tensor:
         """Raises ProtocolError for rows of 32 bits."""
-        return self._rows(self._request_begin(header), header.num_rows, header.in_end - header.in_begin, header)
+        begin = header.seq % self._depth * self._request_bytes
+        return self._rows(begin, header.num_rows, header.in_end - header.in_begin, header)
 
     def request_address(self, header: RequestHeader) -> int:
         """Where a request's rows begin, also while nobody knows how many there are. Raises as `request` does."""
         return self.request(header._replace(num_rows=1)).data_ptr()
 
-    def _request_begin(self, header: RequestHeader) -> int:
-        return header.seq % self._layout.depth * (self._layout.request_bytes // 2)
-
     def response(self, header: RequestHeader) -> torch.Tensor:
         """Raises ProtocolError for rows of 32 bits."""
-        layout = self._layout
-        begin = layout.depth * (layout.request_bytes // 2) + header.seq % layout.depth * (layout.response_bytes // 2)
-        return self._rows(begin, header.num_out_rows, header.out_width, header)
+        rows, width = header.num_out_rows, header.out_width
+        behind = slot.response_offsets(rows, width, header.dtype).rows - slot.HEADER_BYTES
+        return self._rows(self._response_begin(header) + behind, rows, width, header)
+
+    @override
+    def response_scales(self, header: RequestHeader) -> torch.Tensor:
+        begin = self._response_begin(header)
+        return self.memory[begin : begin + 4 * header.num_out_rows].view(torch.float32)
+
+    def _response_begin(self, header: RequestHeader) -> int:
+        return self._depth * self._request_bytes + header.seq % self._depth * self._response_bytes
 
     def _rows(self, begin: int, rows: int, width: int, header: RequestHeader) -> torch.Tensor:
-        if slot.ELEMENT_BYTES[header.dtype] != 2:
+        each = slot.ELEMENT_BYTES[header.dtype]
+        if each > 2:
             raise ProtocolError(
                 f"{header.where}: got {slot.DTYPES[header.dtype]} rows in GPU memory, expected bfloat16 or float16; "
                 "run the engine in one of them, or attach with transport='shm'"
             )
-        return self.memory[begin : begin + 2 * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+        return self.memory[begin : begin + each * rows * width].view(TORCH_DTYPES[header.dtype]).view(rows, width)
+
+
+def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:
+    """Of a request and a response in a twin. Half of a slot for rows of 32 bits holds every step in 16."""
+    assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
+    parts = 2 if layout.widest == slot.DTYPES.index("float32") else 1
+    return layout.request_bytes // parts, layout.response_bytes // parts
 
 
 def twin_bytes(layout: RegionLayout) -> int:
-    """Bytes of a region's twin; half a slot holds every step that a slot does, in elements half as large."""
-    assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
-    return layout.depth * (layout.request_bytes // 2 + layout.response_bytes // 2)
+    """Bytes of a region's twin."""
+    return layout.depth * sum(_slot_bytes(layout))
