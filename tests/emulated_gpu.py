@@ -30,6 +30,7 @@ SERVE = Variant(bulk_copy=True, warps=1)
 VARIANTS = dict.fromkeys(source.SOURCES, SERVE) | {"put.cu": Variant(bulk_copy=False, warps=1)}
 ROUTE = Variant(bulk_copy=False, warps=2)
 STACK_BYTES = 48 << 10
+PINNED: list[tuple[int, int]] = []  # (begin, end) of this process's host memory, now
 MEMORY = {
     "serve.cu": "ServeMemory",
     "serve_e4m3.cu": "ServeMemory",
@@ -141,10 +142,12 @@ class EmulatedQueue(gpu.Queue):
 
     @override
     def send(self, address: int, data: memoryview) -> None:
+        _need_pinned(data)
         self._give(lambda: ctypes.memmove(address, _address(data), data.nbytes) and None)
 
     @override
     def fetch(self, data: memoryview, address: int) -> None:
+        _need_pinned(data)
         self._give(lambda: ctypes.memmove(_address(data), address, data.nbytes) and None)
 
     @override
@@ -163,13 +166,17 @@ def _address(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def _need_pinned(memory: memoryview) -> None:
+    """Of one `pin`, as a real GPU asks that a copy nobody waits for is."""
+    begin = _address(memory)
+    if not any(first <= begin and begin + memory.nbytes <= end for first, end in PINNED):
+        raise RuntimeError(f"{memory.nbytes} bytes at {begin:#x} are not pinned")
+
+
 class EmulatedGpu(gpu.Gpu):
-    """See Gpu. `pinned`: what is now."""
+    """See Gpu."""
 
     device = CPU
-
-    def __init__(self) -> None:
-        self.pinned = 0
 
     @override
     def compile(self, source: str) -> None:
@@ -189,12 +196,9 @@ class EmulatedGpu(gpu.Gpu):
 
     @override
     def pin(self, memory: memoryview) -> tuple[int, Callable[[], None]]:
-        self.pinned += 1
-
-        def unpin() -> None:
-            self.pinned -= 1
-
-        return _address(memory), unpin
+        part = (_address(memory), _address(memory) + memory.nbytes)
+        PINNED.append(part)
+        return part[0], lambda: PINNED.remove(part)
 
     @override
     def queue(self, urgent: bool = False) -> gpu.Queue:

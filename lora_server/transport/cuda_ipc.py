@@ -98,9 +98,5 @@ class IpcLink(DeviceLink):
 
 
 def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
-    """What a GPU stores to or loads from: everything, or all but the rows."""
-    if not twin or not layout.table_bytes:
-        return [(0, layout.nbytes)]
-    tables = -(-layout.table_bytes // PAGE_BYTES) * PAGE_BYTES
-    starts = [PAGE_BYTES + i * layout.request_bytes for i in range(layout.depth)]
-    return [(0, PAGE_BYTES), *((start, start + min(tables, layout.request_bytes)) for start in starts)]
+    """What a GPU stores to or loads from: everything, or the signal and all but the rows."""
+    return [(0, PAGE_BYTES), *layout.tables()] if twin else [(0, layout.nbytes)]

@@ -59,6 +59,18 @@ class RegionLayout:
         """Bytes of the whole region."""
         return PAGE_BYTES + self.depth * (self.request_bytes + self.response_bytes)
 
+    def tables(self) -> list[tuple[int, int]]:
+        """(begin, end), whole pages, of what is no row in each request slot; of all of it, where that is not known."""
+        size = min(slot.aligned(self.table_bytes, PAGE_BYTES) or self.request_bytes, self.request_bytes)
+        starts = [PAGE_BYTES + index * self.request_bytes for index in range(self.depth)]
+        return [(start, start + size) for start in starts]
+
+    def answers(self) -> list[tuple[int, int]]:
+        """(begin, end) of the first page of each response slot: its header, and the text of a refusal."""
+        first = PAGE_BYTES + self.depth * self.request_bytes
+        starts = [first + index * self.response_bytes for index in range(self.depth)]
+        return [(start, start + PAGE_BYTES) for start in starts]
+
 
 class Region:
     """Typed views over a region's memory. Owns nothing but the views; `memory` keeps the mapping alive."""

@@ -59,6 +59,12 @@ class KernelLink(DeviceSteps):
     def _pin(self, memory: memoryview) -> None:
         self._unpins.append(self.gpu.pin(memory)[1])
 
+    def _pin_region(self) -> None:
+        """What `push` sends of it, and `wait` fetches: no rows, which lie on GPUs."""
+        layout = self.region.layout
+        for begin, end in (*layout.tables(), *layout.answers()):
+            self._pin(self.region.memory[begin:end])
+
     @abstractmethod
     def _places(self) -> dict[str, int]:
         """Words of the state block: where the slots and signals of both ends are, and the other end's pe."""
@@ -225,7 +231,7 @@ class GpuLink(KernelLink, DeviceLink):
         self._sizes = SlotSizes.of(self.region.layout)
         self._requests = self.gpu.map(fd, self._sizes.requests)
         self._responses = self.gpu.create(self._sizes.responses)
-        self._pin(self.region.memory)
+        self._pin_region()
         self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, self._sizes)
         self._offers = [self._responses.fd]
         self._write_state(self.state)

@@ -38,7 +38,7 @@ class WorldLink(KernelLink):
         self._requests: Memory = Part(own, 0, sizes.requests, seen)
         self._mapping = Mapping(world.layout.nbytes)  # where headers and tables are written, and read
         self.region = Region(self._mapping.view, world.layout)
-        self._pin(self.region.memory)
+        self._pin_region()
         self._slot_rows = GpuRows(self._requests.tensor, self._responses.tensor, sizes)
         self._write_state(self.state)
 
