@@ -32,11 +32,14 @@ class Client:
     After a broken step, `recover` joins anew; adapters must then be held again.
     """
 
-    def __init__(self, server: Server, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, server: Server, timeout_seconds: float = TIMEOUT_SECONDS, first_seconds: float | None = None
+    ) -> None:
+        """`first_seconds`: for the first join, where that waits for others than the server."""
         self._server = server
         self.timeout_seconds = timeout_seconds
         self.observe: Callable[[StepTimes], None] | None = None
-        self._adopt(server.join(timeout_seconds))
+        self._adopt(server.join(timeout_seconds if first_seconds is None else first_seconds))
 
     def _adopt(self, session: Session) -> None:
         self.session: Session = session

@@ -88,6 +88,12 @@ class RemoteServer(Server):
             session: RemoteSession = retry(RemoteSession, self, time.monotonic() + seconds)
         return session
 
+    def ask_terms(self, seconds: float = JOIN_SECONDS) -> Terms:
+        """What a session would have, before one takes a place that it could not give back."""
+        session = RemoteServer(self.address, links=False, credentials=self.credentials).join(seconds)
+        session.leave()
+        return session.terms
+
 
 class RemoteSession(Session):
     """A lease on a running server, kept alive by a heartbeat thread. It outlives the server's controller: while
@@ -161,8 +167,12 @@ class RemoteSession(Session):
             place: pb.Place = self._call(self._clients.World, pb.WorldRequest(proof=self._proof), _left(deadline))
             return place
 
-        shards = self.terms.layout.num_shards
-        entered = world.enter(lease, self.terms.spec, shards, self._server.device, ask, deadline)
+        def missing() -> str:
+            status = rpc.ServerStub(self._channel).Status
+            return str(self._call(status, pb.StatusRequest(), LET_GO_SECONDS).reason)
+
+        place = world.gathered(lease.place, ask, missing, deadline)
+        entered = world.enter(place, self.terms, self._server.device)
         for link in world.links(entered, lease, lambda: self._lost is None):
             self.links.append(link)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+import structlog
 import torch
 
-from lora_server.errors import ConfigError, ServerUnavailableError
-from lora_server.spec import ModelSpec
+from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
 from lora_server.transport.base import Link
 from lora_server.transport.gpu.opened import world_gpu_of
 from lora_server.transport.gpu.world import World, entered
 from lora_server.transport.gpu.world_link import WorldLink
+from lora_server.transport.session import Terms
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.region import RegionLayout
 
 LOOK_SECONDS = 0.1  # between two looks whether all are there
+log = structlog.get_logger()
 
 
 def wanted() -> pb.Place:
@@ -31,21 +33,39 @@ def check(device: str, wire: str) -> None:
         raise ConfigError(f"transport nvshmem: got wire {wire}, expected exact; use auto or tcp")
 
 
-def enter(
-    lease: pb.Lease, spec: ModelSpec, shards: int, device: str, ask: Callable[[], pb.Place], deadline: float
-) -> World:
-    """`ask` tells the place as it is now. Raises ServerUnavailableError where not all come in time, WorldError."""
-    place = lease.place
+def gathered(place: pb.Place, ask: Callable[[], pb.Place], missing: Callable[[], str], deadline: float) -> pb.Place:
+    """The place that a lease has, once all others have theirs, too; until `deadline` (time.monotonic()).
+
+    `ask` tells it as it is now, `missing` who is not there. Raises ServerUnavailableError where not all come in time,
+    which gives the place to the next who asks.
+    """
+    if not place.uid:
+        log.info(
+            "waiting for NVSHMEM's world", pe=place.rank, pes=place.size, seconds=round(deadline - time.monotonic())
+        )
     while not place.uid:
         if time.monotonic() > deadline:
             raise ServerUnavailableError(
-                f"NVSHMEM: not all {place.size} PEs of the world came in time ({shards} shards, and as many engines as "
-                "--nvshmem-clients says); start them, or wait longer (timeout_seconds)"
+                f"NVSHMEM: not all {place.size} PEs of the world came in time ({_said(missing)}); start as many engine "
+                "processes as --nvshmem-clients says, one per worker, or wait longer (timeout_seconds; vLLM: "
+                "LORA_SERVER_WORLD_SECONDS)"
             )
         time.sleep(LOOK_SECONDS)
         place = ask()
-    layout = RegionLayout.for_model(spec, lease.max_step_rows, place.slots, "exact")
-    return entered.enter(World(world_gpu_of(torch.device(device)), place, shards, layout))
+    return place
+
+
+def _said(missing: Callable[[], str]) -> str:
+    try:
+        return missing()
+    except LoraServerError as error:
+        return str(error)
+
+
+def enter(place: pb.Place, terms: Terms, device: str) -> World:
+    """With all others, or stay in it. Raises WorldError."""
+    layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, "exact")
+    return entered.enter(World(world_gpu_of(torch.device(device)), place, terms.layout.num_shards, layout))
 
 
 def links(world: World, lease: pb.Lease, is_served: Callable[[], bool]) -> Iterator[Link]:

@@ -30,6 +30,7 @@ MEANINGS = {  # of what has no description in the code
     "wire": (", ".join(WIRES), "The `--wire` that the server must have"),
     "on_failure": (f"{ERROR}, {BASE_MODEL}", "What becomes of a request whose step failed"),
     "timeout_seconds": ("seconds", "The longest step, and the longest join"),
+    "world_seconds": ("seconds", "Over nvshmem: how long a worker waits at its start until its world is complete"),
     "model": ("model", "A transformers model in eval mode, float32, bfloat16 or float16"),
     "token": ("token", "What the server is shown; without it, see [Callers](#callers)"),
     "tokenizer": ("tokenizer", "For activated LoRAs with a legacy invocation string"),

@@ -1,5 +1,5 @@
 """A CUDA graph on the GPU that is this CPU: what is launched and computed once is played again, with the arguments that
-it had and into the memory that it had, on the queues of whatever links there are then."""
+it had and into the memory that it had, on queues of its own: it outlives the links."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Graph:
         self._forward = forward
         self._steps: list[Callable[[], None]] = []
         self.launches: list[tuple[int, str, tuple[int, ...]]] = []  # shard, kernel, arguments
+        self._own = [EmulatedQueue(queue._nvshmem) for queue in self._queues()]
 
     def _queues(self) -> list[Any]:
         return [captured.link.queue for captured in self._forward._captured]
@@ -54,12 +55,12 @@ class Graph:
         def launched(queue: EmulatedQueue, kernel: str, *values: int) -> None:
             shard = self._queues().index(queue)
             self.launches.append((shard, kernel, values))
-            self._steps.append(lambda: self._queues()[shard].launch(kernel, *values))
+            self._steps.append(lambda: self._own[shard].launch(kernel, *values))
             launch(queue, kernel, *values)
 
         def led(queue: EmulatedQueue) -> None:
             shard = self._queues().index(queue)
-            self._steps.append(lambda: self._queues()[shard].lead_engine())
+            self._steps.append(lambda: self._own[shard].lead_engine())
             lead(queue)
 
         EmulatedQueue.launch, EmulatedQueue.lead_engine = launched, led

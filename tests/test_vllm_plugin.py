@@ -80,6 +80,8 @@ def test_settings_travel_in_the_engines_config():
         ({"address": "h:1", "on_failure": "shrug"}, "shrug"),
         ({"address": "h:1", "timeout_seconds": "soon"}, "soon"),
         ({"address": "h:1", "timeout_seconds": 0}, "more than 0"),
+        ({"address": "h:1", "world_seconds": "later"}, "world_seconds: got 'later'"),
+        ({"address": "h:1", "world_seconds": -1}, "world_seconds: got -1.0, expected more than 0"),
         ({"address": "h:1", "color": "red"}, "color"),
         (7, "expected HOST:PORT"),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
+from client_connector.world import gathered
 from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import World
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
@@ -161,3 +163,34 @@ def test_without_places_for_engines_there_is_no_world():
     assert scene.arrive(0) == set() and scene.world.reason == ""
     with pytest.raises(ConfigError, match="start it with --device cuda --gpu-transport nvshmem --nvshmem-clients N"):
         scene.world.take(7, ANY)
+
+
+def test_who_waits_in_vain_hears_who_is_missing():
+    scene = Scene()
+    scene.arrive(0), scene.arrive(1)
+    place = scene.world.take(7, ANY)
+    missing = (
+        r"not all 4 PEs .* in time \(NVSHMEM's world: 2 of 2 shards and 1 of 2 engines are here\); .*WORLD_SECONDS"
+    )
+    with pytest.raises(ServerUnavailableError, match=missing):
+        gathered(place, lambda: scene.world.of(7), lambda: scene.world.reason, time.monotonic())
+
+    def away() -> str:
+        raise ServerUnavailableError("the controller is away")
+
+    with pytest.raises(ServerUnavailableError, match=r"in time \(the controller is away\)"):
+        gathered(place, lambda: scene.world.of(7), away, time.monotonic())
+
+
+def test_who_waits_goes_on_once_the_last_is_there():
+    scene = Scene()
+    scene.arrive(0), scene.arrive(1)
+    place = scene.world.take(7, ANY)
+    assert not place.uid
+
+    def ask() -> pb.Place:
+        scene.world.take(8, ANY)
+        return scene.world.of(7)
+
+    place = gathered(place, ask, lambda: scene.world.reason, time.monotonic() + 60)
+    assert len(place.uid) == UID_BYTES and place.rank == 2

@@ -31,6 +31,7 @@ from lora_server.errors import AdapterError, ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu.captured import Captured, CapturedSite
 from lora_server.transport.gpu.link import KernelLink
+from lora_server.transport.session import Terms
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
@@ -38,7 +39,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class LaunchedPass(PlannedPass):
-    """One engine worker's, over links of transport gpu; one thread. See PlannedPass."""
+    """One engine worker's, over links of transport gpu or nvshmem; one thread. See PlannedPass."""
 
     def __init__(
         self, client: Client, ready: Callable[[], bool], *, dtype: torch.dtype, max_rows: int, max_adapters: int
@@ -46,13 +47,7 @@ class LaunchedPass(PlannedPass):
         """max_rows: of an engine's step, padding included; max_adapters: in one. Raises ConfigError."""
         super().__init__(client, ready)
         terms = client.terms
-        if dtype not in DTYPES:
-            raise ConfigError(f"transport gpu: got {dtype} activations, expected bfloat16 or float16; use auto")
-        if max_adapters * terms.spec.experts >= MAX_KEYS:
-            raise ConfigError(
-                f"transport gpu: got steps of up to {max_adapters} requests and {terms.spec.experts} experts, expected "
-                f"fewer than {MAX_KEYS} together; give the engine fewer requests at once, or use auto"
-            )
+        check_launches(terms, dtype, max_adapters)
         links = _kernel_links(client)
         self._gpu, self._dtype, self._terms, self._session = links[0].gpu, dtype, terms, client.session
         device = links[0].device
@@ -250,10 +245,24 @@ class LaunchedPass(PlannedPass):
         captured.finish()
 
 
+def check_launches(terms: Terms, dtype: torch.dtype, max_adapters: int) -> None:
+    """What needs no links. Raises ConfigError for what launches cannot do."""
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"transports gpu and nvshmem: got {dtype} activations, expected bfloat16 or float16; use auto"
+        )
+    if max_adapters * terms.spec.experts >= MAX_KEYS:
+        raise ConfigError(
+            f"transports gpu and nvshmem: got steps of up to {max_adapters} requests and {terms.spec.experts} experts, "
+            f"expected fewer than {MAX_KEYS} together; give the engine fewer requests at once, or use auto"
+        )
+
+
 def _kernel_links(client: Client) -> list[KernelLink]:
     links = [link for link in client.session.links if isinstance(link, KernelLink)]
     if len(links) < len(client.session.links) or not links:
         raise ConfigError(
-            "transport gpu: got links that no kernel waits for; start the server with --gpu-transport gpu"
+            "transports gpu and nvshmem: got links that no kernel waits for; start the server with --gpu-transport gpu "
+            "or nvshmem, and attach with the same"
         )
     return links

@@ -16,8 +16,11 @@ ENVIRONMENT = {
     "wire": "LORA_SERVER_WIRE",
     "on_failure": "LORA_SERVER_ON_FAILURE",
     "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
+    "world_seconds": "LORA_SERVER_WORLD_SECONDS",
 }
+NUMBERS = ("timeout_seconds", "world_seconds")
 ERROR, BASE_MODEL = "error", "base_model"
+LAUNCHED = ("gpu", "nvshmem")  # transports over which kernels send and wait, and CUDA graphs hold their launches
 OF = "|"  # between a tenant and what it calls an adapter; in no adapter's name
 
 
@@ -32,6 +35,7 @@ class Settings:
     """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join.
 
     `wire`: that the server must have.
+    `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
     """
 
@@ -40,6 +44,7 @@ class Settings:
     wire: str = "any"
     on_failure: str = ERROR
     timeout_seconds: float = 10.0
+    world_seconds: float = 300.0
     served_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -48,8 +53,14 @@ class Settings:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(f"{ADDRESS}: got {self.address!r}, expected HOST:PORT such as 127.0.0.1:7400")
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds: got {self.timeout_seconds}, expected more than 0")
+        for name in NUMBERS:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected more than 0")
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a pass is launches from end to end."""
+        return self.transport in LAUNCHED
 
     def as_config(self) -> dict[str, Any]:
         """What `find` reads back."""
@@ -73,7 +84,9 @@ def find(own: object, environment: Mapping[str, str], where: str = KEY) -> Setti
     unknown = sorted(set(given) - {field.name for field in fields(Settings)})
     if unknown:
         raise ConfigError(f"{where}: got {unknown}, expected some of {list(ENVIRONMENT)}")
-    try:
-        return Settings(**given | {"timeout_seconds": float(given.get("timeout_seconds", Settings.timeout_seconds))})
-    except (TypeError, ValueError):
-        raise ConfigError(f"timeout_seconds: got {given['timeout_seconds']!r}, expected a number of seconds") from None
+    for name in NUMBERS:
+        try:
+            given[name] = float(given.get(name, getattr(Settings, name)))
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name}: got {given[name]!r}, expected a number of seconds") from None
+    return Settings(**given)

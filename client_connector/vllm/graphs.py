@@ -1,4 +1,4 @@
-"""Where vLLM's captured graphs are cut, unless its transport is `gpu`: an exchange happens on the host."""
+"""Where vLLM's captured graphs are cut, unless kernels send and wait: otherwise an exchange happens on the host."""
 
 from __future__ import annotations
 

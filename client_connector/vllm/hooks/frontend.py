@@ -75,7 +75,7 @@ def configure(args: Any, found: Settings) -> None:
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # /v1/load_lora_adapter and names of the server
     if os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise ConfigError("VLLM_USE_V2_MODEL_RUNNER: got 1, expected 0; vLLM's second model runner is not supported")
-    if current_platform.is_cuda_alike() and not args.enforce_eager and found.transport != "gpu":
+    if current_platform.is_cuda_alike() and not args.enforce_eager and not found.is_launched:
         split_graphs(args.compilation_config).cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 

@@ -22,7 +22,7 @@ from client_connector.directory import Directory
 from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
-from client_connector.serving.launched import LaunchedPass
+from client_connector.serving.launched import LaunchedPass, check_launches
 from client_connector.serving.linear import RemoteLinear
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
 from client_connector.serving.planned import PlannedPass
@@ -32,6 +32,7 @@ from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.spec import ModelSpec, Site
+from lora_server.transport.session import Terms
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
@@ -45,11 +46,19 @@ class RemoteLoRAManager:
     is_enabled = True
 
     def __init__(self, found: Settings, vllm_config: Any, device: torch.device) -> None:
-        """Joins the server; raises ServerUnavailableError, GeometryMismatchError."""
-        client = Client(
-            RemoteServer(found.address, found.transport, device=str(device), wire=found.wire), found.timeout_seconds
-        )
-        check_geometry(vllm_config.model_config.hf_config.to_dict(), client.terms.spec)
+        """Joins the server; raises ServerUnavailableError, GeometryMismatchError, WorldError, ConfigError."""
+
+        def suits(terms: Terms) -> None:
+            check_geometry(vllm_config.model_config.hf_config.to_dict(), terms.spec)
+            if found.is_launched:
+                check_launches(terms, vllm_config.model_config.dtype, vllm_config.scheduler_config.max_num_seqs)
+
+        server, first_seconds = RemoteServer(found.address, found.transport, device=str(device), wire=found.wire), None
+        if found.transport == "nvshmem":  # whose place in its world is lost with it
+            first_seconds = found.world_seconds
+            suits(server.ask_terms(first_seconds))
+        client = Client(server, found.timeout_seconds, first_seconds)
+        suits(client.terms)
         self._directory = Directory(found.address)
         self.forward = _forward(found, client, self._directory.ready, vllm_config)
         self._ids: set[int] = set()
@@ -111,8 +120,8 @@ class RemoteLoRAManager:
 
 
 def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_config: Any) -> PlannedPass:
-    """On transport `gpu` kernels send and wait, and captured graphs hold them; otherwise the host does."""
-    if found.transport != "gpu":
+    """Kernels send and wait, and captured graphs hold them; on most transports the host does."""
+    if not found.is_launched:
         return PlannedPass(client, ready)
     scheduler = vllm_config.scheduler_config
     return LaunchedPass(
