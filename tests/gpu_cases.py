@@ -14,6 +14,7 @@ from lora_server.transport.gpu.layout import LinkStatus, NoteKind
 from lora_server.wire import slot
 from tests import gpu_weights as weights
 from tests.gpu_clients import BUDGET_NS, GpuClient, WildClient
+from tests.gpu_lookups import many_segments_are_looked_up_together
 from tests.gpu_oracle import replay
 from tests.gpu_schedules import drive
 from tests.gpu_shard import LINKS, Shard, Waiting
@@ -368,4 +369,5 @@ CASES = (
     weights_are_seen_with_the_word_that_says_so,
     prompts_and_short_steps_share,
     every_check_has_its_refusal,
+    many_segments_are_looked_up_together,
 )

@@ -12,6 +12,8 @@ struct Bf16 {};
 struct Fp16 {};
 
 DEVICE void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
+// All loads above are under way: none is put off until one below was waited for, as the compiler would, to save registers.
+DEVICE void all_begun() { sync_warp(); }
 // Of the warps that compute; a kernel may have one more, which serves.
 DEVICE void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }

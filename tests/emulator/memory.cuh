@@ -140,6 +140,7 @@ template <class V> inline void check_alignment(const void* p) {
 }
 template <class V> inline V load_l2(const V* p) {
     check_alignment<V>(p);
+    current->trips++;
     if (!world.modelled) return *p;
     interrupt();
     compare(p, sizeof(V), false);
@@ -149,6 +150,7 @@ template <class V> inline V load_l2(const V* p) {
 }
 template <class V> inline V through_l1(const V* p, bool constant) {
     check_alignment<V>(p);
+    current->trips++;
     if (!world.modelled) return *p;
     interrupt();
     compare(p, sizeof(V), false);
@@ -220,6 +222,7 @@ inline void released(const void* p, bool system = false) {
 
 // At the scope of one GPU.
 inline uint64 load_acquire(const uint64* p) {
+    current->trips++;
     if (!world.modelled || once_in(2)) yield();
     const uint64 v = value_of(p, true);
     acquired(p, false);

@@ -63,7 +63,7 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         for (int t = 0; t < threads; t++) {
             Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
             thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;
-            thread.copies_see = 0, thread.paused = false;
+            thread.copies_see = 0, thread.paused = false, thread.trips = thread.apart = 0;
             prepare(thread);
         }
     }

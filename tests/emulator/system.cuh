@@ -2,7 +2,10 @@
 #pragma once
 
 inline void in_order() { asm volatile("" ::: "memory"); }  // for other processes: the CPU keeps what the compiler leaves
-inline void fence_system() { in_order(), fence_of_system(), acquired(nullptr, true); }  // the next release tells of it
+inline void fence_system() {  // the next release tells of it
+    current->apart = ++current->trips;
+    in_order(), fence_of_system(), acquired(nullptr, true);
+}
 inline unsigned add_one(unsigned* p) { return (*p)++; }
 inline uint64 add_relaxed(uint64* p, uint64 value) { return add_directly(p, value); }  // for a sabotage
 inline uint64 add_acq_rel(uint64* p, uint64 value) {
@@ -25,6 +28,7 @@ inline void store_system(uint64* p, uint64 value) {  // relaxed: everybody sees 
     else add_directly(p, value - value_of(p, false));
 }
 inline uint64 load_system(const uint64* p) {  // relaxed
+    current->trips++;
     if (!world.modelled || once_in(2)) yield();
     return value_of(p, false);
 }

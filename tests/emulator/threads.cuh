@@ -66,6 +66,7 @@ struct Thread {
     bool paused;            // the last time it ran it only looked whether to go on
     Stores stores;
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
+    unsigned trips, apart;  // to memory, as if each load were waited for: see all_begun
 };
 struct Index { int x; };
 struct Release { uint64 number = 0, seen = 0; Clock clock; };  // the newest at a place; what it tells: see memory.cuh
@@ -160,6 +161,12 @@ inline void join(Clock& mine, const Clock& others);
 inline void sync_warp() {
     if (world.modelled) see_together(current->block->warps[current->index / 32].stores, current->stores);
     collective(my_warp(), 32, [] {});
+}
+// What was loaded since the last one was under way together: one trip.
+inline void all_begun() {
+    if (current->trips > current->apart) current->trips = current->apart + 1;
+    current->apart = current->trips;
+    sync_warp();
 }
 inline void sync_block() {  // of the warps that compute
     if (world.modelled) {

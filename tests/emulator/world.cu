@@ -1,6 +1,7 @@
 // Both ends' kernels in one world.
 #include "serve.cu"
 #include "link.cu"
+#include "lookups.cuh"
 #include <cstddef>
 
 #define FIELD(TYPE, NAME) #TYPE "." #NAME, static_cast<int>(offsetof(TYPE, NAME))

@@ -170,22 +170,15 @@ struct Poller {
         const uint64 expires = load(&k.expires);
         const unsigned char* tables = tables_of(l);
         const bool is_site = h.layer < static_cast<unsigned>(s.num_layers) && h.projection < static_cast<unsigned>(s.num_projections);
-        unsigned missing = 0;
-        bool mine = false, foreign = false;
-        for (unsigned i = lane; is_site && i < h.num_segments; i += LANES) {
-            const unsigned handle = segment_of(tables, i).x;
-            const int weights = weights_of(s, handle, h.layer, h.projection);
-            if (weights != WEIGHTS_UNKNOWN && !is_held(s, l, handle)) foreign = true;
-            if (!mine && weights == WEIGHTS_LOADING) mine = true, missing = handle;
-        }
-        if (votes(foreign)) {
+        const Lacks lacks = is_site ? look_up(s, l, h, tables, lane) : Lacks();
+        if (votes(lacks.foreign)) {
             const uint64 heard = load(&k.received) + HELD_NS;
             const bool late = together(now_ns()) >= (heard < expires ? heard : expires);
             if (late || draining) refuse(l, next_seq(l), late ? NOT_HELD : DRAINING);
             return;
         }
-        const unsigned lacking = votes(mine);
-        const int handle = lacking ? shuffle(static_cast<int>(missing), first_bit(lacking)) : 0;
+        const unsigned lacking = votes(lacks.weights);
+        const int handle = lacking ? shuffle(static_cast<int>(lacks.handle), first_bit(lacking)) : 0;
         if (!lacking) {
             make_ready(l, h.seq);
             return;

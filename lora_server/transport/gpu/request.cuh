@@ -81,40 +81,82 @@ DEVICE int check_counts(const Serve& s, const lora_request& h, uint64 slot_bytes
     return NOTHING_WRONG;
 }
 
-DEVICE uint4 segment_of(const unsigned char* tables, int i) {
-    return load_l2(reinterpret_cast<const uint4*>(tables + LORA_HEADER_BYTES) + i);
+DEVICE const unsigned char* segment_at(const unsigned char* tables, unsigned i) { return tables + LORA_HEADER_BYTES + 16ull * i; }
+
+// Of a lane's segments, those whose loads are under way together: an answer is hundreds of cycles away, and what is looked
+// at one by one costs that one by one. Loops over segments are the whole warp's: segment first + i * LANES is this lane's.
+constexpr unsigned LOOKUPS = 8, LOOKED_UP = LOOKUPS * LANES;
+
+// In the place of a segment behind the last, the last.
+DEVICE unsigned place_of(unsigned first, unsigned i, unsigned num) {
+    return first + i * LANES < num ? first + i * LANES : num - 1;
+}
+// V: uint4, or uint2 for handle and expert, or unsigned for the handle alone.
+template <class V> DEVICE void load_segments(V (&some)[LOOKUPS], const unsigned char* tables, unsigned first, unsigned num) {
+#pragma unroll
+    for (unsigned i = 0; i < LOOKUPS; i++) some[i] = load_l2(reinterpret_cast<const V*>(segment_at(tables, place_of(first, i, num))));
 }
 
 // handle, expert, first, entries of each follow each other; the whole warp calls it.
 DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
     const unsigned experts = load(s.sites + h.layer * s.num_projections + h.projection).experts, num = h.num_segments;
     bool wrong = num == 0 && h.num_entries != 0;
-#pragma unroll 4
-    for (unsigned i = lane; i < num; i += LANES) {
-        const uint4 one = segment_of(tables, i), previous = segment_of(tables, i ? i - 1 : 0);
-        const unsigned first = i ? previous.z + previous.w : 0;
-        wrong |= one.z != first || one.w < 1 || one.w > h.num_entries || one.x >> 31 || one.y >= experts ||
-                 (i + 1 == num && one.z + one.w != h.num_entries);
+#pragma unroll 1
+    for (unsigned first = lane; first - lane < num; first += LOOKED_UP) {
+        uint4 some[LOOKUPS];
+        uint2 before[LOOKUPS];  // first, entries
+        load_segments(some, tables, first, num);
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const unsigned at = place_of(first, i, num);
+            before[i] = load_l2(reinterpret_cast<const uint2*>(segment_at(tables, at ? at - 1 : 0)) + 1);
+        }
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const uint4 one = some[i];
+            const unsigned at = place_of(first, i, num), begin = at ? before[i].x + before[i].y : 0;
+            wrong |= one.z != begin || one.w < 1 || one.w > h.num_entries || one.x >> 31 || one.y >= experts ||
+                     (at + 1 == num && one.z + one.w != h.num_entries);
+        }
     }
     return votes(wrong) ? BAD_SEGMENTS : NOTHING_WRONG;
 }
 
-DEVICE int check_map(const unsigned char* map, unsigned entries, unsigned rows, int lane) {
+// Whether a value of a table is not as it must be; sixteen bytes at a time, behind which there is room up to the next.
+template <class IsWrong> DEVICE bool any_wrong(const unsigned char* table, unsigned count, int lane, IsWrong is_wrong) {
+    constexpr unsigned AT_ONCE = 2, VALUES = 4 * LANES;
     bool wrong = false;
-#pragma unroll 4
-    for (unsigned i = lane; i < entries; i += LANES)
-        wrong |= static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(map) + i)) >= rows;
-    return votes(wrong) ? BAD_MAP : NOTHING_WRONG;
+#pragma unroll 1
+    for (unsigned first = 0; first < count; first += AT_ONCE * VALUES) {
+        uint4 some[AT_ONCE];
+#pragma unroll
+        for (unsigned i = 0; i < AT_ONCE; i++) {
+            const unsigned at = first + VALUES * i + 4 * lane;
+            some[i] = load_l2(reinterpret_cast<const uint4*>(table + 4ull * (at < count ? at : first)));
+        }
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < AT_ONCE; i++) {
+            const unsigned at = first + VALUES * i + 4 * lane;
+            wrong |= (at < count && is_wrong(some[i].x)) || (at + 1 < count && is_wrong(some[i].y)) ||
+                     (at + 2 < count && is_wrong(some[i].z)) || (at + 3 < count && is_wrong(some[i].w));
+        }
+    }
+    return votes(wrong);
+}
+
+DEVICE int check_map(const unsigned char* map, unsigned entries, unsigned rows, int lane) {
+    return any_wrong(map, entries, lane, [=](unsigned row) { return row >= rows; }) ? BAD_MAP : NOTHING_WRONG;
 }
 
 // A scale is finite, and from 0 on.
 DEVICE int check_scales(const unsigned char* scales, unsigned num_rows, int lane) {
-    bool wrong = false;
-    for (unsigned i = lane; i < num_rows; i += LANES) {
-        const float scale = load_l2(reinterpret_cast<const float*>(scales) + i);
-        wrong |= !(scale >= 0.0f && scale <= LARGEST_FLOAT);  // neither is true of a NaN
-    }
-    return votes(wrong) ? BAD_SCALE : NOTHING_WRONG;
+    const auto is_wrong = [](unsigned bits) {
+        const float scale = __uint_as_float(bits);
+        return !(scale >= 0.0f && scale <= LARGEST_FLOAT);  // neither is true of a NaN
+    };
+    return any_wrong(scales, num_rows, lane, is_wrong) ? BAD_SCALE : NOTHING_WRONG;
 }
 
 DEVICE int check_tables(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
@@ -126,58 +168,120 @@ DEVICE int check_tables(const Serve& s, const lora_request& h, const unsigned ch
     return why;
 }
 
-enum WeightState { WEIGHTS_UNKNOWN, WEIGHTS_LOADING, WEIGHTS_READY };
+DEVICE unsigned index_of(unsigned handle) { return handle & ((1u << HANDLE_BITS) - 1); }
+DEVICE unsigned generation_of(unsigned handle) { return handle >> HANDLE_BITS; }
 
-DEVICE const Entry* entry_of(const Serve& s, unsigned handle, unsigned layer, unsigned projection) {
-    const unsigned index = handle & ((1u << HANDLE_BITS) - 1);
-    if (index >= static_cast<unsigned>(s.num_handles)) return nullptr;
-    return s.directory + (static_cast<int64>(index) * s.num_layers + layer) * s.num_projections + projection;
-}
+// The directory at one site. A handle whose index is beyond it has the first one's entry, which does not count.
+struct SiteEntries {
+    const Entry* first;
+    unsigned num_handles, stride;
+    DEVICE SiteEntries(const Serve& s, const lora_request& h)
+        : first(s.directory + h.layer * s.num_projections + h.projection), num_handles(s.num_handles),
+          stride(s.num_layers * s.num_projections) {}
+    DEVICE bool has(unsigned handle) const { return index_of(handle) < num_handles; }
+    // generation: of the index, or of its weights that are READY, which are never another's than the index's.
+    DEVICE bool is_known(unsigned handle, uint64 generation) const {
+        return has(handle) && generation != 0 && generation == generation_of(handle);
+    }
+    DEVICE unsigned index(unsigned handle) const { return has(handle) ? index_of(handle) : 0; }
+    DEVICE const Entry* entry(unsigned handle) const { return first + static_cast<int64>(index(handle)) * stride; }
+};
 
-// Whoever finds READY finds the pages too, and the entry's other fields as they belong to this generation.
-DEVICE int weights_of(const Serve& s, unsigned handle, unsigned layer, unsigned projection) {
-    const Entry* entry = entry_of(s, handle, layer, projection);
-    if (entry == nullptr) return WEIGHTS_UNKNOWN;
-    const uint64 ready = load_acquire_system(&entry->ready);
-    const unsigned generation = load_l2(reinterpret_cast<const int*>(&entry->generation));
-    if (generation == 0 || generation != handle >> HANDLE_BITS) return WEIGHTS_UNKNOWN;
-    return ready == generation ? WEIGHTS_READY : WEIGHTS_LOADING;
-}
+// What keeps a step from being ordered.
+struct Lacks {
+    bool foreign = false;  // its client does not hold what it names
+    bool weights = false;  // they are not here yet: those of `handle`, the first of this lane's
+    unsigned handle = 0;
+};
 
-// Whether a link's client may name a handle: its word has the generation of the one that the client, or who lends to it,
-// holds at that index. The host alone writes these words, and clears a link's before it connects another to it. What is
-// read late is refused or served a moment later; it never is another's, whose generation is not this one.
-DEVICE bool is_held(const Serve& s, int link, unsigned handle) {
-    if (s.held == nullptr) return true;
-    const unsigned* its = s.held + static_cast<int64>(link) * s.num_handles + (handle & ((1u << HANDLE_BITS) - 1));
-    return static_cast<unsigned>(load_l2(reinterpret_cast<const int*>(its))) == handle >> HANDLE_BITS;
+// A link's client may name a handle whose generation is in the link's word: that of the one that the client, or who lends
+// to it, holds at that index. The host alone writes these words, and clears a link's before it connects another to it.
+// What is read late is refused or served a moment later; it never is another's, whose generation is not this one.
+// Nothing is acquired: who finds READY here goes on, to be looked up by `translate`, which refuses what nobody knows.
+DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsigned char* tables, int lane) {
+    const SiteEntries entries(s, h);
+    const unsigned* const held = s.held ? s.held + static_cast<int64>(link) * s.num_handles : nullptr;
+    const unsigned num = h.num_segments;
+    Lacks lacks;
+#pragma unroll 1
+    for (unsigned first = lane; first - lane < num; first += LOOKED_UP) {
+        unsigned handles[LOOKUPS], generation[LOOKUPS], its[LOOKUPS];
+        uint64 ready[LOOKUPS];
+        load_segments(handles, tables, first, num);
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const Entry* const entry = entries.entry(handles[i]);
+            ready[i] = load_system(&entry->ready), generation[i] = load_l2(&entry->generation);
+            its[i] = held ? load_l2(held + entries.index(handles[i])) : generation_of(handles[i]);
+        }
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const unsigned handle = handles[i];
+            const bool known = entries.is_known(handle, generation[i]);
+            lacks.foreign |= known && its[i] != generation_of(handle);
+            if (!lacks.weights && known && ready[i] != generation[i]) lacks.weights = true, lacks.handle = handle;
+        }
+    }
+    return lacks;
 }
 
 // Segments of (handle, expert) become those of (block, tile), in place, for a turn. The whole warp calls it.
+// Whoever finds READY finds behind the fence the pages too, and the entry's fields as they belong to this generation.
 DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* tables, uint64 turn, int lane) {
-    bool unknown = false, misplaced = false;
-    for (unsigned i = lane; i < h.num_segments; i += LANES) {
-        const uint4 one = segment_of(tables, i);
-        if (weights_of(s, one.x, h.layer, h.projection) != WEIGHTS_READY) {
-            unknown = true;
-            continue;
+    const SiteEntries entries(s, h);
+    const auto* const list = reinterpret_cast<const uint2*>(s.places);
+    uint64* const used = s.used;
+    const unsigned num = h.num_segments;
+    bool misplaced = false;
+#pragma unroll 1
+    for (unsigned first = lane; first - lane < num; first += LOOKED_UP) {
+        uint2 some[LOOKUPS];  // handle, expert
+        uint64 ready[LOOKUPS];
+        unsigned row[LOOKUPS];
+        uint4 its[LOOKUPS];  // first tile, tiles each, experts' range
+        load_segments(some, tables, first, num);
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) ready[i] = load_system(&entries.entry(some[i].x)->ready);
+        all_begun();
+        bool unknown = false, uneven = false;
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) unknown |= !entries.is_known(some[i].x, ready[i]);
+        if (votes(unknown)) return UNKNOWN_ADAPTER;
+        fence_system();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const Entry* const entry = entries.entry(some[i].x);
+            row[i] = load_l2(reinterpret_cast<const unsigned*>(&entry->row));
+            its[i] = load_l2(reinterpret_cast<const uint4*>(&entry->first_tile));
         }
-        const uint4* entry = reinterpret_cast<const uint4*>(entry_of(s, one.x, h.layer, h.projection));
-        const uint4 low = load_l2(entry), high = load_l2(entry + 1);  // .w: row; first tile, tiles each, experts' range
-        if (one.y < high.z || one.y >= high.w) {
-            misplaced = true;
-            continue;
+        all_begun();
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            const unsigned expert = some[i].y - its[i].z;
+            misplaced |= some[i].y < its[i].z || some[i].y >= its[i].w;
+            uneven |= static_cast<int>(its[i].y) == UNEVEN;
+            its[i].x += static_cast<int>(its[i].y) == UNEVEN ? expert : expert * its[i].y;
         }
-        const unsigned expert = one.y - high.z;
-        uint2 place = {low.w, high.x + expert * high.y};
-        if (static_cast<int>(high.y) == UNEVEN) {
-            const int* its = s.places + 2 * (high.x + expert);
-            place = {static_cast<unsigned>(load_l2(its)), static_cast<unsigned>(load_l2(its + 1))};
+        if (votes(misplaced)) continue;  // others may be unknown
+        if (votes(uneven)) {
+            uint2 listed[LOOKUPS];
+#pragma unroll
+            for (unsigned i = 0; i < LOOKUPS; i++) listed[i] = load_l2(list + (static_cast<int>(its[i].y) == UNEVEN ? its[i].x : 0));
+            all_begun();
+#pragma unroll
+            for (unsigned i = 0; i < LOOKUPS; i++)
+                if (static_cast<int>(its[i].y) == UNEVEN) row[i] = listed[i].x, its[i].x = listed[i].y;
         }
-        store(reinterpret_cast<uint4*>(tables + LORA_HEADER_BYTES) + i, uint4{place.x, place.y, one.z, one.w});
-        if (s.used) store(s.used + (one.x & ((1u << HANDLE_BITS) - 1)), turn);
+#pragma unroll
+        for (unsigned i = 0; i < LOOKUPS; i++) {
+            if (first + i * LANES >= num) break;
+            store(reinterpret_cast<uint2*>(tables + LORA_HEADER_BYTES) + 2 * (first + i * LANES), uint2{row[i], its[i].x});
+            if (used) store(used + index_of(some[i].x), turn);
+        }
     }
-    if (votes(unknown)) return UNKNOWN_ADAPTER;
     if (votes(misplaced)) return MISPLACED;
     sync_warp();
     return NOTHING_WRONG;
