@@ -82,7 +82,7 @@ def is_past(moment):
 def idle(store):
     """The thread has nothing to do."""
     turns = store._turns
-    until(lambda: not turns._wanted and not turns._unasked and store._busy is None, "the loader to be idle")
+    until(lambda: not (turns._wanted or turns._unseen or turns._unasked or store._busy), "the loader to be idle")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cpu and host", "paged"])
@@ -188,6 +188,8 @@ def test_what_is_prefetched_goes_after_who_waits_and_is_fulfilled_by_its_clients
     assert store.pin([16], 0, "a step", later(30)) is None
     store.forget("a client", {12, 16})
     gate.open()
+    until(lambda: store.layers_ready(12) == 4, "who waits, and what is prefetched")
+    store.bring(8, lambda error: None)
     until(lambda: store.layers_ready(8) == store.layers_ready(12) == 4, "all of them")
     order = list(dict.fromkeys(handle for handle, _ in gate.loaded))
     assert order.index(16) < order.index(12) < order.index(8), order
@@ -320,8 +322,9 @@ def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp
         (path / file.name).write_bytes(file.read_bytes())
     store = make("cpu", 1 << 28)
     done = load(store, 4, path, eager=False)
-    assert done.result() is None
-    until(lambda: store.layers_ready(4) == 4, "all of it")
+    assert done.result() is None and store.state(4, 0) is State.DISK
+    store.bring(4, brought := Done())
+    assert brought.result() is None and store.layers_ready(4) == 4
     store.close()
     store = make("cpu", 1 << 28)
     given = source_of(path)

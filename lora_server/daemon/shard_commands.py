@@ -48,6 +48,9 @@ class ShardCommands:
         if kind == "pin":
             self._store.keep(command.pin, done)
             return
+        if kind == "bring":
+            self._store.bring(command.bring, self._telling(done))
+            return
         if kind == "grant":
             self._grant(command.grant)
         elif kind == "revoke":
@@ -79,13 +82,18 @@ class ShardCommands:
             self._stop()
 
     def _load(self, load: pb.Load, done: Done) -> None:
-        def loaded(error: LoraServerError | None) -> None:
+        size = load.size if load.HasField("size") else None
+        self._store.load(load.handle, self._source(load), self._telling(done), load.eager, size)
+        self._keep(load)
+
+    def _telling(self, done: Done) -> Done:
+        """What has moved is told before the outcome."""
+
+        def told(error: LoraServerError | None) -> None:
             self._moved()
             done(error)
 
-        size = load.size if load.HasField("size") else None
-        self._store.load(load.handle, self._source(load), loaded, load.eager, size)
-        self._keep(load)
+        return told
 
     def _source(self, load: pb.Load) -> Source:
         if is_remote(load.path):

@@ -34,8 +34,8 @@ class ShardReports:
     def moved(self) -> None:
         """What came to or left a tier since it was asked last."""
         moved = [
-            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f)
-            for h, r, p, n, m, f in self._store.moved()
+            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f, coming=c)
+            for h, r, p, n, m, f, c in self._store.moved()
         ]
         if moved:
             self._report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))

@@ -124,7 +124,7 @@ class Entry:
     failed_at: float = 0.0
     dropped: bool = False
     withdrawn: object = None  # of the tier, until the last pin goes
-    began: float = 0.0  # when it got its memory
+    began: float = 0.0  # when its loading did, 0: it has not
     came_from: str = ""  # host or disk, the last time
     whole_since: float = 0.0
     usage: Usage = field(default_factory=Usage)
@@ -183,7 +183,7 @@ class Entry:
 
     def arrived(self, now: float) -> None:
         """A layer is READY, perhaps the last."""
-        if not self.preloaded:
+        if self.is_wanted():
             self.usage.count(now, 0)
         if self.is_whole():
             self.in_part, self.eager = None, False

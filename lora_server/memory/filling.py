@@ -50,7 +50,7 @@ class Filling:
         self._layers = placement.layers(shard)
         self._changed = threading.Condition()
         self._entries: dict[int, Entry] = {}
-        self._pins, self._turns = Pins(), Turns()
+        self._pins, self._turns = Pins(), Turns(lambda entry: self._moved.add(entry.handle))
         self._preload = Preload(self._entries, tier.pool, self._let_go, preload)
         self._room = Room(
             self._entries, self._pins, tier, host_pool, shard, policy, self._evicted, self._preload.note_use
@@ -86,7 +86,7 @@ class Filling:
             self._busy = None
             while not self._closing.is_set():
                 now = time.monotonic()
-                for entry in self._turns.in_order(now, self._room.is_free_for, self._let_go):
+                for entry in self._turns.in_order(now, self._let_go):
                     if self._loader.lacks_files(entry):
                         self._fetching.start(entry)
                         continue
@@ -125,7 +125,7 @@ class Filling:
             over = (
                 entry.dropped
                 or self._closing.is_set()
-                or not (entry.is_wanted() or entry.preloaded or self._turns.is_offered(entry))
+                or not (entry.is_wanted() or entry.preloaded or self._turns.is_unasked(entry))
             )
             if lease is not None and over:
                 lease.close()
@@ -136,7 +136,7 @@ class Filling:
                 entry.far = False
                 self._moved.add(entry.handle)
                 if entry.looking:
-                    self._turns.offer(entry, first=True)
+                    self._turns.look(entry, first=True)
             self._changed.notify()
             answered = entry.answered() if error is not None else []
         if error is not None:
@@ -146,12 +146,14 @@ class Filling:
 
     def _let_go(self, entry: Entry) -> None:
         """Nothing is brought in from its files now."""
+        self._moved.add(entry.handle)
         if entry.device is None:
             self._loader.close(entry)
 
     def _evicted(self, entry: Entry) -> None:
         self._moved.add(entry.handle)
         self._tidy(entry)
+        self._turns.give_up(entry)
         if entry.is_wanted():  # by somebody who needs it later
             self._turns.want(entry)
 
@@ -208,7 +210,8 @@ class Filling:
             self._room.check_fit([entry])
             with self._changed:
                 self._moved.add(entry.handle)
-                if not (entry.dropped or self._room.make(entry, time.monotonic())):
+                comes = entry.device is not None or (entry.is_wanted() and self._room.make(entry, time.monotonic()))
+                if not (entry.dropped or comes):
                     self._tidy(entry)
             return False
         if not entry.ready:

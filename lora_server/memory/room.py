@@ -66,10 +66,6 @@ class Room:
                 "--device-pool"
             )
 
-    def is_free_for(self, entry: Entry) -> bool:
-        """Whether nobody has to make room for it, as far as is known."""
-        return entry.size is None or entry.device is not None or self.tier.pool.can_allocate(entry.nbytes)
-
     def is_taken_by_active(self, entry: Entry) -> bool:
         """Whether only active ones could make room for it, and it is none."""
         return not entry.active and self._size_of_active() + (entry.size or 0) > self.tier.pool.capacity
@@ -79,17 +75,31 @@ class Room:
 
     # -- taking and giving back
 
+    def take(self, entry: Entry, now: float) -> bool:
+        """Whether it has device memory, for which nobody had to make room. Who got it first goes first, too, however
+        long each then loads."""
+        if entry.device is None:
+            if not self.tier.pool.can_allocate(entry.nbytes):
+                return False
+            self._allocate(entry)
+            entry.usage.count(now, 0)
+        return True
+
     def make(self, entry: Entry, now: float) -> bool:
-        """Whether it has device memory now; in the host pool it gets some if it can."""
+        """Whether it has device memory now, and may be loaded; in the host pool it gets some if it can."""
         if entry.device is None:
             if not self._evict_for(entry, self.tier.pool, now):
                 return False
-            entry.device, entry.began = self.tier.pool.allocate(entry.nbytes), now
-            self._on_device[entry] = None
+            self._allocate(entry)
+        entry.began = entry.began or now
         if entry.host is None and self.host_pool is not None and self._evict_for(entry, self.host_pool, now):
             entry.host = self.host_pool.allocate(entry.nbytes)
             self._on_host[entry] = None
         return True
+
+    def _allocate(self, entry: Entry) -> None:
+        entry.device = self.tier.pool.allocate(entry.nbytes)
+        self._on_device[entry] = None
 
     def _evict_for(self, entry: Entry, pool: Pool, now: float) -> bool:
         missing = pool.size_of(entry.nbytes) - pool.free
@@ -132,7 +142,7 @@ class Room:
         if entry.device is not None:
             self.tier.pool.deallocate(entry.device)
             del self._on_device[entry]
-        entry.device, entry.first, entry.in_part, entry.preloaded = None, 0, None, False
+        entry.device, entry.first, entry.in_part, entry.preloaded, entry.began = None, 0, None, False, 0.0
         entry.ready.clear()
 
     def free_host(self, entry: Entry) -> None:

@@ -27,8 +27,8 @@ class WeightStore(Filling):
 
         Eager: it is brought in, others make room, and `done` comes when all of it is READY; where active ones leave no
         room, it comes when that is known, and the adapter follows when they do. Otherwise `done` comes when its files
-        were looked at, and it is brought in if there is room, or when somebody asks. `size`: what it took of the
-        device pool of an earlier process of this shard, so that its files need no look.
+        were looked at; it is brought in by `bring`, or when somebody asks. `size`: what it took of the device pool of
+        an earlier process of this shard, so that its files need no look.
         """
         with self._changed:
             entry = self._entries.get(handle)
@@ -44,9 +44,6 @@ class WeightStore(Filling):
                 entry.far = self._is_far(entry)
                 if size is not None:
                     entry.size = entry.nbytes = size
-                    if not entry.far:
-                        self._turns.offer(entry)
-                        self._changed.notify()
                 self._note_active(entry)
             elif entry.source.version != source.version:
                 done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
@@ -66,6 +63,25 @@ class WeightStore(Filling):
             else:
                 entry.looking.append(done)
                 self._look_at(entry, again)
+
+    def bring(self, handle: int, done: Done) -> None:
+        """Unasked: it takes its memory at once, where nobody has to make room, and is loaded when nobody waits; others
+        may take it back. `done` comes when all of it is READY, or it does not come; unknown handles do not, nor what is
+        not looked at yet, or far."""
+        with self._changed:
+            entry = self._entries.get(handle)
+            if (
+                entry is None
+                or entry.size is None
+                or entry.failure is not None
+                or entry.far
+                or entry.is_whole()
+                or not self._room.take(entry, time.monotonic())
+            ):
+                done(None)
+                return
+            self._turns.bring(entry, done)
+            self._changed.notify()
 
     def keep(self, handle: int, done: Done) -> None:
         """Bring an adapter in, and let it never make room until `unkeep`; `done` is called as by an eager `load`.
@@ -256,7 +272,7 @@ class WeightStore(Filling):
         with self._changed:
             moved, self._moved = self._moved, set()
             entries = [self._entries[handle] for handle in moved if handle in self._entries]
-            return [Residency.of(entry) for entry in entries]
+            return [Residency.of(entry, self._turns.is_coming(entry)) for entry in entries]
 
     def use(self) -> MemoryUse:
         """What the pools hold."""
@@ -307,7 +323,7 @@ class WeightStore(Filling):
         if self._loader.lacks_files(entry):
             self._want(entry)
             return
-        self._turns.offer(entry, soon)
+        self._turns.look(entry, soon)
         self._changed.notify()
 
     def _note_active(self, entry: Entry) -> None:

@@ -31,9 +31,10 @@ class Residency(NamedTuple):
     nbytes: int  # that it takes of the device pool
     measured: bool  # its files were looked at: `nbytes` is true
     far: bool  # its files are not on this node's disk
+    coming: bool  # somebody waits for it, or it is brought unasked
 
     @classmethod
-    def of(cls, entry: Entry) -> Residency:
+    def of(cls, entry: Entry, coming: bool) -> Residency:
         """Now."""
         measured = entry.size is not None or entry.is_whole()
-        return cls(entry.handle, len(entry.ready), len(entry.packed), entry.size or 0, measured, entry.far)
+        return cls(entry.handle, len(entry.ready), len(entry.packed), entry.size or 0, measured, entry.far, coming)

@@ -667,20 +667,22 @@ class Done(_message.Message):
     def __init__(self, command: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Residency(_message.Message):
-    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured", "remote")
+    __slots__ = ("handle", "layers", "host_layers", "bytes", "measured", "remote", "coming")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     HOST_LAYERS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     REMOTE_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     handle: int
     layers: int
     host_layers: int
     bytes: int
     measured: bool
     remote: bool
-    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ..., remote: bool = ...) -> None: ...
+    coming: bool
+    def __init__(self, handle: _Optional[int] = ..., layers: _Optional[int] = ..., host_layers: _Optional[int] = ..., bytes: _Optional[int] = ..., measured: bool = ..., remote: bool = ..., coming: bool = ...) -> None: ...
 
 class Residencies(_message.Message):
     __slots__ = ("moved",)
@@ -886,7 +888,7 @@ class Claim(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., run: _Optional[str] = ..., restarts: _Optional[int] = ..., registered: bool = ...) -> None: ...
 
 class ShardCommand(_message.Message):
-    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active", "holds", "borrow", "place", "stop")
+    __slots__ = ("id", "grant", "revoke", "load", "drop", "follow", "claim", "note", "refused", "prefetch", "pin", "active", "holds", "borrow", "place", "bring", "stop")
     ID_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REVOKE_FIELD_NUMBER: _ClassVar[int]
@@ -902,6 +904,7 @@ class ShardCommand(_message.Message):
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     BORROW_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    BRING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     id: int
     grant: Grant
@@ -918,8 +921,9 @@ class ShardCommand(_message.Message):
     holds: Holds
     borrow: Borrow
     place: Place
+    bring: int
     stop: bool
-    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., stop: bool = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., revoke: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., drop: _Optional[int] = ..., follow: _Optional[_Union[Follow, _Mapping]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., note: _Optional[_Union[Load, _Mapping]] = ..., refused: _Optional[_Union[Refusals, _Mapping]] = ..., prefetch: _Optional[_Union[Prefetch, _Mapping]] = ..., pin: _Optional[int] = ..., active: _Optional[_Union[Active, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., borrow: _Optional[_Union[Borrow, _Mapping]] = ..., place: _Optional[_Union[Place, _Mapping]] = ..., bring: _Optional[int] = ..., stop: bool = ...) -> None: ...
 
 class WhoIsRequest(_message.Message):
     __slots__ = ("token",)

@@ -103,6 +103,8 @@ class Adapters(HeldAdapters):
                 self._check_not_a_base_models(record.name)
                 self._registry.add(record)
             self._take_back_refusal(record.name)
+            if not eager:
+                self._unasked.offer([record.handle])
             return self._load_everywhere(record, eager)
 
     def _record(self, name: str, origin: Origin, found: str = "", of_directory: bool = False) -> Record:

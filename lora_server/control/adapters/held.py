@@ -108,7 +108,8 @@ class HeldAdapters(ToldAdapters):
 
     def _listing(self, record: Record) -> Listing:
         handle = record.handle
-        state = self._residency.state(handle) if self._is_wanted(record) else "draining"
+        state = self._residency.state(handle, self._unasked.is_brought(handle))
+        state = state if self._is_wanted(record) else "draining"
         layers, error = self._residency.num_layers(handle), self._residency.of(handle).error
         warnings = (*record.warnings, *self._said(record))
         return Listing(record, state, layers, self._spec.layers, error, self._holds.count(handle), warnings)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -20,6 +21,7 @@ from lora_server.control.admission.holds import Holds
 from lora_server.control.admission.residency import Residency
 from lora_server.control.admission.room import Room
 from lora_server.control.admission.tally import Tally
+from lora_server.control.admission.unasked import Unasked
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable
@@ -84,6 +86,7 @@ class ToldAdapters:
         self._gone: set[int] = set()  # handles that an earlier controller dropped
         self._coming: set[int] = set()  # handles that are loaded to replace another under its name
         self._residency = Residency(Placement(agreement.spec, agreement.layout))
+        self._unasked = Unasked(self._residency, self._room)
         self._until: dict[int, float] = {}  # handles that drain, and when whoever holds them still is cut off
         self._deadlines = ledger.drains.deadlines() if ledger is not None else {}  # an earlier controller's
         self._changing = threading.RLock()  # one change of the list at a time; taken before the next, never after it
@@ -105,12 +108,30 @@ class ToldAdapters:
                     resident.errors[handle.shard] = str(error)  # not after a death: its successor loads it again
                     log.error("adapter failed to load", name=record.name, shard=handle.shard, error=str(error))
                     self._admit()
+                self._unasked.note(record.handle, handle.shard)
+                self._bring_unasked()
 
+        if eager:
+            self._unasked.asked(record.handle, handle.shard)
         load = self._load(record)
         load.eager = eager
         if (size := self._room.size_on(record.handle, handle.shard)) is not None:
             load.size = size
         return handle.send(pb.ShardCommand(load=load), loaded)
+
+    def _bring_unasked(self) -> None:
+        live = self._shards.live()
+        if len(live) < self._residency.num_shards or not self._settled.is_set():
+            return
+        for bring in self._unasked.decide(lambda handle: handle not in self._registry.unlisted):
+            for shard in bring.shards:
+                live[shard].send(pb.ShardCommand(bring=bring.handle), partial(self._brought, bring.handle, shard))
+
+    def _brought(self, handle: int, shard: int, error: LoraServerError | None) -> None:
+        """Or not: then it comes when somebody asks."""
+        with self._lock:
+            self._unasked.answered(handle, shard)
+            self._bring_unasked()
 
     def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:
         return [self._load_on(handle, record, eager) for handle in self._shards.live().values()]
@@ -190,12 +211,15 @@ class ToldAdapters:
         """
         with self._lock:
             self._residency.forget_shard(handle.shard)
+            for record in self._registry.records():
+                self._unasked.note(record.handle, handle.shard)
             self._room.set_capacity(handle.shard, handle.registration.pool_bytes)
             for one in kept:
                 if self._registry.by_handle(one.load.handle) is None:
                     handle.send(pb.ShardCommand(drop=one.load.handle))
                 else:
                     self._residency.of(one.load.handle).layers[handle.shard] = one.layers
+                    self._unasked.note(one.load.handle, handle.shard)
             if self._settled.is_set():
                 self._load_all_on(handle)
             handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self._room.active), anew=True)))
@@ -222,7 +246,9 @@ class ToldAdapters:
                 self._until.setdefault(handle, time.monotonic() + kept[handle] - time.time())
 
     def _load_all_on(self, handle: ShardHandle) -> None:
-        for record in self._registry.records():  # of what is there already only the record is kept
+        records = self._registry.records()
+        self._unasked.offer(record.handle for record in records)
+        for record in records:  # of what is there already only the record is kept
             self._load_on(handle, record)
 
     def on_moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
@@ -233,8 +259,11 @@ class ToldAdapters:
                     resident = self._residency.of(one.handle)
                     resident.layers[shard], resident.host_layers[shard] = one.layers, one.host_layers
                     (resident.remote.add if one.remote else resident.remote.discard)(shard)
+                    (resident.coming.add if one.coming else resident.coming.discard)(shard)
                     if one.measured:
                         self._room.set_size(one.handle, shard, one.bytes)
+                    self._unasked.note(one.handle, shard)
+            self._bring_unasked()
             if self.admission.num_queued:
                 self._admit()
 
@@ -281,6 +310,7 @@ class ToldAdapters:
                 self._until.pop(handle, None)
                 self._registry.remove(handle)
                 self._untidy = True
+                self._unasked.forget(handle)
                 self._residency.forget(handle)
                 self._room.forget(handle)
                 self._shards.broadcast(pb.ShardCommand(drop=handle))

@@ -10,12 +10,13 @@ from lora_server.placement import Placement
 
 @dataclass
 class Resident:
-    """One adapter, by shard: layers that are ready, layers in the host pool; who looked at it, whose disk does not have
-    its files; why some failed."""
+    """One adapter, by shard: layers that are ready, layers in the host pool; who looked at it, who is bringing it in,
+    whose disk does not have its files; why some failed."""
 
     layers: dict[int, int] = field(default_factory=dict)
     host_layers: dict[int, int] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
     remote: set[int] = field(default_factory=set)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -31,6 +32,7 @@ class Residency:
     def __init__(self, placement: Placement) -> None:
         self._placement, layout = placement, placement.layout
         stages = ([one for one in layout.stage_shards(stage) if placement.layers(one)] for stage in range(layout.pp))
+        self.num_shards = layout.num_shards
         self._owning = [shards for shards in stages if shards]
         self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
         self._resident: dict[int, Resident] = {}
@@ -49,6 +51,7 @@ class Residency:
             resident.layers.pop(shard, None)
             resident.host_layers.pop(shard, None)
             resident.known.discard(shard)
+            resident.coming.discard(shard)
             resident.remote.discard(shard)
             resident.errors.pop(shard, None)
 
@@ -62,21 +65,26 @@ class Residency:
             for one in shards
         ]
 
+    def lacking(self, handle: int) -> list[int]:
+        """Shards that do not have all of it."""
+        return [shard for shard, ready, _, owned, _ in self.by_shard(handle) if ready < owned]
+
     def num_layers(self, handle: int) -> int:
         """Layers that all their shards have READY."""
         return self._on_all(self.of(handle).layers)
 
-    def state(self, handle: int) -> str:
-        """In one word: where all of it is, at the least."""
+    def state(self, handle: int, brought: bool = False) -> str:
+        """In one word: where all of it is, at the least; `brought`: shards were told to bring it in."""
         resident = self.of(handle)
         if resident.error:
             return "failed"
         ready = self._on_all(resident.layers)
         if ready == self._all:
             return "ready"
-        if ready or any(resident.layers.values()) or len(resident.known) < self._placement.layout.num_shards:
+        if brought or resident.coming or len(resident.known) < self.num_shards:
             return "loading"
-        if self._on_all(resident.host_layers) == self._all:
+        device, host = resident.layers, resident.host_layers
+        if self._on_all({shard: max(device.get(shard, 0), host[shard]) for shard in host}) == self._all:
             return "host"
         return "remote" if resident.remote else "disk"
 

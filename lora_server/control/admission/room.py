@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Set
 
@@ -31,6 +32,10 @@ class Room:
         self._sizes[handle][shard] = nbytes
         if handle in self.active:
             self._used[shard] += nbytes - before
+
+    def capacity_of(self, shard: int) -> float:
+        """What its device pool takes."""
+        return self._capacity.get(shard, math.inf)
 
     def size_on(self, handle: int, shard: int) -> int | None:
         """What it takes there, where that is known."""
