@@ -31,10 +31,11 @@ def mutated(mutant: Mutant) -> dict[str, str]:
 
 def judge(mutant: Mutant) -> str:
     """In this process: what catches it first; "" if nothing does. A kernel that is wrong may take the process along."""
-    from tests import gpu_cases, gpu_codes, gpu_schedules, gpu_world
+    from tests import gpu_cases, gpu_codes, gpu_led, gpu_schedules, gpu_world
 
     library = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes)
-    cases = gpu_codes.CASES if mutant.in_codes else gpu_cases.CASES
+    cases = gpu_codes.CASES if mutant.in_codes else gpu_led.CASES if mutant.led else gpu_cases.CASES
+    play = gpu_led.play if mutant.led else gpu_schedules.play
     for case in gpu_cases.NETWORK_CASES if mutant.nvshmem else cases:
         print(f"{case.__name__}", file=sys.stderr, flush=True)
         try:
@@ -44,7 +45,7 @@ def judge(mutant: Mutant) -> str:
     for seed in range(SCHEDULES):
         print(f"schedule {seed}", file=sys.stderr, flush=True)
         try:
-            gpu_schedules.play(seed, library)
+            play(seed, library)
         except Exception as error:  # any: the world is not as it must be
             return f"schedule {seed} ({_short(error)})"
     return ""
@@ -78,8 +79,9 @@ def _caught(command: list[str]) -> str:
 def _names() -> tuple[str, ...]:
     from tests.gpu_cases import CASES, NETWORK_CASES
     from tests.gpu_codes import CASES as IN_CODES
+    from tests.gpu_led import CASES as LED
 
-    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES, *IN_CODES))
+    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES, *IN_CODES, *LED))
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ class Mutant(NamedTuple):
     instead: str
     nvshmem: bool = False  # seen over a network alone
     in_codes: bool = False  # of a shard whose clients' rows have 8 bits
+    led: bool = False  # of a stage in leader mode
 
 
 MUTANTS = (
@@ -199,6 +200,24 @@ MUTANTS = (
            "load_l2(a.scales + (a.in_map ? load_l2(a.in_map + entry) : entry))", "load_l2(a.scales + entry)", in_codes=True),
     Mutant("codes: a lane has the largest of its own", "e4m3.cuh", "const RowScale its = scale_of<T>(most(largest));",
            "const RowScale its = scale_of<T>(largest);", in_codes=True),
+    # leader mode
+    Mutant("leader: what it refuses has no number", "poller.cuh",
+           "        settle(l, seq);\n        note(REFUSED, l, seq, why);",
+           "        if (is_mine(l)) blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].served, seq);\n        sync_warp();\n        note(REFUSED, l, seq, why);", led=True),
+    Mutant("leader: numbers do not count up", "leader.cuh", "(load_l2(&s.number) + 1) & 0xffffffff", "load_l2(&s.number) & 0xffffffff", led=True),
+    Mutant("leader: a client's steps have one number", "leader.cuh", "+ 1 + seq % load(&s.links[l].depth), seq << 32", "+ 1, seq << 32", led=True),
+    Mutant("leader: a row is not empty before it is another's", "leader.cuh",
+           "    for (int i = 1; table && i < s.row_words; i++) store_system(numbers_at(table, l) + i, 0ull);\n", "", led=True),
+    Mutant("leader: a follower that comes hears of nobody who is there", "poller.cuh", "        claim_rows();\n", "", led=True),
+    Mutant("leader: rows are told apart by clients alone", "leader.cuh", "load(&k.client) << 32 | (load(&k.epoch) & 0xffffffff)", "load(&k.client) << 32", led=True),
+    Mutant("follower: what has no number is served", "poller.cuh", "const bool numbered = s.role != FOLLOWS || is_numbered(l);", "const bool numbered = true;", led=True),
+    Mutant("follower: the least number does not count", "leader.cuh", "    if (is_mine(l)) store(&s.links[l].ticket, static_cast<int>(word));\n", "", led=True),
+    Mutant("follower: what a step costs goes before its number", "poller.cuh", "s.role == FOLLOWS ? 0 : STEP_ROWS", "STEP_ROWS", led=True),
+    Mutant("follower: a number is of any step of its slot", "leader.cuh", "return word >> 32 == (seq & 0xffffffff);", "return word != 0;", led=True),
+    Mutant("follower: a row is its client's for ever", "leader.cuh", "|| together(load_system(row)) != owner_of(l)) return false;", ") return false;", led=True),
+    Mutant("follower: any row is its client's", "leader.cuh", "(numbers_at(s.numbers, first + lane)) == owner_of(l));", "(numbers_at(s.numbers, first + lane)) != 0);", led=True),
+    Mutant("follower: rows behind the first are not looked at", "leader.cuh", "(first + LANES) % MAX_LINKS", "0", led=True),
+    Mutant("follower: what has no number has no deadline", "poller.cuh", "!draining && together(now_ns()) < expires) return;", "!draining) return;", led=True),
 )  # fmt: skip
 
 # for CI: of each kind some, that a case or one of the first schedules catches
@@ -232,6 +251,10 @@ SHORT = (
     "network: the wait returns before the rows are there",
     "network: answers are put by the last block to store, and overtake each other",
     "network: the signal is an operation of its own",
+    "leader: what it refuses has no number",
+    "leader: rows are told apart by clients alone",
+    "follower: what has no number is served",
+    "follower: the least number does not count",
     "codes: rows of the other wire are taken",
     "codes: a scale may be no number",
     "codes: scales that were checked are not those that are used",

@@ -26,14 +26,19 @@ DEVICE = 0
 Waiting = Generator[None, None, None]
 
 
+def new_pages() -> Memory:
+    """One for each handle's index."""
+    return Memory((HANDLES + 1) * PAGE_TILES * TILE_BYTES + 4096)
+
+
 class Places:
     """Memory of one link, at both ends."""
 
-    def __init__(self, world: World, client: int) -> None:
+    def __init__(self, world: World, client: int, in_heap: bool) -> None:
         depth, request_bytes, response_bytes = LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes
 
         def new(pe: int, nbytes: int) -> np.ndarray:
-            return world.symmetric(pe, nbytes) if client <= LINKS else world.shared.new("u1", nbytes)
+            return world.symmetric(pe, nbytes) if in_heap else world.shared.new("u1", nbytes)
 
         self.request_signal = new(DEVICE, 8).view("<u8")
         self.requests = new(DEVICE, depth * request_bytes).reshape(depth, -1)
@@ -43,14 +48,22 @@ class Places:
 
 
 class Shard:
-    pages = Memory((HANDLES + 1) * PAGE_TILES * TILE_BYTES + 4096)  # one for each handle's index
+    pages = new_pages()
 
-    def __init__(self, world: World, random: random.Random, idle_ns: int, links: Sequence[int] = range(LINKS)) -> None:
+    def __init__(
+        self,
+        world: World,
+        random: random.Random,
+        idle_ns: int,
+        links: Sequence[int] = range(LINKS),
+        device: int = DEVICE,
+        pages: Memory = pages,
+    ) -> None:
         """links: those of the clients, the first one's first. Of more than LINKS none are PEs."""
-        self.world, self.random, self.links_of = world, random, links
+        self.world, self.random, self.links_of, self.device, self.pages = world, random, links, device, pages
         self.num_links = -(-(max(links) + 1) // layout.LANES) * layout.LANES
         self.pages.clear()
-        self.places = [Places(world, 1 + client) for client in range(len(links))]
+        self.places = [Places(world, 1 + i, i < LINKS and device == DEVICE) for i in range(len(links))]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
         self.directory = world.shared.new(layout.ENTRY, HANDLES + 1, SPEC.layers * len(PROJECTIONS))
         self.held = world.shared.new("<u4", self.num_links, HANDLES + 1)
@@ -125,7 +138,7 @@ class Shard:
             self.launches,
             grid=GRID,
             threads=THREADS,
-            device=DEVICE,
+            device=self.device,
             shared_bytes=nbytes,
         )
 

@@ -15,7 +15,8 @@ inline const Named NAMED[] = {
     {FIELD(Entry, row)}, {FIELD(Entry, end_expert)}, {FIELD(Mailbox, commands)}, {FIELD(Mailbox, taken)},
     {FIELD(Mailbox, done)}, {FIELD(Mailbox, left)}, {FIELD(Mailbox, acks)}, {FIELD(Mailbox, notes)},
     {FIELD(Serve, arrivals)}, {FIELD(Serve, idle_ns)}, {FIELD(Serve, held)}, {FIELD(Serve, used)}, {FIELD(Serve, places)}, {FIELD(Serve, max_entries)}, {FIELD(Serve, dtype)},
-    {FIELD(Link, had)}, {FIELD(Serve, num_links)},
+    {FIELD(Link, had)}, {FIELD(Serve, num_links)}, {FIELD(Serve, followers)}, {FIELD(Serve, numbers)}, {FIELD(Serve, role)},
+    {FIELD(Serve, row_words)}, {FIELD(Serve, number)},
     {FIELD(Serve, tells_all)}, {FIELD(Serve, turn)}, {FIELD(Serve, left)}, {FIELD(Serve, done)},
     {FIELD(Serve, tickets)}, {FIELD(Serve, draining)}, {FIELD(Serve, noted)},
 };

@@ -69,6 +69,15 @@ class Refusal(IntEnum):
     NOT_HELD = 13
     BAD_WIRE = 14
     BAD_SCALE = 15
+    NOT_NUMBERED = 16
+
+
+class Role(IntEnum):
+    """A shard's in its stage; in leader mode one leads, and the others follow."""
+
+    INDEPENDENT = 0
+    LEADS = 1
+    FOLLOWS = 2
 
 
 _Code = str | np.dtype[np.void]
@@ -138,6 +147,8 @@ _SERVE_NUMBERS = (
     *("max_entries", "max_rank", "table_bytes", "dtype", "num_handles", "num_layers", "num_projections"),
     "tells_all",
     "num_links",
+    "role",
+    "row_words",
 )
 _SERVE_WORDS = (
     *("links", "orders", "directory", "sites", "blocks", "mailbox", "partial", "v", "delta", "groups", "arrivals"),
@@ -146,6 +157,8 @@ _SERVE_WORDS = (
     "used",
     "places",
     "results",
+    "followers",
+    "numbers",
 )
 SERVE = _struct(
     512,
@@ -156,6 +169,7 @@ SERVE = _struct(
     **{name: (384 + 8 * i, "<u8") for i, name in enumerate(("done", "sent", "tickets", "share", "draining"))},
     taken=(424, "<u8"),
     noted=(432, "<u8"),
+    number=(440, "<u8"),
 )
 
 

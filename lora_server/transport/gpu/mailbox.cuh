@@ -33,11 +33,12 @@ DEVICE bool look_at_mailbox(uint64 launch) {
 // Lane 2 + i has word i of the Link.
 DEVICE void connect(int l, uint64 word) {
     if (lane >= 2 && lane < 2 + CONNECT_WORDS) store(reinterpret_cast<uint64*>(s.links + l) + lane - 2, word);
-    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull), store(&s.links[l].busy, 0ull);
+    if (lane == 0) store(&s.links[l].served, 0ull), store(&s.links[l].had, 0ull), store(&s.links[l].busy, 0ull), store(&s.links[l].row, ~0);
     const uint64 its_epoch = shuffle_long(word, 2);
     sync_warp();
     if (is_mine(l)) here |= bit_of(l), blocked &= ~bit_of(l), ready &= ~bit_of(l);
     if (rounds <= l / LANES) rounds = l / LANES + 1;
+    clear_row(l);
     tell_all(CHANGED, l, 0, its_epoch);
 }
 

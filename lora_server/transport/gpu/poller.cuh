@@ -38,6 +38,7 @@ struct Poller {
         tickets = static_cast<int>(load_l2(&s.tickets)), share = load_l2(&s.share);
         draining = load_l2(&s.draining);
         active = together(now_ns());
+        claim_rows();
     }
 
     DEVICE void run(uint64 launch) {
@@ -141,7 +142,7 @@ struct Poller {
             const uint64 budget = m.request.budget_us < MAX_BUDGET_US ? m.request.budget_us : MAX_BUDGET_US, now = now_ns();
             Link& mine = s.links[l];
             store(&mine.received, now), store(&mine.expires, now + budget * 1000);
-            store(&mine.ticket, tickets), store(&mine.asked, 0);
+            store(&mine.ticket, tickets), store(&mine.asked, static_cast<int>(NOTHING_ASKED));
             blocked |= bit_of(l);
         }
         tickets++;
@@ -155,19 +156,22 @@ struct Poller {
         if (is_mine(l)) {
             Link& mine = s.links[l];
             const uint64 had = load(&mine.had), start = had > share ? had : share;
-            store(&mine.start, start), store(&mine.finish, start + STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS));
+            const uint64 cost = s.role == FOLLOWS ? 0 : STEP_ROWS + (rows < MOST_ROWS ? rows : MOST_ROWS);  // its age decides there
+            store(&mine.start, start), store(&mine.finish, start + cost);
             blocked &= ~bit_of(l), ready |= bit_of(l);
         }
         sync_warp();
         tell_all(READY_STEP, l, seq, 0);
     }
 
-    // Whether its client holds what it names, and the weights are here; or its time is over.
+    // Whether its client holds what it names, the weights are here, and its leader has numbered it; or its time is over.
     DEVICE void recheck(int l) {
-        read_header(l);
-        const lora_request& h = m.request;
         const Link& k = s.links[l];
         const uint64 expires = load(&k.expires);
+        const bool numbered = s.role != FOLLOWS || is_numbered(l);
+        if (!numbered && load(&k.asked) == ALL_HERE && !draining && together(now_ns()) < expires) return;
+        read_header(l);
+        const lora_request& h = m.request;
         const unsigned char* tables = tables_of(l);
         const bool is_site = h.layer < static_cast<unsigned>(s.num_layers) && h.projection < static_cast<unsigned>(s.num_projections);
         const Lacks lacks = is_site ? look_up(s, l, h, tables, lane) : Lacks();
@@ -179,15 +183,15 @@ struct Poller {
         }
         const unsigned lacking = votes(lacks.weights);
         const int handle = lacking ? shuffle(static_cast<int>(lacks.handle), first_bit(lacking)) : 0;
-        if (!lacking) {
+        if (!lacking && numbered) {
             make_ready(l, h.seq);
             return;
         }
         const bool late = together(now_ns()) >= expires;
         if (late || draining) {
-            refuse(l, next_seq(l), late ? TOO_LATE : DRAINING);
-        } else if (!load(&k.asked) && note(PREFETCH, l, h.seq, handle)) {
-            if (is_mine(l)) store(&s.links[l].asked, 1);
+            refuse(l, next_seq(l), !late ? DRAINING : lacking ? TOO_LATE : NOT_NUMBERED);
+        } else if (!lacking || (load(&k.asked) != ASKED && note(PREFETCH, l, h.seq, handle))) {
+            if (is_mine(l)) store(&s.links[l].asked, static_cast<int>(lacking ? ASKED : ALL_HERE));
             sync_warp();
         }
     }
@@ -294,6 +298,7 @@ struct Poller {
     }
     // It is ordered, or refused; the client's next one may come.
     DEVICE void settle(int l, uint64 seq) {
+        number_step(l, seq);
         if (is_mine(l)) blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].served, seq);
         sync_warp();
     }
@@ -305,5 +310,6 @@ struct Poller {
         return static_cast<uint64>(high) << 32 | low;
     }
 
+#include "leader.cuh"
 #include "mailbox.cuh"
 };

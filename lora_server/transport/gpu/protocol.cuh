@@ -22,9 +22,12 @@ struct alignas(128) Link {
     // of its oldest step, as long as the poller has it
     uint64 received, expires, start, finish;  // the last two in its share: before the step, and behind it
     int ticket, asked;
-    uint64 unused[13];
+    int row, unused_too;  // a follower's: where its leader's numbers are; below 0: not found yet. See leader.cuh
+    uint64 unused[12];
 };
 constexpr int CONNECT_WORDS = 11;
+enum Asked { NOTHING_ASKED, ASKED, ALL_HERE };  // the host for weights; whether there is no need to
+enum Role { INDEPENDENT, LEADS, FOLLOWS };
 
 // The weights of (handle, site). A copy engine sets `ready` behind the pages, in stream order.
 struct alignas(32) Entry {
@@ -79,13 +82,17 @@ struct alignas(128) Serve {
     uint64* used;  // [num_handles]: the newest turn that read it; null while its host does not ask
     const int* places;  // [.., 2]: block and first tile of each expert, where those of a site differ in shape
     void* results;  // [max_entries, widest] 16-bit, before they become codes; null where rows travel as they are
+    const uint64* followers;  // [LANES]: a leader's, where each has its table; 0: nobody
+    uint64 numbers;  // a follower's table; 0 while it has no leader
     int max_entries, max_rank, table_bytes, dtype;  // dtype: of rows that travel
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     int num_links;  // there is room for: 32, 64 ... MAX_LINKS
+    int role, row_words;  // of a table of numbers
     // the kernel's, kept from one launch to the next
     alignas(128) uint64 turn;  // the newest order's
     uint64 left;               // the last launch whose poller has left
     alignas(128) uint64 done;  // the newest turn that was answered
     uint64 sent;               // blocks that have sent their part, ever
     uint64 tickets, share, draining, taken, noted;
+    uint64 number;  // the newest
 };

@@ -5,7 +5,7 @@
 #include "protocol.cuh"
 
 enum Refusal { NOTHING_WRONG, BAD_HEADER, BAD_SITE, BAD_COUNTS, BAD_WINDOWS, BAD_SIZE, BAD_SEGMENTS, BAD_MAP,
-               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD, BAD_WIRE, BAD_SCALE };
+               UNKNOWN_ADAPTER, MISPLACED, BAD_DTYPE, TOO_LATE, DRAINING, NOT_HELD, BAD_WIRE, BAD_SCALE, NOT_NUMBERED };
 
 // code\nmessage, as in write_failure of shard/request.py; at most 127 characters.
 DEVICE const char* text_of(int refusal) {
@@ -25,6 +25,7 @@ DEVICE const char* text_of(int refusal) {
         case NOT_HELD: return "permission_denied\nthe step names an adapter that its client does not hold; acquire it first";
         case BAD_WIRE: return "protocol\ngot rows of another wire than this server's (--wire): both ends must be of a version that knows it; join again";
         case BAD_SCALE: return "protocol\ngot the scale of a row that is negative, or not finite";
+        case NOT_NUMBERED: return "step_timeout\nthe leader of the shard's stage did not order the step before the client's deadline; is it up?";
         default: return "step\nrefused";
     }
 }
