@@ -121,7 +121,7 @@ class RemoteSession(Session):
             if self._in_world:
                 from client_connector import world
 
-                world.check(server.device, server.wire)
+                world.check(server.device)
                 request.place.CopyFrom(world.wanted())
             lease: pb.Lease = self._call(self._clients.Join, request, _left(deadline))
         except BaseException:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import structlog
 import torch
 
-from lora_server.errors import ConfigError, LoraServerError, ServerUnavailableError
+from lora_server.errors import LoraServerError, ServerUnavailableError
 from lora_server.transport.base import Link
 from lora_server.transport.gpu.opened import world_gpu_of
 from lora_server.transport.gpu.world import World, entered
@@ -26,11 +26,9 @@ def wanted() -> pb.Place:
     return entered.place
 
 
-def check(device: str, wire: str) -> None:
-    """Before joining. Raises ConfigError that names what this machine lacks, or what does not go together."""
+def check(device: str) -> None:
+    """Before joining. Raises ConfigError that names what this machine lacks."""
     world_gpu_of(torch.device(device))
-    if wire not in ("exact", "any"):
-        raise ConfigError(f"transport nvshmem: got wire {wire}, expected exact; use auto or tcp")
 
 
 def gathered(place: pb.Place, ask: Callable[[], pb.Place], missing: Callable[[], str], deadline: float) -> pb.Place:
@@ -64,7 +62,7 @@ def _said(missing: Callable[[], str]) -> str:
 
 def enter(place: pb.Place, terms: Terms, device: str) -> World:
     """With all others, or stay in it. Raises WorldError."""
-    layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, "exact")
+    layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, terms.wire)
     return entered.enter(World(world_gpu_of(torch.device(device)), place, terms.layout.num_shards, layout))
 
 

@@ -217,11 +217,10 @@ class ServeConfig(BaseSettings):
     def _numbers(self) -> ServeConfig:
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
-        settings = (self.device, self.coordination, self.wire)
-        if self.gpu_transport != "cuda_ipc" and settings != ("cuda", "independent", "exact"):
+        if self.gpu_transport != "cuda_ipc" and (self.device, self.coordination) != ("cuda", "independent"):
             raise ValueError(
-                f"gpu-transport: got {self.gpu_transport} with --device {self.device}, --coordination "
-                f"{self.coordination} and --wire {self.wire}; expected cuda, independent and exact"
+                f"gpu-transport: got {self.gpu_transport} with --device {self.device} and --coordination "
+                f"{self.coordination}; expected cuda and independent"
             )
         if (self.gpu_transport == "nvshmem") != (self.nvshmem_clients > 0):
             raise ValueError(

@@ -25,7 +25,6 @@ from tests import emulated
 
 CPU = torch.device("cpu")
 GRID = 2
-IN_A_WORLD = ("serve.cu", "link.cu")  # what tests of NVSHMEM's live processes play
 SERVE = Variant(bulk_copy=True, warps=1)
 VARIANTS = dict.fromkeys(source.SOURCES, SERVE) | {"put.cu": Variant(bulk_copy=False, warps=1)}
 ROUTE = Variant(bulk_copy=False, warps=2)
@@ -53,11 +52,11 @@ def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lo
 
 
 def compile_all(nvshmem: bool = False, in_codes: bool = False) -> None:
-    """What shards of one wire need, beside each other."""
-    other = source.SERVES[not in_codes]
+    """What shards of one wire, and their clients, need, beside each other; `nvshmem`: in its world, too."""
+    other, own = source.SERVES[not in_codes], source.SERVES[in_codes]
     with ThreadPoolExecutor() as pool:
         list(pool.map(library, MEMORY.keys() - {other}))
-        list(pool.map(library, IN_A_WORLD if nvshmem else (), (True, True)))
+        list(pool.map(library, (own, "link.cu") if nvshmem else (), (True, True)))
 
 
 class EmulatedMemory(gpu.Shared):

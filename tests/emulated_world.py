@@ -19,7 +19,7 @@ from lora_server.transport.gpu import opened, source
 from lora_server.transport.gpu.gpu import Memory, Queue
 from lora_server.transport.gpu.world import UID_BYTES, WorldGpu
 from lora_server.transport.mapping import Mapping
-from tests.emulated_gpu import IN_A_WORLD, EmulatedGpu, EmulatedQueue, library
+from tests.emulated_gpu import EmulatedGpu, EmulatedQueue, library
 
 NETWORK = "LORA_SERVER_TEST_NETWORK"
 LINE = 128  # each PE has one behind the heaps, where it says that it is there
@@ -44,12 +44,22 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
     def __init__(self) -> None:
         super().__init__()
         self._heap: Heap | None = None
+        self._libraries: list[ctypes.CDLL] = []  # that know PEs
         self._rank = self._nbytes = 0
         self.network = os.environ.get(NETWORK) == "1"
 
     @override
     def compile(self, source_name: str) -> None:
-        library(source_name, source_name in source.SOURCES)
+        compiled, _ = library(source_name, source_name in source.SOURCES)
+        if source_name in source.SOURCES:
+            self._libraries.append(compiled)
+            self._tell(compiled)
+
+    def _tell(self, compiled: ctypes.CDLL) -> None:
+        """Its kernels where the heaps are, once that is known."""
+        if self._heap is not None:
+            own = ctypes.c_void_p(self._heap.address)
+            compiled.live_world(self._rank, own, ctypes.c_uint64(self._nbytes), int(self.network))
 
     @override
     def queue(self, urgent: bool = False) -> Queue:
@@ -74,9 +84,8 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
             time.sleep(1e-3)
         path.unlink(missing_ok=True)
         self._heap, self._rank, self._nbytes = Heap(mapping, rank, nbytes), rank, nbytes
-        for name in IN_A_WORLD:
-            own = ctypes.c_void_p(self._heap.address)
-            library(name, True)[0].live_world(rank, own, ctypes.c_uint64(nbytes), int(self.network))
+        for compiled in self._libraries:
+            self._tell(compiled)
         return self._heap
 
     @override

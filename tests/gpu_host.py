@@ -45,7 +45,7 @@ class Host:
         wire: Wire = "exact",
         gpu: Gpu | None = None,
     ) -> None:
-        self.spec, self.gpu = spec_of("mixtral"), gpu or EmulatedGpu()
+        self.spec, self.gpu, self.wire = spec_of("mixtral"), gpu or EmulatedGpu(), wire
         placement = Placement(self.spec, Layout.parse("ep1-pp1"))
         region = RegionLayout.for_model(self.spec, 16, 2, wire)
         self.kernel = ServeKernel(self.gpu, self.spec, torch.bfloat16, region, MAX_STEP_ROWS, idle_ns)
@@ -77,7 +77,7 @@ class Host:
         self.port.grant(Grant(self._clients, 1, b"key"))
         self.port.hold(self._clients, [handle])
         link = GpuLink(self.listener.address, Hello(self._clients, 1, b"key"), 0, self.gpu)
-        terms = SimpleNamespace(client=self._clients, epoch=1, spec=self.spec)
+        terms = SimpleNamespace(client=self._clients, epoch=1, spec=self.spec, wire=self.wire)
         return Steps(SimpleNamespace(links=[link], terms=terms), handle)
 
     def aim(self, steps: Steps, handle: int) -> None:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 
+from client_connector.packing import code_of
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.session import Session
 from lora_server.wire import slot
@@ -23,13 +24,13 @@ class Steps:
 
     def __init__(self, session: Session, handle: int, shard: int = 0, layer: int = SITE.layer) -> None:
         self.link, self.terms, self.handle, self.seq = session.links[shard], session.terms, handle, 0
-        self.layer, spec = layer, session.terms.spec
+        self.layer, spec, self.dtype = layer, session.terms.spec, code_of(session.terms, torch.bfloat16)
         self.windows = ((0, spec.out_width(SITE)),)
         self.x = torch.randn(ROWS, spec.in_width(SITE), generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def header(self, seq: int, payload_bytes: int, seconds: float = SECONDS) -> RequestHeader:
         client, epoch = self.terms.client, self.terms.epoch
-        where = (seq % self.link.region.layout.depth, self.layer, PROJECTION, slot.DTYPES.index("bfloat16"))
+        where = (seq % self.link.region.layout.depth, self.layer, PROJECTION, self.dtype)
         counts = (ROWS, ROWS, 1, ROWS, 0, self.x.shape[1])
         return RequestHeader(
             0, 0, client, epoch, seq, *where, *counts, self.windows, payload_bytes, int(seconds * 1e6), 0
@@ -37,7 +38,8 @@ class Steps:
 
     def push(self, seconds: float = SECONDS) -> RequestHeader:
         self.seq += 1
-        at = slot.request_offsets(1, ROWS, 0, ROWS * self.x.shape[1] * 2)
+        row_bytes, scales = self.x.shape[1] * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(ROWS, self.dtype)
+        at = slot.request_offsets(1, ROWS, 0, ROWS * row_bytes, scales)
         header, memory = self.header(self.seq, at.end - slot.HEADER_BYTES, seconds), self.link.region.request(self.seq)
         header.pack_into(memory)
         np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, ROWS]
@@ -56,6 +58,6 @@ class Steps:
         header = ResponseHeader.unpack_from(memory)
         assert (header.client, header.epoch, header.seq) == (sent.client, sent.epoch, sent.seq)
         if header.status == slot.OK:
-            return self.link.rows.response(sent).clone()
+            return self.link.rows.deltas(sent, self.x).clone()
         text = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]).decode()
         return text.partition("\n")[0]

@@ -73,12 +73,13 @@ class Place:
 
 @pytest.fixture
 def place(request, tmp_path, monkeypatch):
-    """With the parameter network, nothing of another PE is mapped."""
-    emulated_gpu.compile_all(nvshmem=True)
-    load, network = workload("mixtral"), request.param == "network"
+    """Of the parameter's words: network, nothing of another PE is mapped; e4m3, rows have 8 bits."""
+    network, in_codes = "network" in request.param, "e4m3" in request.param
+    emulated_gpu.compile_all(nvshmem=True, in_codes=in_codes)
+    load = workload("mixtral")
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--device", "cuda"]
     flags += ["--gpu-transport", "nvshmem", "--nvshmem-clients", str(ENGINES), "--layout", "ep1-pp2", "--slots", "2"]
-    flags += ["--max-step-rows", "32", "--data-dir", str(tmp_path / "data")]
+    flags += ["--max-step-rows", "32", "--data-dir", str(tmp_path / "data"), "--wire", "e4m3" if in_codes else "exact"]
     monkeypatch.setenv(emulated_world.NETWORK, str(int(network)))
     torch.set_grad_enabled(False)
     place = Place(launch(tmp_path / "log", *flags, module="tests.gpu_serve"), network)
@@ -133,3 +134,10 @@ def test_a_world_outlives_an_engine_and_ends_with_a_shard(place):
     assert [engine.ask("go") for engine in place.engines[ENGINES:]] == [bits] * ENGINES
     assert first.ask("leave") == "left"
     assert "which is over, and a process is in one world in its life: start the engine anew" in first.ask("join")
+
+
+@pytest.mark.parametrize("place", ["network e4m3"], indirect=True)
+def test_rows_of_8_bits_have_the_bits_of_tcp(place):
+    """From kernels that put codes and one that serves them; another engine's are the same, and a second time."""
+    first, second, bits = made(place)
+    assert second.ask("go") == bits == first.ask("go")
