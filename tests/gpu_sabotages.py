@@ -65,6 +65,7 @@ MUTANTS = (
            "if (rounds <= l / LANES) rounds = l / LANES + 1;", "rounds = 1;"),
     Mutant("poller: who was here is forgotten by the next launch", "poller.cuh",
            "for (int l = lane; l < s.num_links; l += LANES)", "for (int l = lane; l < LANES; l += LANES)"),
+    Mutant("poller: the header of another's step is taken for this one's", "poller.cuh", "if (whose == l) return;", "if (whose >= 0) return;"),
     Mutant("poller: what was checked is not what is used", "poller.cuh",
            "o.in_map = h.flags & LORA_HAS_IN_MAP ? tables + at.in_map : 0;",
            "o.in_map = h.flags & LORA_HAS_IN_MAP ? reinterpret_cast<uint64>(request_slot(l, seq)) + at.in_map : 0;"),

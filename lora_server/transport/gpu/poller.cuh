@@ -26,6 +26,7 @@ struct Poller {
     // the same in all lanes
     uint64 turn, done, taken, noted, active, share;  // share: the least start of those that are ready
     int rounds = 0;  // of LANES clients, up to the last that is here
+    int whose = -1;  // header is in m.request
     int tickets;
     bool draining;
 
@@ -112,9 +113,21 @@ struct Poller {
         sync_warp();
     }
     DEVICE void read_header(int l) {
+        if (whose == l) return;
         sync_warp();
         if (lane < static_cast<int>(sizeof(lora_request) / 16))
             reinterpret_cast<uint4*>(&m.request)[lane] = load_l2(reinterpret_cast<const uint4*>(tables_of(l)) + lane);
+        whose = l;
+        sync_warp();
+    }
+    DEVICE void take_header(int l, unsigned char* tables, const unsigned char* slot) {
+        static_assert(LORA_HEADER_BYTES / 16 <= LANES, "a lane each");
+        if (lane < LORA_HEADER_BYTES / 16) {
+            const uint4 part = load_l2(reinterpret_cast<const uint4*>(slot) + lane);
+            store(reinterpret_cast<uint4*>(tables) + lane, part);
+            if (lane < static_cast<int>(sizeof(lora_request) / 16)) reinterpret_cast<uint4*>(&m.request)[lane] = part;
+        }
+        whose = l;
         sync_warp();
     }
 
@@ -124,8 +137,7 @@ struct Poller {
         const uint64 seq = next_seq(l);
         const unsigned char* slot = request_slot(l, seq);
         unsigned char* tables = tables_of(l);
-        copy(tables, slot, 0, LORA_HEADER_BYTES);
-        read_header(l);
+        take_header(l, tables, slot);
         int why = check_header(m.request, load(&k.client), load(&k.epoch), seq, s.max_entries);
         tell_all(TAKEN, l, seq, why);
         if (!why && draining) why = DRAINING;
