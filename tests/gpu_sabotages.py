@@ -167,7 +167,10 @@ MUTANTS = (
            "                                     reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);",
            "    nvshmemx_putmem_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes, pe);\n"
            "    if (threadIdx.x == 0) nvshmemx_signal_op(reinterpret_cast<uint64_t*>(signal), value, NVSHMEM_SIGNAL_SET, pe);", True),
-    Mutant("network: the header is put before it is stored", "answer.cuh", "        if (flag && !far) fence_system();\n", "", True),
+    Mutant("network: the header is put before it is stored", "answer.cuh",
+           "    if (blockIdx.x == 0) write_header(order);\n    sync_block();\n", "    sync_block();\n    if (blockIdx.x == 0) write_header(order);\n", True),
+    Mutant("work: the header is stored behind its block's arrival", "answer.cuh",
+           "    if (blockIdx.x == 0) write_header(order);\n    sync_block();\n", "    sync_block();\n    if (blockIdx.x == 0) write_header(order);\n"),
     Mutant("network: what is mapped already is looked for in a heap", "peer.cuh",
            "    if (pe == HERE) return reinterpret_cast<unsigned char*>(address);\n", "", True),
     Mutant("network: a PE is taken for one whose memory is mapped already", "peer.cuh", "if (pe == HERE) return", "if (pe <= 0) return", True),

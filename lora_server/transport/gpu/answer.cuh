@@ -41,11 +41,12 @@ DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response
     put_warp(slot, 2 * LORA_HEADER_BYTES, signal, word, pe);
 }
 
-DEVICE void write_answer(const Order& order) {
+// Block 0's, before it arrives: who comes last has no header to wait for.
+DEVICE void write_header(const Order& order) {
     uint64* to = reinterpret_cast<uint64*>(writable(order.slot, static_cast<int>(order.pe)));
-    for (int i = 0; i < static_cast<int>(sizeof(lora_response) / 8) - 1; i++)
-        store(to + i, reinterpret_cast<const uint64*>(order.header)[i]);
-    store(to + sizeof(lora_response) / 8 - 1, now_ns());
+    constexpr int WORDS = sizeof(lora_response) / 8;
+    if (threadIdx.x < WORDS)
+        store(to + threadIdx.x, threadIdx.x == WORDS - 1 ? now_ns() : reinterpret_cast<const uint64*>(order.header)[threadIdx.x]);
 }
 
 // A step's results, of which any block has stored any, to codes and scales in its answer, a row per block. False if the
@@ -68,6 +69,7 @@ template <class T> DEVICE bool store_codes(const Serve& s, const Order& order, B
 // ahead, since all met at the step's barriers. All threads of a block call it.
 DEVICE void send_answer(Serve& s, const Order& order, uint64 turn, int& flag) {
     uint64* const far = reinterpret_cast<uint64*>(mapped(order.signal, static_cast<int>(order.pe)));
+    if (blockIdx.x == 0) write_header(order);
     sync_block();
     if (threadIdx.x == 0) {
         fence_system();
@@ -75,9 +77,7 @@ DEVICE void send_answer(Serve& s, const Order& order, uint64 turn, int& flag) {
         flag = far ? before + 1 == target : blockIdx.x == 0;
         while (!far && flag && load_acquire(&s.sent) < target)
             if (load_acquire(s.arrivals + 1)) flag = 0;
-        if (flag) write_answer(order);
         if (flag && far) store_release_system(far, order.signal_value);
-        if (flag && !far) fence_system();
     }
     sync_block();
     if (!flag) return;
