@@ -26,8 +26,8 @@ struct LinkMemory {
 
 DEVICE uint64 whole(uint64 offset, uint64 to) { return (offset + to - 1) / to * to; }
 
-DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 seq, int segments, int entries, uint64 nbytes) {
-    const int tokens = load_l2(p.counts + 3), rows = p.weights ? entries : tokens;
+DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 seq, int segments, int entries, int tokens, uint64 nbytes) {
+    const int rows = p.weights ? entries : tokens;
     h.client = static_cast<uint32_t>(load(&k.client)), h.epoch = static_cast<uint32_t>(load(&k.epoch));
     h.seq = seq, h.slot = static_cast<uint32_t>(seq % load(&k.depth));
     h.num_rows = rows, h.num_entries = entries, h.num_segments = segments;
@@ -55,28 +55,33 @@ DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 
 template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     Client& k = *p.link;
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
+    // Nothing depends on what comes before it: one trip to memory, not four.
     const int segments = load_l2(p.counts), entries = load_l2(p.counts + 1), tokens = load_l2(p.counts + 3);
-    if (entries == 0 || load_l2(&k.status)) return;
-    const uint64 seq = load_l2(&k.pushed) + 1;
-    const uint64 place = load(&k.request_slots) + seq % load(&k.depth) * load(&k.request_bytes);
-    unsigned char* slot = writable(place, static_cast<int>(load(&k.pe)));
+    const uint64 status = load_l2(&k.status), seq = load_l2(&k.pushed) + 1;
+    const uint64 slots = load(&k.request_slots), depth = load(&k.depth), slot_bytes = load(&k.request_bytes), pe = load(&k.pe);
+    all_begun();
+    if (entries == 0 || status) return;
+    const uint64 place = slots + seq % depth * slot_bytes;
+    unsigned char* slot = writable(place, static_cast<int>(pe));
     const uint64 map_at = LORA_HEADER_BYTES + 16ull * segments, weights_at = whole(map_at + 4ull * entries, 16);
     const int num_rows = p.weights ? entries : tokens;
     const uint64 scales_at = whole(p.weights ? weights_at + 4ull * entries : weights_at, 16);
     const uint64 rows_at = whole(scales_at + 4ull * Way::scales(num_rows), LORA_ALIGN);
     const uint64 nbytes = rows_at + static_cast<uint64>(num_rows) * Way::bytes(p.row_bytes);
-    if (blockIdx.x == 0) {
+    // Rows begin at the first warp; what else there is of a short step is other warps', which wait beside them.
+    if (blockIdx.x == gridDim.x - 1) {
         if (threadIdx.x < sizeof(lora_request) / 16)
             reinterpret_cast<uint4*>(&m.header)[threadIdx.x] = load_l2(reinterpret_cast<const uint4*>(p.header) + threadIdx.x);
         sync_block();
-        if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, nbytes);
+        if (threadIdx.x == 0) fill_header(m.header, p, k, seq, segments, entries, tokens, nbytes);
         sync_block();
         if (threadIdx.x < sizeof(lora_request) / 16)
             store(reinterpret_cast<uint4*>(slot) + threadIdx.x, reinterpret_cast<const uint4*>(&m.header)[threadIdx.x]);
     }
-    copy_units<uint4>(slot + LORA_HEADER_BYTES, p.segments, segments, thread, threads);
-    copy_units<int>(slot + map_at, p.map, entries, thread, threads);
-    if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, thread, threads);
+    const auto from = [=](int eighths) { return (thread + threads - eighths * threads / 8) % threads; };
+    copy_units<uint4>(slot + LORA_HEADER_BYTES, p.segments, segments, from(4), threads);
+    copy_units<int>(slot + map_at, p.map, entries, from(5), threads);
+    if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, from(6), threads);
     Way::copy(slot + rows_at, reinterpret_cast<float*>(slot + scales_at), p.x, p.rows, num_rows, p.row_bytes, p.stride);
     signal(k, m, place, nbytes, seq);
 }
@@ -111,10 +116,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) link_send(Client* link, ui
 
 DEVICE int status_of_answer(const Client& k, uint64 seq) {
     const uint64* slot = reinterpret_cast<const uint64*>(load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes));
-    const uint64 first = load_l2(slot), second = load_l2(slot + 1);
+    const uint64 first = load_l2(slot), second = load_l2(slot + 1), its_seq = load_l2(slot + 2);
     const bool ours = static_cast<unsigned>(first) == LORA_RESPONSE_MAGIC && (first >> 32 & 0xffff) == LORA_SLOT_VERSION &&
                       static_cast<unsigned>(second) == static_cast<unsigned>(load(&k.client)) &&
-                      second >> 32 == load(&k.epoch) && load_l2(slot + 2) == seq;
+                      second >> 32 == load(&k.epoch) && its_seq == seq;
     if (!ours) return LINK_BROKEN;
     return first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED;
 }
@@ -122,10 +127,10 @@ DEVICE int status_of_answer(const Client& k, uint64 seq) {
 // One warp, of which one thread has work: a shard on the same GPU needs the rest of it.
 extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
     Client& k = *link;
-    if (threadIdx.x != 0) return;
-    const uint64 seq = load_l2(&k.pushed), epoch = load(&k.epoch);
-    if (seq == load_l2(&k.answered) || load_l2(&k.status)) return;
+    const uint64 seq = load_l2(&k.pushed), answered = load_l2(&k.answered), status = load_l2(&k.status), epoch = load(&k.epoch);
     const uint64* signal = reinterpret_cast<const uint64*>(load(&k.response_signal));
+    all_begun();
+    if (threadIdx.x != 0 || seq == answered || status) return;
     const uint64 began = now_ns(), budget = load(&k.budget_ns);
     for (;;) {
         const uint64 word = load_acquire_system(signal);
@@ -215,9 +220,13 @@ template <class T> struct Codes {
 
 // An even number of columns from an even one on.
 template <class Answer> DEVICE void add(Client& k, const int* counts, bool by_token, Sums s) {
-    if (load_l2(&k.status) || load_l2(counts + 1) == 0) return;
-    s.num_rows = load_l2(counts + (by_token ? 3 : 1));
-    const uint64 slot = load(&k.response_slots) + load_l2(&k.answered) % load(&k.depth) * load(&k.response_bytes);
+    const uint64 status = load_l2(&k.status), answered = load_l2(&k.answered);
+    const int entries = load_l2(counts + 1), tokens = load_l2(counts + 3);
+    const uint64 slots = load(&k.response_slots), depth = load(&k.depth), slot_bytes = load(&k.response_bytes);
+    all_begun();
+    if (status || entries == 0) return;
+    s.num_rows = by_token ? tokens : entries;
+    const uint64 slot = slots + answered % depth * slot_bytes;
     Answer::add(s, reinterpret_cast<const unsigned char*>(slot));
 }
 
