@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import socket
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -16,6 +19,7 @@ from lora_server.errors import ProtocolError
 from lora_server.wire import messages, region, slot
 from lora_server.wire.messages import Hello, Order, Refused, Welcome
 from lora_server.wire.region import Region, RegionLayout
+from lora_server.wire.rpc import open_channel
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
 HEADER = (Path(slot.__file__).parent / "slot.h").read_text()
@@ -267,3 +271,17 @@ def test_refused_rebuilds_the_typed_error(code):
         messages.decode_welcome(messages.encode(Refused(code, "why")))
     assert type(caught.value) is kind
     assert messages.decode_welcome(messages.encode(Welcome(1, 2, 3))) == Welcome(1, 2, 3)
+
+
+def test_a_channel_sees_a_server_that_comes_back_within_moments():
+    """However long it was away: attempts to connect do not get rarer, and between two every call fails."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(30)
+        attempts = []
+        with open_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
+            channel.subscribe(lambda state: None, try_to_connect=True)
+            for _ in range(14):
+                listener.accept()[0].close()
+                attempts.append(time.monotonic())
+    gaps = sorted(after - before for before, after in itertools.pairwise(attempts[6:]))
+    assert gaps[len(gaps) // 2] < 0.6, gaps

@@ -38,12 +38,12 @@ KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
 )
-# a server that comes back must be seen soon, not after gRPC's usual backoff of up to two minutes; the least
-# backoff is also how long one attempt to connect may take
+# until the next attempt to connect calls fail at once, though the server is back: it comes soon, not after gRPC's usual
+# backoff of up to two minutes; the least backoff is how long an attempt may take
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 200),
 )
 _T = TypeVar("_T")
 
