@@ -36,6 +36,8 @@ def _address(value: Any) -> Any:
     return _read_by(Address.parse, value) if isinstance(value, str) else value
 
 
+MOST_LED = 33  # shards of a stage: its leader's kernel tells shard.numbers.MAX_FOLLOWERS others
+
 # NoDecode: HOST:PORT from the environment is not JSON
 Listens = Annotated[Address, NoDecode, BeforeValidator(_address), PlainSerializer(str)]
 
@@ -217,11 +219,10 @@ class ServeConfig(BaseSettings):
     def _numbers(self) -> ServeConfig:
         if self.device == "cuda" and self.dtype == "float32":
             raise ValueError("dtype: --device cuda computes in bfloat16 or float16; give --dtype, the engine's")
-        if self.gpu_transport != "cuda_ipc" and (self.device, self.coordination) != ("cuda", "independent"):
-            raise ValueError(
-                f"gpu-transport: got {self.gpu_transport} with --device {self.device} and --coordination "
-                f"{self.coordination}; expected cuda and independent"
-            )
+        if self.gpu_transport != "cuda_ipc" and self.device != "cuda":
+            raise ValueError(f"gpu-transport: got {self.gpu_transport} with --device {self.device}, expected cuda")
+        if self.gpu_transport != "cuda_ipc" and self.coordination == "leader":
+            self._check_leaders()
         if (self.gpu_transport == "nvshmem") != (self.nvshmem_clients > 0):
             raise ValueError(
                 f"nvshmem-clients: got {self.nvshmem_clients} with --gpu-transport {self.gpu_transport}, expected at "
@@ -230,6 +231,18 @@ class ServeConfig(BaseSettings):
         if self.watch and self.adapters is None:
             raise ValueError("watch: got no --adapters, expected the directory to follow; give it, or leave this away")
         return self
+
+    def _check_leaders(self) -> None:
+        """A leader's kernel stores into memory of its followers, which only shards of its host can hand to it."""
+        layout = Layout.parse(self.layout)
+        stages = [[layout.stage(one) for one in share(layout.num_shards, self.nodes, i)] for i in range(self.nodes)]
+        if self.gpu_transport == "nvshmem" or sum(len(set(one)) for one in stages) > layout.pp:
+            raise ValueError(
+                f"coordination: got leader with --gpu-transport {self.gpu_transport}, --layout {layout} and --nodes "
+                f"{self.nodes}; expected gpu, and every stage on one node, or independent"
+            )
+        if layout.ep > MOST_LED:
+            raise ValueError(f"coordination: got leader with --layout {layout}, expected at most ep{MOST_LED} of gpu")
 
     @model_validator(mode="after")
     def _node(self) -> ServeConfig:

@@ -256,6 +256,11 @@ def check_launches(terms: Terms, dtype: torch.dtype, max_adapters: int) -> None:
             f"transports gpu and nvshmem: got steps of up to {max_adapters} requests and {terms.spec.experts} experts, "
             f"expected fewer than {MAX_KEYS} together; give the engine fewer requests at once, or use auto"
         )
+    if terms.coordination == "leader":
+        raise ConfigError(
+            "transports gpu and nvshmem: got a server with --coordination leader, expected independent: launches push no "
+            "empty steps, by which a stage's shards would count alike; start it so, or use auto"
+        )
 
 
 def _kernel_links(client: Client) -> list[KernelLink]:

@@ -13,7 +13,7 @@ from lora_server.daemon.world import ShardWorld
 from lora_server.errors import LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.memory.store import WeightStore
-from lora_server.shard.coordination import Coordinator, Follower
+from lora_server.shard.coordination import Part
 from lora_server.sources.fetch import NODE0
 from lora_server.sources.remote import is_remote
 from lora_server.transport.base import Grant, Port
@@ -31,7 +31,7 @@ class ShardCommands:
         node_rank: int,
         port: Port,
         store: WeightStore,
-        coordinator: Coordinator,
+        coordinator: Part,
         world: ShardWorld | None,
         moved: Callable[[], None],
         stop: Callable[[], None],
@@ -74,7 +74,7 @@ class ShardCommands:
         elif kind == "note":
             self._store.relocate(command.note.handle, self._source(command.note))
             self._keep(command.note)
-        elif kind == "follow" and isinstance(self._coordinator, Follower):
+        elif kind == "follow":
             told = command.follow
             self._coordinator.follow(told.address, told.badge, told.certificate)
         done(None)

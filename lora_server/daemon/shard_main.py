@@ -28,12 +28,14 @@ from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.daemon.world import ShardWorld
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.placement import Layout, Placement
-from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader
+from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader, Part
 from lora_server.shard.loop import Shard
+from lora_server.shard.numbers import KernelFollower, KernelLeader
 from lora_server.shard.pump import Pump
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Port
+from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.world import WorldGpu
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp_listener import TcpListener
@@ -75,7 +77,7 @@ class ShardProcess:
         )
         node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance)
         self.fetcher = open_fetcher(config, spec, node0.files)
-        self.coordinator = self._coordinator(layout)
+        self.coordinator = Part()
         self.world: ShardWorld | None = None
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
@@ -90,13 +92,14 @@ class ShardProcess:
         if config.gpu_transport != "cuda_ipc":
             return self._pump(self._resident(placement))
         store, compute = self._backend(placement)
+        coordinator = self.coordinator = self._coordinator(placement.layout)
         return Shard(
             config.shard,
             placement.spec,
             config.max_step_rows,
             self.port,
             store,
-            self.coordinator,
+            coordinator,
             compute,
             config.wire,
         )
@@ -107,6 +110,7 @@ class ShardProcess:
             assert isinstance(gpu, WorldGpu)
             self.world = ShardWorld(gpu, config.shard, Layout.parse(config.layout).num_shards, self.port)
             ready = self.world.ready
+        self.coordinator = self._part_of(resident.kernel)
         return Pump(config.shard, self.port, resident.store, resident.kernel, ready)
 
     def _resident(self, placement: Placement) -> Resident:
@@ -189,6 +193,18 @@ class ShardProcess:
             return Leader(self.config.bind_host, self.config.advertise, orders, self.certificate)
         return Follower(self.port.ring, self.config.slots)
 
+    def _part_of(self, kernel: ServeKernel) -> Part:
+        """The same where a kernel serves."""
+        config = self.config
+        if config.coordination == "independent":
+            return Part()
+        if Layout.parse(config.layout).ep_rank(config.shard):
+            return KernelFollower(kernel)
+        name = f"numbers-{config.shard}"
+        for killed in config.run_dir.glob(f"{name}-*.sock"):
+            killed.unlink(missing_ok=True)
+        return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock")
+
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
         for target, name in ((self._follow_controller, "controller"), (self._report, "stats")):
@@ -258,8 +274,8 @@ class ShardProcess:
             endpoint=endpoint,
             pool_bytes=self.store.tier.pool.capacity,
             secret=config.secret,
-            order_address=self.coordinator.address if isinstance(self.coordinator, Leader) else "",
-            order_badge=self.coordinator.badge if isinstance(self.coordinator, Leader) else b"",
+            order_address=self.coordinator.address,
+            order_badge=self.coordinator.badge,
             place=self.world.place if self.world is not None else None,
         )
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from lora_server.errors import AdapterSourceError
-from lora_server.shard.coordination import Coordinator, Leader
+from lora_server.shard.coordination import Part
 from lora_server.shard.loop import Shard
 from lora_server.shard.pump import Pump
 from lora_server.sources.fetch import Fetcher
@@ -24,7 +24,7 @@ class ShardReports:
         self,
         shard: Shard | Pump,
         port: Port,
-        coordinator: Coordinator,
+        coordinator: Part,
         fetcher: Fetcher,
         report: Callable[[pb.ShardReport], None],
     ) -> None:
@@ -46,14 +46,13 @@ class ShardReports:
             self._store.note_disk(self._fetcher.cache.versions())
             self._tidy_disk()
             self.moved()
-            followers = self._coordinator.followers if isinstance(self._coordinator, Leader) else 0
             connections = self._port.connections
             stats = pb.ShardStats(
                 **vars(self._shard.counters),
                 **self._store.use()._asdict(),
                 device=self._store.tier.name,
                 clients=len(connections),
-                followers=followers,
+                followers=self._coordinator.followers,
                 phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self._shard.phases],
                 load_times=[
                     pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)

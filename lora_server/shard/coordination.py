@@ -26,15 +26,35 @@ from lora_server.wire import messages
 from lora_server.wire.messages import Order
 
 
-class Coordinator(ABC):
+def new_badge() -> bytes:
+    """What a leader's followers know, and nobody else."""
+    return secrets.token_bytes(messages.NONCE_BYTES)
+
+
+class Part:
+    """A shard's in its stage. In leader mode one shard has an address and a badge, and the others follow it."""
+
+    address: str = ""
+    badge: bytes = b""
+
+    @property
+    def followers(self) -> int:
+        """How many listen now."""
+        return 0
+
+    def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
+        """Whose orders count from now on; only followers are told."""
+
+    def close(self) -> None:
+        """Give up sockets."""
+
+
+class Coordinator(Part, ABC):
     """Picks the next step among each client's oldest."""
 
     @abstractmethod
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
         """The step to serve now, or to go on with, or None."""
-
-    def close(self) -> None:  # noqa: B027  (Independent holds nothing)
-        """Give up sockets."""
 
 
 class Independent(Coordinator):
@@ -59,13 +79,13 @@ class Leader(Coordinator):
         certificate: ShardCertificate | None = None,
     ) -> None:
         self._rule = TenantShare()
-        self.badge = secrets.token_bytes(messages.NONCE_BYTES)
+        self.badge = new_badge()
         self._orders = OrderSender(self.badge, host, advertise, port, certificate)
         self.address = self._orders.address
 
     @property
+    @override
     def followers(self) -> int:
-        """How many listen now."""
         return self._orders.followers
 
     @override
@@ -97,6 +117,7 @@ class Follower(Coordinator):
         self._leader = "", b"", b""
         self._orders: OrderReceiver | None = None
 
+    @override
     def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
         """Listen to this leader from now on, and forget what another one said."""
         leader = address, badge, certificate

@@ -101,6 +101,12 @@ class Lead(msgspec.Struct, tag="lead", forbid_unknown_fields=True):
     proof: bytes
 
 
+class Numbers(msgspec.Struct, tag="numbers", forbid_unknown_fields=True):
+    """A shard to its leader, on a Unix socket: where numbers of steps go is the descriptor that comes along."""
+
+    badge: bytes
+
+
 class Order(msgspec.Struct, tag="order", forbid_unknown_fields=True):
     """Leader mode: the leader tells its stage which step comes next."""
 

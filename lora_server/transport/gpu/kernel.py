@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from lora_server.errors import ShardUnavailableError
 from lora_server.spec import PROJECTIONS, ModelSpec
 from lora_server.transport.gpu import layout
 from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, parts
+from lora_server.transport.gpu.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, Role, parts
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS, Mailbox, wait_until
 from lora_server.transport.gpu.source import SERVES
 from lora_server.wire import slot
@@ -33,6 +33,7 @@ IDLE_NS = 1_000_000_000
 HEARTBEAT_SECONDS = 5.0
 FIRST_RANK = 16
 TABLE_ALIGN = 128
+ROW_WORDS = 8  # a row of numbers fills so many, or twice as many ...
 HELD, TURN = np.dtype("<u4"), np.dtype("<u8")
 assert SERVE.fields is not None
 HOSTS_BYTES = SERVE.fields["turn"][1]  # what a host says; the rest is the kernel's
@@ -74,6 +75,8 @@ class ServeKernel:
         self._workspace = self._new_workspace(FIRST_RANK)
         self._holds: dict[int, frozenset[int]] = {}  # by link
         self._serve, self._host = self._zeros(SERVE.itemsize), np.zeros(1, SERVE)
+        self._row_words = slot.aligned(1 + 2 * region.depth, ROW_WORDS)
+        self._followers = self._zeros(LANES * TURN.itemsize)
         self._fill(idle_ns)
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
@@ -102,7 +105,8 @@ class ServeKernel:
 
     def _fill(self, idle_ns: int) -> None:
         host = self._host[0]
-        for name, tensor in {"orders": self._orders, "sites": self._sites}.items():
+        tensors = {"orders": self._orders, "sites": self._sites, "followers": self._followers}
+        for name, tensor in tensors.items():
             host[name] = tensor.data_ptr()
         self._use_links(self._links)
         host["mailbox"], host["idle_ns"] = self.mailbox.address, idle_ns
@@ -112,6 +116,7 @@ class ServeKernel:
             widest = max(map(self.spec.out_width, self.spec.sites()))
             self._results = self._zeros(self._max_step_rows * widest * self._dtype.itemsize)
             host["results"] = self._results.data_ptr()
+        host["row_words"] = self._row_words
         host["num_layers"], host["num_projections"] = self.spec.layers, len(PROJECTIONS)
         self._use(self._workspace)
 
@@ -204,6 +209,32 @@ class ServeKernel:
         if index < num_handles:
             at = (link * num_handles + index) * HELD.itemsize
             self.gpu.write(self._held.data_ptr() + at, generation.to_bytes(HELD.itemsize, "little"))
+
+    # -- its stage, in leader mode
+
+    @property
+    def numbers_bytes(self) -> int:
+        """Of a follower's table: a row for each link that its leader may have; see leader.cuh."""
+        return layout.MAX_LINKS * self._row_words * TURN.itemsize
+
+    def lead(self, tables: Sequence[int]) -> None:
+        """Steps get numbers, which are stored into these: where this GPU sees each follower's table."""
+        words = np.zeros(LANES, TURN)
+        words[: len(tables)] = tables
+
+        def tell() -> None:
+            self._host[0]["role"] = Role.LEADS
+            self.gpu.write(self._followers.data_ptr(), words.tobytes())
+
+        self.between(tell)
+
+    def follow(self, table: int) -> None:
+        """Only steps that have a number in this table are served, the least first; 0: none is."""
+
+        def tell() -> None:
+            self._host[0]["role"], self._host[0]["numbers"] = Role.FOLLOWS, table
+
+        self.between(tell)
 
     # -- its life
 

@@ -1,0 +1,197 @@
+"""Leader mode where kernels serve by themselves: a follower hands the table of its leader's numbers over, on a Unix
+socket of their host; the two kernels do the rest (transport/gpu/leader.cuh).
+
+A table is of one leader and one follower, from the moment at which both have it until either goes: then the other's
+kernel forgets it, and the next one is new. The leader lets nobody in who does not know its badge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import structlog
+from typing_extensions import override
+
+from lora_server.errors import LoraServerError, ProtocolError
+from lora_server.shard.coordination import Part, new_badge
+from lora_server.transport.base import HANDSHAKE_SECONDS
+from lora_server.transport.gpu.gpu import Memory
+from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.transport.gpu.layout import LANES
+from lora_server.transport.gpu.mailbox import TAKEN_SECONDS
+from lora_server.transport.shm import send_fds
+from lora_server.wire import messages
+from lora_server.wire.messages import Numbers
+
+MAX_FOLLOWERS = LANES  # a lane of the leader's poller tells one
+RETRY_SECONDS = 0.1  # within which a thread stops, and a follower tries again
+HEARD_SECONDS = HANDSHAKE_SECONDS + TAKEN_SECONDS  # in which a leader's kernel knows a table
+HEARD = b"heard"
+log = structlog.get_logger()
+
+
+class KernelLeader(Part):
+    """Its kernel stores every number into the tables of those that have come. A thread lets them in."""
+
+    def __init__(self, kernel: ServeKernel, path: Path) -> None:
+        self._kernel, self._path = kernel, path
+        self.address, self.badge = str(path), new_badge()
+        kernel.lead(())
+        self._tables: dict[socket.socket, Memory] = {}
+        self._strangers: dict[socket.socket, float] = {}  # until when they may say who they are
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.bind(str(path))
+        path.chmod(0o600)
+        self._server.listen(MAX_FOLLOWERS)
+        self._server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="followers", daemon=True)
+        self._thread.start()
+
+    @property
+    @override
+    def followers(self) -> int:
+        return len(self._tables)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            for key, _ in self._selector.select(RETRY_SECONDS):
+                if key.fileobj is self._server:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._hear(key.fileobj)
+            for sock in [one for one, due in self._strangers.items() if due < time.monotonic()]:
+                self._end(sock)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._server.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (os.getuid(), 0) or len(self._strangers) >= MAX_FOLLOWERS:
+            sock.close()
+            return
+        self._strangers[sock] = time.monotonic() + HANDSHAKE_SECONDS
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket) -> None:
+        """A follower's table, or its end: it says nothing else."""
+        fds: list[int] = []
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 1)
+            if not data or sock not in self._strangers or not fds or len(self._tables) >= MAX_FOLLOWERS:
+                raise ProtocolError("it went, or says too much")
+            if not hmac.compare_digest(messages.decode(data, Numbers).badge, self.badge):
+                raise ProtocolError("it does not know the badge")
+            self._admit(sock, fds[0])
+        except BlockingIOError:
+            return
+        except (LoraServerError, OSError) as error:
+            log.info("a follower goes, or was not let in", reason=str(error))
+            self._end(sock)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _admit(self, sock: socket.socket, fd: int) -> None:
+        table = self._kernel.gpu.map(fd, self._kernel.numbers_bytes)
+        try:
+            self._kernel.lead([one.address for one in (*self._tables.values(), table)])
+        except BaseException:
+            table.close()
+            raise
+        del self._strangers[sock]
+        self._tables[sock] = table
+        sock.send(HEARD)
+
+    def _end(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        self._strangers.pop(sock, None)
+        table = self._tables.pop(sock, None)
+        sock.close()
+        if table is not None:
+            self._kernel.lead([one.address for one in self._tables.values()])  # before it is unmapped
+            table.close()
+
+    @override
+    def close(self) -> None:
+        """Once its kernel has left; idempotent."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._thread.join()
+            for sock in (*self._strangers, *self._tables):
+                self._end(sock)
+            self._selector.close()
+            self._server.close()
+            self._path.unlink(missing_ok=True)
+
+
+class KernelFollower(Part):
+    """Its kernel serves by the numbers of whoever it was told to follow; a thread hands a table over."""
+
+    def __init__(self, kernel: ServeKernel) -> None:
+        self._kernel, self._leader = kernel, ("", b"")
+        kernel.follow(0)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @override
+    def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
+        if self._leader != (address, badge):
+            self.close()
+            self._leader, self._stop = (address, badge), threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="numbers", daemon=True)
+            self._thread.start()
+
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                self._be_led(stop)
+            except (LoraServerError, OSError) as error:
+                log.info("a shard has no leader", reason=str(error))
+            stop.wait(RETRY_SECONDS)
+
+    def _be_led(self, stop: threading.Event) -> None:
+        """As long as the leader is there."""
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock:
+            sock.settimeout(RETRY_SECONDS)
+            sock.connect(self._leader[0])
+            table = self._kernel.gpu.create(self._kernel.numbers_bytes)
+            try:
+                self._kernel.follow(table.address)
+                send_fds(sock, messages.encode(Numbers(self._leader[1])), [table.fd])
+                self._listen(sock, stop)
+            finally:
+                self._kernel.follow(0)
+                table.close()
+
+    def _listen(self, sock: socket.socket, stop: threading.Event) -> None:
+        due, heard = time.monotonic() + HEARD_SECONDS, False
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                if sock.recv(len(HEARD)) != HEARD:
+                    raise ConnectionResetError("the leader is gone, or does not want it")
+                heard = True
+            if not heard and time.monotonic() > due:
+                raise ConnectionResetError(f"the leader did not take its table in {HEARD_SECONDS:g} s")
+
+    @override
+    def close(self) -> None:
+        """Nobody is followed any more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
