@@ -235,6 +235,24 @@ def what_a_leader_refuses_its_followers_serve(library: ctypes.CDLL) -> None:
     assert stage.judge() == 5
 
 
+def a_client_is_ahead_at_its_leader(library: ctypes.CDLL) -> None:
+    """By as many steps as there are slots, before the follower has answered the first: chunks of a large step."""
+    stage, (member,), _ = begin(library, 1)
+    (handle,) = {shard.begin(1, 1) for shard in stage.shards}
+    stage.leader.finish(handle)
+    for seq in range(1, 2 * DEPTH + 1):
+        for part in member.parts[: 1 if seq > DEPTH else 2]:
+            one(part, (handle, handle))
+        stage.do(finished(member.led, seq))
+    stage.turns(30)
+    stage.follower.finish(handle)
+    for seq in range(1, 2 * DEPTH + 1):
+        stage.do(finished(member.following, seq))
+        if seq <= DEPTH:
+            one(member.following, (handle, handle))
+    assert stage.judge() == 2 * DEPTH
+
+
 def a_row_is_one_clients(library: ctypes.CDLL) -> None:
     """The leader gives a link to another, who pushes as many steps: they are not the older one's, nor the other way."""
     stage, (older, other), handles = begin(library, 2)
@@ -336,6 +354,7 @@ CASES = (
     a_follower_serves_in_its_leaders_order,
     what_has_no_number_waits_for_its_budget,
     what_a_leader_refuses_its_followers_serve,
+    a_client_is_ahead_at_its_leader,
     a_row_is_one_clients,
     a_row_is_one_epochs,
     numbers_are_of_one_step,

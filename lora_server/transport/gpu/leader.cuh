@@ -1,11 +1,11 @@
 // Leader mode: the leader of a stage numbers its clients' steps, and its followers serve the least number first. Members
 // of Poller.
 //
-// A follower has a table that its leader alone stores to, a row for each of the leader's links: whose it is, and per slot
-// the number of the step that was there last, behind the low half of its seq. A client pushes every step of the stage to
-// each of its shards, as the same seq, and has at most as many on their way as there are slots: so a number is
-// overwritten only when its step was answered here, or is its client's no more. A table is one leader's: the next one
-// gets another, of zeros.
+// A follower has a table that its leader alone stores to, a row for each of the leader's links: whose it is, then numbers,
+// each behind the low half of its step's seq. A client pushes every step of the stage to each of its shards, as the same
+// seq. What one shard has answered it follows up there while others still owe as many answers as they have slots, but no
+// further: so with room for twice as many a number is overwritten when its step was answered here, or is its client's no
+// more. A table is one leader's: the next one gets another, of zeros.
 
 DEVICE uint64* numbers_at(uint64 table, int row) const {
     return reinterpret_cast<uint64*>(table) + static_cast<int64>(row) * s.row_words;
@@ -14,6 +14,7 @@ DEVICE uint64 owner_of(int l) const {
     const Link& k = s.links[l];
     return load(&k.client) << 32 | (load(&k.epoch) & 0xffffffff);
 }
+DEVICE int number_at(int l, uint64 seq) const { return 1 + static_cast<int>(seq % (2 * load(&s.links[l].depth))); }
 DEVICE static bool is_of(uint64 word, uint64 seq) { return word >> 32 == (seq & 0xffffffff); }
 
 // -- the leader's; a lane tells one follower
@@ -39,7 +40,7 @@ DEVICE void claim_rows() {
 DEVICE void number_step(int l, uint64 seq) {
     if (s.role != LEADS) return;
     const uint64 table = load_l2(s.followers + lane), number = (load_l2(&s.number) + 1) & 0xffffffff;
-    if (table) store_release_system(numbers_at(table, l) + 1 + seq % load(&s.links[l].depth), seq << 32 | number);
+    if (table) store_release_system(numbers_at(table, l) + number_at(l, seq), seq << 32 | number);
     sync_warp();
     if (lane == 0) store(&s.number, number);
     sync_warp();
@@ -50,10 +51,9 @@ DEVICE void number_step(int l, uint64 seq) {
 // Whether a client's oldest step has a number, which is its age from then on. All lanes call it.
 DEVICE bool is_numbered(int l) {
     if (!s.numbers || !has_row(l)) return false;
-    const Link& k = s.links[l];
     const uint64 seq = next_seq(l);
-    const uint64* row = numbers_at(s.numbers, load(&k.row));
-    const uint64* at = row + 1 + seq % load(&k.depth);
+    const uint64* row = numbers_at(s.numbers, load(&s.links[l].row));
+    const uint64* at = row + number_at(l, seq);
     uint64 word = together(load_system(at));
     if (is_of(word, seq)) word = together(load_acquire_system(at));
     if (!is_of(word, seq) || together(load_system(row)) != owner_of(l)) return false;
