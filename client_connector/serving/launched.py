@@ -258,8 +258,8 @@ def check_launches(terms: Terms, dtype: torch.dtype, max_adapters: int) -> None:
         )
     if terms.coordination == "leader":
         raise ConfigError(
-            "transports gpu and nvshmem: got a server with --coordination leader, expected independent: launches push no "
-            "empty steps, by which a stage's shards would count alike; start it so, or use auto"
+            "transports gpu and nvshmem: got a server with --coordination leader, expected independent: launches push "
+            "no empty steps, by which a stage's shards would count alike; start it so, or use auto"
         )
 
 
