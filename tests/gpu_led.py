@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lora_server.transport.gpu.layout import LANES, MAX_LINKS, CommandKind, NoteKind, Refusal, Role
+from lora_server.transport.gpu.layout import LANES, MAX_LINKS, CommandKind, LinkStatus, NoteKind, Refusal, Role
 from lora_server.wire import slot
+from tests.gpu_cases import Scene
 from tests.gpu_clients import WildClient
 from tests.gpu_oracle import replay
 from tests.gpu_schedules import drive, restarts
@@ -331,6 +332,32 @@ def a_follower_that_comes_later_hears_of_all(library: ctypes.CDLL) -> None:
     assert stage.judge() == 18
 
 
+def launches_push_what_has_no_rows(library: ctypes.CDLL) -> None:
+    """As long as a pass has some anywhere, and no other link of it has failed."""
+    scene = Scene(library)
+    (client,), new = scene.clients, scene.world.private.new
+    live, failed = new("<i4", 1), new("<u8", 1)
+    client.state["live"], client.state["failed"] = address(live), address(failed)
+
+    def empty_step() -> tuple[int, int]:
+        client.fill(BODIES[0], (scene.handle,) * 2)
+        client.counts[:] = 0
+        scene.do(client.launched(BODIES[0]))
+        return int(client.state["pushed"]), int(client.state["status"])
+
+    assert empty_step() == (0, LinkStatus.OK), "nobody's rows"
+    live[0] = 1
+    assert empty_step() == (1, LinkStatus.OK)
+    assert scene.pass_of(client, scene.handle).any() and client.state["pushed"] == 2
+    failed[0] = 2
+    assert not scene.pass_of(client, scene.handle).any() and client.state["pushed"] == 2
+    failed[0] = 3
+    assert empty_step() == (3, LinkStatus.OK), "a part of the step that failed elsewhere"
+    failed[0] = 0
+    assert not scene.pass_of(client, scene.handle + 1).any()
+    assert (client.state["status"], failed[0]) == (LinkStatus.FAILED, 4), "the other links hear of it"
+
+
 def play(seed: int, library: ctypes.CDLL) -> int:
     """A seeded schedule: how many steps the follower has ordered. Raises AssertionError; the seed says it again."""
     chooser = random.Random(~seed)
@@ -359,4 +386,5 @@ CASES = (
     a_row_is_one_epochs,
     numbers_are_of_one_step,
     a_follower_that_comes_later_hears_of_all,
+    launches_push_what_has_no_rows,
 )

@@ -25,9 +25,11 @@ MUTANTS = (
     Mutant("put: no fence, and blocks arrive unordered", "link.cu",
            "        fence_system();\n        m.last = (add_acq_rel(&k.arrived, 1) + 1)", "        m.last = (add_relaxed(&k.arrived, 1) + 1)"),
     Mutant("put: a step is sent although the pass has failed", "link.cu",
-           "if (entries == 0 || status) return;", "if (entries == 0) return;"),
+           "if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0 || is_void(status, failed, seq)) return;",
+           "if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0) return;"),
     Mutant("put: an empty step is sent", "link.cu",
-           "if (entries == 0 || status) return;", "if (status) return;"),
+           "if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0 || is_void(status, failed, seq)) return;",
+           "if (is_void(status, failed, seq)) return;"),
     Mutant("wait: the answer's epoch is ignored", "link.cu",
            "if (LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq) {",
            "if (LORA_SIGNAL_SEQ(word) >= seq) {"),
@@ -39,7 +41,7 @@ MUTANTS = (
     Mutant("wait: a refusal counts as an answer", "link.cu", "return first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED;",
            "return LINK_OK;"),
     Mutant("add: a failed pass gets deltas", "link.cu",
-           "if (status || entries == 0) return;", "if (entries == 0) return;"),
+           "if (is_void(status, failed, ~0ull) || entries == 0) return;", "if (entries == 0) return;"),
     Mutant("put: the last block signals without an acquire of the others' arrivals", "link.cu",
            "m.last = (add_acq_rel(&k.arrived, 1) + 1)", "m.last = (add_release(&k.arrived, 1) + 1)"),
     # the poller
@@ -223,6 +225,10 @@ MUTANTS = (
     Mutant("follower: any row is its client's", "leader.cuh", "(numbers_at(s.numbers, first + lane)) == owner_of(l));", "(numbers_at(s.numbers, first + lane)) != 0);", led=True),
     Mutant("follower: rows behind the first are not looked at", "leader.cuh", "(first + LANES) % MAX_LINKS", "0", led=True),
     Mutant("follower: what has no number has no deadline", "poller.cuh", "!draining && together(now_ns()) < expires) return;", "!draining) return;", led=True),
+    Mutant("led: a step without rows is not sent", "link.cu", "(live ? load_l2(live) : entries) == 0", "entries == 0", led=True),
+    Mutant("led: a link goes on after another's failure", "link.cu", "return load_l2(&k.status) || (failed && load_l2(failed) && seq > load_l2(failed));", "return load_l2(&k.status);", led=True),
+    Mutant("led: another's failure keeps this one's part of a step back", "link.cu", "load_l2(failed) && seq > load_l2(failed));", "load_l2(failed));", led=True),
+    Mutant("led: no other link hears of a failure", "link.cu", "    if (failed && status != LINK_OK) store(failed, seq);\n", "", led=True),
 )  # fmt: skip
 
 # for CI: of each kind some, that a case or one of the first schedules catches

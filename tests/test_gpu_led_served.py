@@ -7,7 +7,12 @@ import time
 import pytest
 import torch
 
+from bench.gpu_run.passes import Layer, answers
+from client_connector.client import Client
 from client_connector.remote import RemoteServer
+from client_connector.serving.launched import LaunchedPass
+from client_connector.serving.plan import Assigned, StepPlan
+from client_connector.serving.planned import PlannedPass
 from client_connector.transformers import attach
 from lora_server.config import MOST_LED, load
 from lora_server.demo import tiny
@@ -16,10 +21,12 @@ from lora_server.demo.launch import running_server
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.shard.numbers import MAX_FOLLOWERS
 from tests import emulated, emulated_gpu
+from tests.gpu_graph import Graph
 from tests.gpu_steps import Steps
 from tests.serving import shard_processes, status, until
 from tests.workload import workload
 
+ROWS = 20  # more entries than a message holds: chunks
 on_the_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
 
@@ -53,6 +60,47 @@ def test_a_led_stage_gives_one_answer_over_every_transport(served):
     oracle = tiny.peft_model(load.model, load.paths[load.batch[0].adapter])
     exact = oracle(torch.tensor([load.batch[0].prompt])).logits[0, -1]
     assert (answers[0][0] - exact).norm() < 0.05 * exact.norm()
+
+
+@on_the_emulator
+def test_launched_passes_are_led(served):
+    """Recorded with nobody's rows, and played: TCP's bits. All shards of the stage are sent as many steps, whoever has
+    something of them, also behind a refusal, which ends the pass on all links."""
+
+    def client(transport: str) -> Client:
+        return Client(RemoteServer(served.address, transport), 20.0)
+
+    forward = LaunchedPass(client("gpu"), lambda: True, dtype=torch.bfloat16, max_rows=2 * ROWS, max_adapters=3)
+    spec = forward.client.terms.spec
+    layer, other = Layer(spec, forward, ROWS, "cpu"), PlannedPass(client("tcp"), lambda: True)
+    theirs = Layer(spec, other, ROWS, "cpu")
+    graph = Graph(forward)
+    with graph.capture():
+        layer.run()
+
+    def check(seed: int, *names: str | None) -> None:
+        ours, expected = answers(layer, names, seed, graph.replay), answers(theirs, names, seed, theirs.run)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True)), names
+        assert len(set(forward.sent())) == 1, "the stage counts alike"
+
+    assert forward.sent() == [0, 0], "nothing is sent while it is captured"
+    for seed, names in enumerate([("fused",), ("qv", None, "experts"), ("attention", "fused", None)]):
+        check(seed, *names)
+    before = forward.sent()
+    check(5, None, None)
+    assert forward.sent() == before, "nobody's rows"
+    (good,) = forward.client.acquire(["fused"])
+    bad = good.__class__("nobody", 700 | 1 << 16, good.sites, "v", None)
+    rows = {"g": Assigned(good.handle, 0), "b": Assigned(bad.handle, 0)}
+    forward.receive(StepPlan(forward.client.terms.server, rows, (good, bad)))
+    forward.begin(["g", "b"], [ROWS // 2, ROWS // 2], [0, 0])
+    graph.replay()
+    failures = forward.end()
+    assert {name: failure.code for name, failure in failures.items()} == {"g": "retry", "b": "unknown_adapter"}
+    assert len(set(forward.sent())) == 1
+    check(6, "experts", "fused")
+    forward.close()
+    other.close()
 
 
 @on_the_emulator

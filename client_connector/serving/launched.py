@@ -22,7 +22,7 @@ from typing_extensions import override
 from client_connector.client import Client
 from client_connector.exchange import Started
 from client_connector.packing import Window, code_of
-from client_connector.serving.launches import Chunk, Launched, header_of
+from client_connector.serving.launches import NOTHING, Chunk, Launched, header_of
 from client_connector.serving.planned import Part, PlannedPass
 from client_connector.serving.tables import StepTables
 from client_connector.serving.watchdog import Watchdog
@@ -57,6 +57,10 @@ class LaunchedPass(PlannedPass):
         self._routes = [Route.empty(most, device, max_rows=most) for _ in links]
         self._tables = StepTables(list(terms.spec.sites()), max_rows, max_adapters, device)
         self._expert_T1 = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)  # of a dense site
+        self._failed = torch.zeros(terms.layout.pp, dtype=torch.int64, device=device)  # in leader mode: see client.cuh
+        self._is_led = terms.coordination == "leader"
+        for shard, link in enumerate(links if self._is_led else ()):
+            link.be_led(self._tables.live, self._failed[terms.layout.stage(shard) :])
         self._sites: dict[tuple[Any, ...], CapturedSite] = {}
         self._rehearsing = self._with_adapters = False
         self._budget()
@@ -114,8 +118,8 @@ class LaunchedPass(PlannedPass):
 
     @override
     def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Launched | None:
-        owner = [(self._terms.placement.owner(site), None)]
-        return self._start(site, self._expert_T1[: len(x_TK)], x_TK, None, window, owner)
+        owners: list[tuple[int, range | None]] = [(self._terms.placement.owner(site), None)]
+        return self._start(site, self._expert_T1[: len(x_TK)], x_TK, None, window, owners)
 
     @override
     def start_experts(
@@ -152,6 +156,7 @@ class LaunchedPass(PlannedPass):
         window = window or Window(0, ((0, self._terms.spec.out_width(site)),))
         (rows, top_k), by_entry = experts_Tk.shape, weights_Tk is not None
         x, per_row = x if x.stride(1) == 1 else x.contiguous(), top_k if by_entry else 1
+        owners = [*owners, *self._others(site, owners)]
         captured = [(self._site(site, shard, x, by_entry, window), among) for shard, among in owners]
         if self._rehearsing and not self._with_adapters:
             return None  # what a later capture needs is there
@@ -168,6 +173,11 @@ class LaunchedPass(PlannedPass):
             chunks.append(Chunk(first, part.stop - first, on))
         chunks[0].put()
         return Launched(chunks, top_k)
+
+    def _others(self, site: Site, owners: Sequence[tuple[int, range | None]]) -> list[tuple[int, range]]:
+        """Leader mode: the other shards of the stage, which get a header."""
+        stage = self._terms.layout.stage_shards(site.layer) if self._is_led else range(0)
+        return [(shard, NOTHING) for shard in stage if shard not in dict(owners)]
 
     def _site(self, site: Site, shard: int, x: torch.Tensor, by_entry: bool, window: Window) -> CapturedSite:
         """Made at the first pass, which is a rehearsal wherever graphs are captured; graphs keep its address."""
@@ -192,10 +202,12 @@ class LaunchedPass(PlannedPass):
         if self.client.session is self._session:
             return
         terms = self.client.terms
-        if terms.layout != self._terms.layout or terms.max_step_rows < self._terms.max_step_rows:
+        is_led = terms.coordination == "leader"
+        less_room = terms.max_step_rows < self._terms.max_step_rows
+        if (terms.layout, is_led) != (self._terms.layout, self._is_led) or less_room:
             error = ConfigError(
-                f"the server came back as {terms.layout} with --max-step-rows {terms.max_step_rows}, this engine's "
-                f"launches are for {self._terms.layout} with {self._terms.max_step_rows}: restart the engine"
+                f"the server came back as {_setting(terms)}, this engine's launches are for {_setting(self._terms)}: "
+                "restart the engine"
             )
             self.client.give_up(error)
             raise error
@@ -217,6 +229,7 @@ class LaunchedPass(PlannedPass):
                     self.client.give_up(error)
         if not wrong:
             return
+        self._forgive()
         captured, worst = min(wrong, key=lambda one: isinstance(one[1], AdapterError))
         self.failed(worst, None)
         if isinstance(worst, AdapterError):
@@ -224,24 +237,33 @@ class LaunchedPass(PlannedPass):
             site = Site(last.layer, PROJECTIONS[last.projection])
             self._spare_the_innocent(site, lambda handle: self._probe(captured, last, handle))
 
+    def _forgive(self) -> None:
+        """Steps are sent again."""
+        self._gpu.write(self._failed.data_ptr(), bytes(self._failed.nbytes))
+
     def _probe(self, captured: Captured, like: RequestHeader, handle: int) -> None:
         """One row of zeros through one adapter, as in another step on that link; raises the adapter's error."""
         device, site = captured.link.device, Site(like.layer, PROJECTIONS[like.projection])
-        among = self._terms.placement.experts(site, self._captured.index(captured))
+        shard = self._captured.index(captured)
+        among = self._terms.placement.experts(site, shard)
         by_entry = bool(like.flags & slot.HAS_OUT_MAP)
         x = torch.zeros(1, like.in_end - like.in_begin, dtype=self._dtype, device=device)
         header = header_of(
             site, code_of(self._terms, self._dtype), x.shape[1], by_entry, Window(like.in_begin, like.windows)
         )
-        probe = captured.site(header, x, Route.empty(1, device, max_rows=1), by_entry)
         expert = torch.full((1, 1), among[0], dtype=torch.int32, device=device)
         adapter = torch.zeros(1, dtype=torch.int32, device=device)
         directory = torch.tensor([[handle, 0, 1]], dtype=torch.int32, device=device)
         weights = torch.ones(1, 1, device=device) if by_entry else None
-        probe.put(Choice(expert, weights, adapter, directory, among[0] + 1))
-        probe.wait()
-        captured.link.queue.lead_engine()
+        probes = []
+        for one, own in ((shard, None), *self._others(site, [(shard, None)])):
+            probes.append(self._captured[one].site(header, x, Route.empty(1, device, max_rows=1), by_entry))
+            probes[-1].put(Choice(expert, weights, adapter, directory, among[0] + 1, own))
+        for probe in probes:
+            probe.wait()
+            probe.link.queue.lead_engine()
         self._gpu.settle()
+        self._forgive()
         captured.finish()
 
 
@@ -256,11 +278,10 @@ def check_launches(terms: Terms, dtype: torch.dtype, max_adapters: int) -> None:
             f"transports gpu and nvshmem: got steps of up to {max_adapters} requests and {terms.spec.experts} experts, "
             f"expected fewer than {MAX_KEYS} together; give the engine fewer requests at once, or use auto"
         )
-    if terms.coordination == "leader":
-        raise ConfigError(
-            "transports gpu and nvshmem: got a server with --coordination leader, expected independent: launches push "
-            "no empty steps, by which a stage's shards would count alike; start it so, or use auto"
-        )
+
+
+def _setting(terms: Terms) -> str:
+    return f"{terms.layout} with --max-step-rows {terms.max_step_rows} and --coordination {terms.coordination}"
 
 
 def _kernel_links(client: Client) -> list[KernelLink]:

@@ -20,6 +20,8 @@ from lora_server.transport.gpu.captured import CapturedSite
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
+NOTHING = range(0)  # the experts of a shard that is sent a step to keep its stage in step: see docs/gpu.md, leader mode
+
 
 class Chunk(NamedTuple):
     """Rows [first, first + rows) of the engine's step, on each shard that has some of the site."""
@@ -48,8 +50,11 @@ class Launched(Started):
             if index:
                 chunk.put()
             rows = slice(chunk.first * per_row, (chunk.first + chunk.rows) * per_row)
-            for site, _ in chunk.on:
+            for site, choice in chunk.on:
                 site.wait()
+                if choice.among == NOTHING:
+                    site.link.queue.lead_engine()  # its failure, too, is known before the next put
+                    continue
                 for y, begin in parts:
                     _add_columns(site, y[rows], begin)
 

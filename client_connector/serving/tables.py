@@ -20,19 +20,24 @@ NOBODY = -1  # of a row without an adapter
 
 
 class StepTables:
-    """adapters_T: int32, each row's place in the directories, or -1. One thread, one stream of the engine's."""
+    """adapters_T: int32, each row's place in the directories, or -1; live: int32 [1], whether one has an adapter.
+
+    One thread, one stream of the engine's.
+    """
 
     def __init__(self, sites: Sequence[Site], max_rows: int, max_adapters: int, device: torch.device) -> None:
         """All rows are the base model's."""
         self._max_rows, self._max_adapters, self._sites = max_rows, max_adapters, sites
-        numbers = max_rows + len(sites) * max_adapters * DIRECTORY_INTS
+        rows = slice(1, 1 + max_rows)  # behind `live`
+        numbers = rows.stop + len(sites) * max_adapters * DIRECTORY_INTS
         self._host = torch.zeros(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host[:max_rows] = NOBODY
+        self._rows_T = self._host[rows]
+        self._rows_T[:] = NOBODY
         self._device = self._host.to(device, copy=True)
-        self._listed_SA3 = self._host[max_rows:].view(len(sites), max_adapters, DIRECTORY_INTS)
-        self._directories = self._device[max_rows:].view(len(sites), max_adapters, DIRECTORY_INTS)
+        self._listed_SA3 = self._host[rows.stop :].view(len(sites), max_adapters, DIRECTORY_INTS)
+        self._directories = self._device[rows.stop :].view(len(sites), max_adapters, DIRECTORY_INTS)
         self._index = {site: index for index, site in enumerate(sites)}
-        self.adapters_T = self._device[:max_rows]
+        self.live, self.adapters_T = self._device[:1], self._device[rows]
         self._places: dict[int, int] = {}  # by handle
         self._listed = False  # places that the device has not heard of
         self._used = 0  # rows up to which one may have an adapter
@@ -55,12 +60,13 @@ class StepTables:
             return
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one reads what is written here
-        self._host[: self._used] = NOBODY
+        self._rows_T[: self._used] = NOBODY
         used = 0
         if batch is not None:
             self._list(batch.held)
             used = self._place(batch)
-        end = self._host.numel() if self._listed else max(used, self._used)
+        self._host[0] = int(used > 0)
+        end = self._host.numel() if self._listed else 1 + max(used, self._used)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         self._used, self._listed = used, False
         if self._device.is_cuda:
@@ -90,5 +96,5 @@ class StepTables:
             raise ConfigError(f"got a step of {end} rows or more, expected at most {self._max_rows}")
         handles, index_R = torch.unique_consecutive(batch.handles_R, return_inverse=True)
         places = torch.tensor([self._places[handle] for handle in handles.tolist()], dtype=torch.int32)
-        self._host[batch.rows_R] = places[index_R]
+        self._rows_T[batch.rows_R] = places[index_R]
         return end

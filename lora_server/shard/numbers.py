@@ -21,6 +21,7 @@ import structlog
 from typing_extensions import override
 
 from lora_server.errors import LoraServerError, ProtocolError
+from lora_server.logs import Repeats
 from lora_server.shard.coordination import Part, new_badge
 from lora_server.transport.base import HANDSHAKE_SECONDS
 from lora_server.transport.gpu.gpu import Memory
@@ -157,11 +158,12 @@ class KernelFollower(Part):
             self._thread.start()
 
     def _run(self, stop: threading.Event) -> None:
+        say = Repeats(log.info)
         while not stop.is_set():
             try:
                 self._be_led(stop)
             except (LoraServerError, OSError) as error:
-                log.info("a shard has no leader", reason=str(error))
+                say(type(error), "a shard has no leader", reason=str(error))
             stop.wait(RETRY_SECONDS)
 
     def _be_led(self, stop: threading.Event) -> None:

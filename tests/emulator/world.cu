@@ -11,7 +11,7 @@ inline const Named NAMED[] = {
     {"Order", sizeof(Order)}, {"Command", sizeof(Command)}, {"Note", sizeof(Note)}, {"Mailbox", sizeof(Mailbox)},
     {"Serve", sizeof(Serve)}, {"shared", sizeof(ServeMemory)}, {"MAX_LINKS", MAX_LINKS},
     {FIELD(Client, response_slots)}, {FIELD(Client, pushed)}, {FIELD(Client, budget_ns)}, {FIELD(Client, arrived)},
-    {FIELD(Client, status)}, {FIELD(Client, abort)}, {FIELD(Link, tables)}, {FIELD(Link, served)},
+    {FIELD(Client, status)}, {FIELD(Client, abort)}, {FIELD(Client, live)}, {FIELD(Client, failed)}, {FIELD(Link, tables)}, {FIELD(Link, served)},
     {FIELD(Entry, row)}, {FIELD(Entry, end_expert)}, {FIELD(Mailbox, commands)}, {FIELD(Mailbox, taken)},
     {FIELD(Mailbox, done)}, {FIELD(Mailbox, left)}, {FIELD(Mailbox, acks)}, {FIELD(Mailbox, notes)},
     {FIELD(Serve, arrivals)}, {FIELD(Serve, idle_ns)}, {FIELD(Serve, held)}, {FIELD(Serve, used)}, {FIELD(Serve, places)}, {FIELD(Serve, max_entries)}, {FIELD(Serve, dtype)},

@@ -50,6 +50,11 @@ class CapturedSite:
             self._dtype = f"e4m3_{self._dtype}"
         captured.link.gpu.settle()
 
+    @property
+    def link(self) -> KernelLink:
+        """That it is put on now."""
+        return self._captured.link
+
     def of(self, x_TK: torch.Tensor) -> CapturedSite:
         """The same site, of a pass whose activations lie elsewhere; as many columns, of the same dtype."""
         other = copy.copy(self)

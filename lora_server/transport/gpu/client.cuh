@@ -14,4 +14,7 @@ struct alignas(128) Client {
     uint64 status;   // LinkStatus: why this pass gets no more deltas; its host clears it
     uint64 abort;    // set by its host's watchdog
     uint64 pe;       // the shard's: see peer.cuh
+    // in leader mode, else 0: where words of a pass are, the same for all links of a stage, so that these count alike
+    uint64 live;    // int: whether it has steps, of which each is sent to all shards, if only a header
+    uint64 failed;  // uint64: the seq of one that failed, behind which none is sent, or 0
 };

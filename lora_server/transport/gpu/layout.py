@@ -99,9 +99,10 @@ def _words(nbytes: int, *names: str) -> np.dtype[np.void]:
 
 
 CLIENT = _words(
-    128,
+    256,
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
     *("response_signal", "response_bytes", "pushed", "answered", "budget_ns", "arrived", "status", "abort", "pe"),
+    *("live", "failed"),
 )
 LINK = _words(
     256,

@@ -52,15 +52,21 @@ DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 
     if (m.last && !far) put_block(slot, nbytes, signal, word, pe);
 }
 
+// Whether its pass goes on without deltas from this step on: one that failed on another link is still sent on this one.
+DEVICE bool is_void(uint64 status, uint64 failed, uint64 seq) {
+    const uint64 first = failed ? load_l2(reinterpret_cast<const uint64*>(failed)) : 0;
+    return status || (first && seq > first);
+}
+
 template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     Client& k = *p.link;
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
     // Nothing depends on what comes before it: one trip to memory, not four.
     const int segments = load_l2(p.counts), entries = load_l2(p.counts + 1), tokens = load_l2(p.counts + 3);
-    const uint64 status = load_l2(&k.status), seq = load_l2(&k.pushed) + 1;
+    const uint64 status = load_l2(&k.status), seq = load_l2(&k.pushed) + 1, live = load(&k.live), failed = load(&k.failed);
     const uint64 slots = load(&k.request_slots), depth = load(&k.depth), slot_bytes = load(&k.request_bytes), pe = load(&k.pe);
     all_begun();
-    if (entries == 0 || status) return;
+    if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0 || is_void(status, failed, seq)) return;
     const uint64 place = slots + seq % depth * slot_bytes;
     unsigned char* slot = writable(place, static_cast<int>(pe));
     const uint64 map_at = LORA_HEADER_BYTES + 16ull * segments, weights_at = whole(map_at + 4ull * entries, 16);
@@ -124,6 +130,12 @@ DEVICE int status_of_answer(const Client& k, uint64 seq) {
     return first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED;
 }
 
+DEVICE void end_wait(Client& k, uint64 seq, int status) {
+    store(&k.status, static_cast<uint64>(status));
+    uint64* const failed = reinterpret_cast<uint64*>(load(&k.failed));
+    if (failed && status != LINK_OK) store(failed, seq);
+}
+
 // One warp, of which one thread has work: a shard on the same GPU needs the rest of it.
 extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
     Client& k = *link;
@@ -140,12 +152,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
         }
         const bool aborted = load_system(&k.abort), late = now_ns() - began > budget;
         if (aborted || late) {
-            store(&k.status, static_cast<uint64>(aborted ? LINK_ABORTED : LINK_TIMEOUT));
+            end_wait(k, seq, aborted ? LINK_ABORTED : LINK_TIMEOUT);
             return;
         }
         pause(20);
     }
-    store(&k.status, static_cast<uint64>(status_of_answer(k, seq)));
+    end_wait(k, seq, status_of_answer(k, seq));
     store(&k.answered, seq);
 }
 
@@ -220,11 +232,11 @@ template <class T> struct Codes {
 
 // An even number of columns from an even one on.
 template <class Answer> DEVICE void add(Client& k, const int* counts, bool by_token, Sums s) {
-    const uint64 status = load_l2(&k.status), answered = load_l2(&k.answered);
+    const uint64 status = load_l2(&k.status), answered = load_l2(&k.answered), failed = load(&k.failed);
     const int entries = load_l2(counts + 1), tokens = load_l2(counts + 3);
     const uint64 slots = load(&k.response_slots), depth = load(&k.depth), slot_bytes = load(&k.response_bytes);
     all_begun();
-    if (status || entries == 0) return;
+    if (is_void(status, failed, ~0ull) || entries == 0) return;
     s.num_rows = by_token ? tokens : entries;
     const uint64 slot = slots + answered % depth * slot_bytes;
     Answer::add(s, reinterpret_cast<const unsigned char*>(slot));

@@ -51,6 +51,7 @@ class KernelLink(DeviceSteps):
         self.queue = gpu.queue(urgent=True)
         self._unpins: list[Callable[[], None]] = []
         self._waited = 0
+        self._led: dict[str, int] = {}
         self.state = torch.zeros(CLIENT.itemsize, dtype=torch.uint8, device=gpu.device)
         self._home = memoryview(mmap.mmap(-1, mmap.PAGESIZE))  # of the state, after each wait
         self._pin(self._home)
@@ -77,7 +78,7 @@ class KernelLink(DeviceSteps):
         """As if no step had been pushed."""
         block, sizes = np.zeros(1, CLIENT), self._sizes
         own = {"epoch": self.epoch, "client": self._client, "depth": sizes.depth}
-        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response}
+        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response} | self._led
         for name, value in (own | self._places()).items():
             block[name] = value
         self.gpu.settle()  # zeros that torch made
@@ -85,8 +86,14 @@ class KernelLink(DeviceSteps):
 
     def take_over(self, older: KernelLink) -> None:
         """What was captured with `older`, which is closed, is this link's from now on, at its first step."""
+        self._led = older._led
         self._write_state(older.state)
         self.state = older.state
+
+    def be_led(self, live: torch.Tensor, failed: torch.Tensor) -> None:
+        """In leader mode, before anything is captured: words of each pass, int32 and int64 [1]; see client.cuh."""
+        self._led = {"live": live.data_ptr(), "failed": failed.data_ptr()}
+        self.tell(self._led)
 
     @property
     @override
