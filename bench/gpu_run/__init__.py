@@ -6,5 +6,5 @@ carried    wheels that travel, unpacked               report   the Markdown, and
 stage      what the processes of stages share         spoken   a child process that reports events (child)
 
 Stages with code of their own: probe, cuda_tests, correctness, sanitizer (sanitized), ipc (lab, endless), put
-(put_timing), ours (variants, one_cell), peers, engine, nvshmem (nvshmem_pe), world (world_engine).
+(put_timing), ours (variants, one_cell), peers, engine, codes, nvshmem (nvshmem_pe), world (world_engine).
 """

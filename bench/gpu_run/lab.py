@@ -88,14 +88,16 @@ def make_files(work: Path, width: int = 256) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def open_lab(work: Path, device: str, transport: str) -> Iterator[Lab]:
-    """Everything of it ends with the block."""
+def open_lab(
+    work: Path, device: str, transport: str, wire: str = "exact", serve: str = "lora_server", width: int = 256
+) -> Iterator[Lab]:
+    """Everything of it ends with the block. `serve`: the server's module; `width`: of the model."""
     torch.set_grad_enabled(False)
-    base, adapters = make_files(work)
+    base, adapters = make_files(work, width)
     flags = ["--base-model", str(base), "--adapters", str(adapters), "--lease-seconds", str(LEASE_SECONDS)]
     flags += ["--device", device, *(["--device-pool", "256MiB"] if device == "cuda" else [])]
     flags += ["--gpu-transport", "gpu"] if transport == "gpu" else []
-    with running_server(work / "server.log", flags) as server:
+    with running_server(work / "server.log", [*flags, "--wire", wire], module=serve) as server:
         lab = Lab(server, base, device, transport)
         try:
             yield lab

@@ -23,6 +23,7 @@ from typing_extensions import override
 from bench.gpu_run import stage
 from bench.gpu_run.lab import NAMES, Lab, open_lab
 from bench.gpu_run.record import Checks, Record
+from client_connector.packing import code_of
 from client_connector.remote import RemoteServer, RemoteSession
 from kernels_cuda.routing import Route
 from lora_server.errors import UnknownAdapterError
@@ -45,7 +46,7 @@ class Steps:
         (held,) = session.acquire([NAMES[0]])
         spec = session.terms.spec
         self.link, self.terms, self.handle, self.seq = session.links[0], session.terms, held.handle, 0
-        self.rows = rows
+        self.rows, self.dtype = rows, code_of(session.terms, torch.bfloat16)
         self.width, self.windows = spec.in_width(SITE), ((0, spec.out_width(SITE)),)
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(rows, self.width, generator=generator).bfloat16().to(device)
@@ -55,7 +56,7 @@ class Steps:
         return RequestHeader(
             step_class=slot.DECODE, flags=flags, client=self.terms.client, epoch=self.terms.epoch, seq=seq,
             slot=seq % self.link.region.layout.depth, layer=SITE.layer,
-            projection=PROJECTIONS.index(SITE.projection), dtype=slot.DTYPES.index("bfloat16"), num_rows=self.rows,
+            projection=PROJECTIONS.index(SITE.projection), dtype=self.dtype, num_rows=self.rows,
             num_entries=self.rows, num_segments=1, num_out_rows=self.rows, in_begin=0, in_end=self.width,
             windows=self.windows, payload_bytes=payload_bytes, budget_us=round(SECONDS * 1e6), pushed_ns=0,
         )  # fmt: skip
@@ -63,14 +64,15 @@ class Steps:
     def once(self) -> torch.Tensor:
         """A step by Link; its rows, on the host."""
         self.seq += 1
-        at = slot.request_offsets(1, self.rows, 0, 2 * self.rows * self.width)
+        row_bytes, scales = self.width * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(self.rows, self.dtype)
+        at = slot.request_offsets(1, self.rows, 0, self.rows * row_bytes, scales)
         header, memory = self.header(self.seq, 0, at.end - slot.HEADER_BYTES), self.link.region.request(self.seq)
         header.pack_into(memory)
         np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, self.rows]
         self.link.put_rows(header, self.x, torch.arange(self.rows))
         self.link.push(self.seq, at.end)
         self.link.wait(self.seq, time.monotonic() + SECONDS)
-        return self.link.rows.response(header).cpu()
+        return self.link.rows.deltas(header, self.x).cpu()
 
 
 class Passes:
