@@ -49,6 +49,7 @@ COMPILED = {  # what later stages and the tests launch
     "route": "router(device)",
     "put": "try_out(torch.cuda.Stream(device), device)",
     "serve": "CudaGpu(device).compile('serve.cu')",
+    "serve, rows in 8 bits": "CudaGpu(device).compile('serve_e4m3.cu')",
     "link": "CudaGpu(device).compile('link.cu')",
     **{variants.name(variant): f"CudaKernels(device, {variant}).compile(torch.bfloat16)"
        for variant in variants.VARIANTS},

@@ -179,6 +179,7 @@ SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("CUDA IPC", _lines("ipc", "scenario", ("name", "good", "found", "reason"))),
     ("Links that no host touches", _lines("ipc-gpu", "scenario", ("name", "good", "found", "reason"))),
     ("A kernel that serves", _lines("served", "latency", ("what", "median_us", "p95_us"))),
+    ("Rows in 8 bits, and exact ones", _lines("codes", "latency", ("what", "median_us"))),
     ("Put, serve, wait", _lines("put", "latency", ("what", "bytes", "median_us", "p95_us"))),
     ("Push and pull", _lines("push-pull", "push_pull", PUSH_PULL)),
     ("Put beside a GEMM", _lines("put", "overlap", ("priority", "gemm_alone_us", "gemm_us", "put_us", "put_alone_us"))),
