@@ -63,7 +63,7 @@ def server(request, tmp_path, monkeypatch):
     emulated_world.use()
     server = launch(tmp_path / "log", *flags, module="tests.gpu_serve")
     try:
-        until(lambda: "2 of 2 shards and 0 of 1" in server.get("/readyz")[1], "its shards are here")
+        until(lambda: "2 of 2 shards and 0 of 1" in server.get("/readyz")[1], "its shards are here", HANG_SECONDS)
         yield server
     finally:
         server.stop()

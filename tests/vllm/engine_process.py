@@ -130,9 +130,10 @@ def main() -> None:
         replies.flush()
 
     if os.environ.get("LORA_SERVER_TEST_GPU"):  # this CPU is one
-        from tests import emulated_gpu
+        from tests import emulated_gpu, emulated_world
 
         emulated_gpu.use()
+        emulated_world.use()
     if how := os.environ.get("LORA_SERVER_TEST_COMPILE"):
         compile_also_with_lora(*how.split(","))
     try:
