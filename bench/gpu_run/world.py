@@ -3,6 +3,7 @@
 gathered        two engines join, and the world is made
 answers         greedy tokens: both engines', and those of a third over TCP; logits as near to PEFT's as `engine` asks
 timed           a step by Link, and by kernels; a push beside a raw put of its bytes
+passes          a serving engine's, as launches in a CUDA graph: the bits that a host gets over TCP
 engine_killed   the other goes on with the same tokens
 shard_killed    the engine is told; the next world is gathered with new engines, and has the same tokens
 
@@ -117,6 +118,16 @@ class World:
             raise RuntimeError(f"answers differ from one kind of step to the other: {found}")
         return {"steps": found}
 
+    def passes(self) -> dict[str, Any]:
+        """By one of the engines, which leaves and comes back to its place."""
+        first = self.engines[0]
+        first.ask("left", ANSWER_SECONDS, do="leave")
+        found = first.ask("passed", START_SECONDS, do="passes")["found"]
+        first.ask("joined", ANSWER_SECONDS, do="join")
+        if not all(found.values()):
+            raise RuntimeError(f"passes that are not a host's: {[name for name, good in found.items() if not good]}")
+        return {"right": list(found)}
+
     def engine_killed(self) -> dict[str, Any]:
         """The last one."""
         shard = self.lab.shard_pid()
@@ -183,7 +194,7 @@ def judged(world: World, answer: dict[str, Any]) -> dict[str, Any]:
 
 STEPS: dict[str, Callable[[World], dict[str, Any]]] = {  # each needs those before it
     step.__name__: step
-    for step in (World.gathered, World.answers, World.timed, World.engine_killed, World.shard_killed)
+    for step in (World.gathered, World.answers, World.timed, World.passes, World.engine_killed, World.shard_killed)
 }
 
 

@@ -6,6 +6,7 @@ python -m bench.gpu_run.world_engine MODEL SERVER --device cuda --transport nvsh
 {"do": "generate"}   -> "generated": greedy tokens [B, N], logits after the prompt [B, V], seconds
 {"do": "leave"}      -> "left"; it may join again
 {"do": "measure", "rows": n, "rounds": n}      -> "measured": steps at one site, once it has left; see world_timing
+{"do": "passes"}     -> "passed": a serving engine's pass at a layer's sites, once it has left; see world_passes
 anything that fails  -> "failed": the error's code and text, and whether this process can still compute
 """
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.gpu_run import world_timing
+from bench.gpu_run import world_passes, world_timing
 from bench.gpu_run.child import be_an_engine, context, engine_flags, say
 from bench.gpu_run.engine import generate
 from bench.gpu_run.lab import NAMES
@@ -82,10 +83,15 @@ class Engine:
         server = RemoteServer(self.given.server, self.given.transport, device=self.given.device)
         return {"event": "measured", "found": world_timing.measure(server, self.device, rows, rounds)}
 
+    def passes(self) -> dict[str, Any]:
+        """See world_passes."""
+        given = self.given
+        return {"event": "passed", "found": world_passes.judged(given.server, given.transport, given.device)}
+
     def obey(self, do: str, **more: Any) -> None:
         """One line of stdin."""
         deeds: dict[str, Callable[..., dict[str, Any]]] = {
-            deed.__name__: deed for deed in (self.join, self.generate, self.leave, self.measure)
+            deed.__name__: deed for deed in (self.join, self.generate, self.leave, self.measure, self.passes)
         }
         try:
             answer = deeds[do](**more)
