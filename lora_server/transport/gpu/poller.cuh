@@ -20,6 +20,7 @@ struct Poller {
     Serve& s;
     PollerMemory& m;
     const int lane;
+    Link* const links;
     // of the lane's clients, bit l / LANES is that of client l: who is here, whose oldest step waits, or may be ordered
     unsigned here = 0, blocked = 0, ready = 0;
     uint64 wild = 0;
@@ -30,7 +31,7 @@ struct Poller {
     int tickets;
     bool draining;
 
-    DEVICE Poller(Serve& serve, PollerMemory& memory, int its_lane) : s(serve), m(memory), lane(its_lane) {
+    DEVICE Poller(Serve& serve, PollerMemory& memory, int its_lane) : s(serve), m(memory), lane(its_lane), links(serve.links) {
         for (int l = lane; l < s.num_links; l += LANES)
             if (load_l2(&s.links[l].epoch)) here |= bit_of(l);
         rounds = s.num_links / LANES;
@@ -75,7 +76,7 @@ struct Poller {
     DEVICE bool is_fresh(int l) {
         wild = 0;
         if (!(here & ~(blocked | ready) & bit_of(l))) return false;
-        const Link& k = s.links[l];
+        const Link& k = links[l];
         const auto* const signal = reinterpret_cast<const uint64*>(load(&k.request_signal));
         const uint64 epoch = load(&k.epoch), served = load(&k.served), depth = load(&k.depth);
         if (done < load(&k.busy)) return false;
@@ -102,11 +103,11 @@ struct Poller {
     }
 
     DEVICE const unsigned char* request_slot(int l, uint64 seq) const {
-        const Link& k = s.links[l];
+        const Link& k = links[l];
         return reinterpret_cast<const unsigned char*>(load(&k.request_slots)) + seq % load(&k.depth) * load(&k.request_bytes);
     }
-    DEVICE unsigned char* tables_of(int l) const { return reinterpret_cast<unsigned char*>(load(&s.links[l].tables)); }
-    DEVICE uint64 next_seq(int l) const { return load(&s.links[l].served) + 1; }
+    DEVICE unsigned char* tables_of(int l) const { return reinterpret_cast<unsigned char*>(load(&links[l].tables)); }
+    DEVICE uint64 next_seq(int l) const { return load(&links[l].served) + 1; }
 
     DEVICE void copy(unsigned char* to, const unsigned char* from, uint64 begin, uint64 end) {
         copy_units<uint4>(to + begin, from + begin, static_cast<int>(end - begin) / 16, lane, LANES);
@@ -133,7 +134,7 @@ struct Poller {
 
     DEVICE void take(int l) {
         sync_warp();  // one lane has acquired the signal, all of them copy, and a vote orders no memory
-        const Link& k = s.links[l];
+        const Link& k = links[l];
         const uint64 seq = next_seq(l);
         const unsigned char* slot = request_slot(l, seq);
         unsigned char* tables = tables_of(l);
@@ -247,6 +248,7 @@ struct Poller {
         if (is_mine(l)) store(&s.links[l].had, load(&s.links[l].finish));
         int why = check_counts(s, m.request, load(&s.links[l].request_bytes));
         if (!why) why = check_tables(s, m.request, tables, lane);
+        if (!why && lane == 0) write_order(l, seq);  // before a fence empties the L1 of what it reads
         if (!why) why = translate(s, m.request, tables, turn + 1, lane);
         if (!why && m.request.dtype != static_cast<unsigned>(s.dtype)) why = BAD_DTYPE;
         tell_all(ORDERED, l, seq, why);
@@ -254,8 +256,6 @@ struct Poller {
             refuse(l, seq, why);
             return;
         }
-        if (lane == 0) write_order(l, seq);
-        if (lane == 0) reinterpret_cast<lora_response*>(m.order.header)->received_ns = load(&s.links[l].received);
         sync_warp();
         turn++;
         Order* to = s.orders + turn % ORDERS;
@@ -300,7 +300,8 @@ struct Poller {
         lora_response& r = *reinterpret_cast<lora_response*>(o.header);
         fill_response(r, LORA_OK, k, seq, scales_bytes + static_cast<uint64>(h.num_out_rows) * width * element_bytes(h));
         o.nbytes = LORA_HEADER_BYTES + r.payload_bytes;
-        r.slot = h.slot, r.dtype = h.dtype, r.num_rows = h.num_out_rows, r.width = width, r.started_ns = now_ns();
+        r.slot = h.slot, r.dtype = h.dtype, r.num_rows = h.num_out_rows, r.width = width;
+        r.received_ns = load(&k.received), r.started_ns = now_ns();
     }
 
     DEVICE void refuse(int l, uint64 seq, int why) {
