@@ -204,8 +204,8 @@ MUTANTS = (
            "const uint4 v = load_constant(reinterpret_cast<const uint4*>(x) + i);\n        largest", in_codes=True),
     Mutant("codes: a scale is that of the entry, not of its row", "shrink.cuh",
            "load_l2(a.scales + (a.in_map ? load_l2(a.in_map + entry) : entry))", "load_l2(a.scales + entry)", in_codes=True),
-    Mutant("codes: a lane has the largest of its own", "e4m3.cuh", "const RowScale its = scale_of<T>(most(largest));",
-           "const RowScale its = scale_of<T>(largest);", in_codes=True),
+    Mutant("codes: a lane has the largest of its own", "e4m3.cuh", "load_l2(x + i));\n    const RowScale its = scale_of<T>(most(largest));",
+           "load_l2(x + i));\n    const RowScale its = scale_of<T>(largest);", in_codes=True),
     # leader mode
     Mutant("leader: what it refuses has no number", "poller.cuh",
            "        settle(l, seq);\n        note(REFUSED, l, seq, why);",
@@ -225,9 +225,9 @@ MUTANTS = (
     Mutant("follower: any row is its client's", "leader.cuh", "(numbers_at(s.numbers, first + lane)) == owner_of(l));", "(numbers_at(s.numbers, first + lane)) != 0);", led=True),
     Mutant("follower: rows behind the first are not looked at", "leader.cuh", "(first + LANES) % MAX_LINKS", "0", led=True),
     Mutant("follower: what has no number has no deadline", "poller.cuh", "!draining && together(now_ns()) < expires) return;", "!draining) return;", led=True),
-    Mutant("led: a step without rows is not sent", "link.cu", "(live ? load_l2(live) : entries) == 0", "entries == 0", led=True),
-    Mutant("led: a link goes on after another's failure", "link.cu", "return load_l2(&k.status) || (failed && load_l2(failed) && seq > load_l2(failed));", "return load_l2(&k.status);", led=True),
-    Mutant("led: another's failure keeps this one's part of a step back", "link.cu", "load_l2(failed) && seq > load_l2(failed));", "load_l2(failed));", led=True),
+    Mutant("led: a step without rows is not sent", "link.cu", "(live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0", "entries == 0", led=True),
+    Mutant("led: a link goes on after another's failure", "link.cu", "return status || (first && seq > first);", "return status;", led=True),
+    Mutant("led: another's failure keeps this one's part of a step back", "link.cu", "return status || (first && seq > first);", "return status || first;", led=True),
     Mutant("led: no other link hears of a failure", "link.cu", "    if (failed && status != LINK_OK) store(failed, seq);\n", "", led=True),
 )  # fmt: skip
 
