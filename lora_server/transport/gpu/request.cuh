@@ -86,7 +86,12 @@ DEVICE const unsigned char* segment_at(const unsigned char* tables, unsigned i) 
 
 // Of a lane's segments, those whose loads are under way together: an answer is hundreds of cycles away, and what is looked
 // at one by one costs that one by one. Loops over segments are the whole warp's: segment first + i * LANES is this lane's.
-constexpr unsigned LOOKUPS = 8, LOOKED_UP = LOOKUPS * LANES;
+#if NVSHMEM
+constexpr unsigned LOOKUPS = 4;  // its library's functions leave fewer registers
+#else
+constexpr unsigned LOOKUPS = 8;
+#endif
+constexpr unsigned LOOKED_UP = LOOKUPS * LANES;
 
 // In the place of a segment behind the last, the last.
 DEVICE unsigned place_of(unsigned first, unsigned i, unsigned num) {
