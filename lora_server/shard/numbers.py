@@ -163,7 +163,7 @@ class KernelFollower(Part):
             try:
                 self._be_led(stop)
             except (LoraServerError, OSError) as error:
-                say(type(error), "a shard has no leader", reason=str(error))
+                say(type(error).__name__, "a shard has no leader", reason=str(error))
             stop.wait(RETRY_SECONDS)
 
     def _be_led(self, stop: threading.Event) -> None:
