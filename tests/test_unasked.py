@@ -11,9 +11,13 @@ import signal
 import pytest
 import torch
 
+from lora_server.control.admission.residency import Residency
+from lora_server.control.admission.room import Room
+from lora_server.control.admission.unasked import Bring, Unasked
 from lora_server.control.members.shards import wait_all
 from lora_server.demo import tiny
 from lora_server.demo.launch import running_server
+from lora_server.placement import Layout, Placement
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import open_channel
@@ -125,6 +129,21 @@ def test_one_that_is_added_while_others_load_makes_the_same_room_everywhere(seed
         check_even(server, sizes)
         for store in server.stores:
             store.store.check_integrity()
+
+
+def test_what_a_peer_has_comes_before_what_nobody_has():
+    """Though that was registered first, and both would fit alone."""
+    placement, room = Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")), Room()
+    residency = Residency(placement)
+    unasked = Unasked(residency, room)
+    for shard, (first, second) in enumerate([(6, 4), (10, 4)]):
+        room.set_capacity(shard, 10)
+        room.set_size(1, shard, first)
+        room.set_size(2, shard, second)
+    residency.of(2).layers[0] = len(placement.layers(0))
+    unasked.note(2, 0)
+    unasked.offer([1, 2])
+    assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
 
 
 def test_a_server_with_room_for_half_of_them(tmp_path):
