@@ -23,13 +23,13 @@ HANG_SECONDS = 120.0  # a limit is for hangs: what takes seconds may take a minu
 
 
 def cli(*arguments: str, seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        children.own([sys.executable, "-m", "lora_server", *arguments]),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    command = [sys.executable, "-m", "lora_server", *arguments]
+    with children.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said, errors = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
 def status(address: str) -> pb.StatusReply:
@@ -130,7 +130,7 @@ def all_gone(processes: list[psutil.Process]) -> None:
 def start_engine(model: str, server: str, *names: str) -> subprocess.Popen[str]:
     """An endless engine that has done a few steps already."""
     command = [sys.executable, "-m", "tests.endless_engine", model, server, *names]
-    process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
+    process = children.start(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(3):
         assert process.stdout.readline() == "step\n"

@@ -58,9 +58,9 @@ class ForkServer:
     A child is in a process group of its own: Ctrl-C goes to the parent, which stops its children in order.
     """
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """`modules`: what is imported before the first fork."""
-        self._modules = modules
+    def __init__(self, modules: Sequence[str], import_seconds: float = IMPORT_SECONDS) -> None:
+        """`modules`: what is imported before the first fork; `import_seconds`: a fresh server has for that."""
+        self._modules, self._import_seconds = modules, import_seconds
         self._lock = threading.Lock()
         self._closed = False
         self._socket: socket.socket | None = None
@@ -124,9 +124,13 @@ class ForkServer:
             theirs.set_inheritable(True)
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
             self._server = Forked(os.posix_spawn(sys.executable, command, os.environ, setpgroup=0))
-        ours.settimeout(IMPORT_SECONDS)
-        ours.recv(len(UP))
-        ours.settimeout(FORK_SECONDS)
+        try:
+            ours.settimeout(self._import_seconds)
+            ours.recv(len(UP))
+            ours.settimeout(FORK_SECONDS)
+        except OSError:
+            ours.close()
+            raise
         return ours
 
     def close(self) -> None:

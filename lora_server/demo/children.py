@@ -1,4 +1,4 @@
-"""Children that end with their parent, however it ends: `subprocess.Popen(children.own(command))`.
+"""Children that end with their parent, however it ends: `children.start(command)`, or `own(command)` as a command line.
 
 The command is started through this file, which leaves a keeper beside it and then becomes the command: same pid,
 same descriptors, a process group of its own. The keeper waits until the parent or the command ends, and ends what
@@ -31,6 +31,11 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def own(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` as a child of this process which ends with it; not for a shell's own."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def start(command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
+    """A child that ends with this process; `how` is subprocess's."""
+    return subprocess.Popen(own(command), **how)
 
 
 def stop(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> int:
@@ -68,9 +73,17 @@ def ending_on_signals() -> Iterator[None]:
 
 def _become(parent: int, command: list[str]) -> None:
     """Leave a keeper, then be the command; return where the parent is gone already."""
+    if not leave_keeper(parent):
+        return
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and so would the command
+    os.execvp(command[0], command)
+
+
+def leave_keeper(parent: int) -> bool:
+    """This process, and its group, end with its parent from now on; False where that is gone already."""
     alive = os.pidfd_open(parent)
     if os.getppid() != parent:
-        return
+        return False
     group = os.getpid()
     if os.getpgrp() != group:
         os.setpgid(0, 0)
@@ -80,8 +93,7 @@ def _become(parent: int, command: list[str]) -> None:
             _keep(alive, group)
         os._exit(0)
     os.waitpid(middle, 0)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and so would the command
-    os.execvp(command[0], command)
+    return True
 
 
 def _keep(parent: int, group: int) -> None:

@@ -74,7 +74,7 @@ def launch(
     address, http = free_address(host), free_address(host)
     command = [*prefix, sys.executable, "-m", module, "serve", "--listen", address, "--http", http, *flags]
     with log.open("wb") as stream:
-        process = subprocess.Popen(children.own(command), stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
+        process = children.start(command, stderr=stream, stdout=stream, stdin=subprocess.DEVNULL)
     return RunningServer(process, address, http, log)
 
 
@@ -91,8 +91,8 @@ def running_server(log: Path, flags: Sequence[str], module: str = "lora_server")
 
 def start_engine(job: Job) -> subprocess.Popen[bytes]:
     """An engine process that works on a job."""
-    process = subprocess.Popen(
-        children.own([sys.executable, "-m", "lora_server.demo.engine"]),
+    process = children.start(
+        [sys.executable, "-m", "lora_server.demo.engine"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engines import Engine
+from engines import FORKS, Engine
 
 from lora_server.demo.launch import running_server
 from tests.serving import ANYWHERE
@@ -13,6 +13,12 @@ from tests.workload import workload
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory):
     return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks():
+    yield
+    FORKS.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,17 @@
-"""One vLLM engine in a process of its own, driven by JSON lines: `python engine_process.py SETTINGS REPLY_FD`.
+"""One vLLM engine in a process of its own, driven by JSON lines on stdin: `python engine_process.py REPLY_FD`.
 
-A process, because vLLM's distributed state does not survive a second engine beside it.
+A process, because vLLM's distributed state does not survive a second engine beside it. The first line says what it
+shall be. A fork server that has vLLM imported calls `main`, and REPLY_FD is 3.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -122,8 +125,8 @@ def compile_also_with_lora(mode: str, backend: str) -> None:
     MoERunner._select_forward = lambda self: torch.ops.vllm.moe_forward
 
 
-def main() -> None:
-    replies = os.fdopen(int(sys.argv[2]), "w")
+def serve(settings: dict[str, Any], reply_fd: int) -> None:
+    replies = os.fdopen(reply_fd, "w")
 
     def reply(**fields: Any) -> None:
         replies.write(json.dumps(fields) + "\n")
@@ -137,7 +140,7 @@ def main() -> None:
     if how := os.environ.get("LORA_SERVER_TEST_COMPILE"):
         compile_also_with_lora(*how.split(","))
     try:
-        engine = Engine(json.loads(sys.argv[1]))
+        engine = Engine(settings)
     except BaseException as error:
         reply(error=f"{type(error).__name__}: {error}")
         raise
@@ -151,5 +154,21 @@ def main() -> None:
             reply(error=f"{type(error).__name__}: {error}")
 
 
+def main() -> None:
+    """Of a forked one."""
+    from lora_server.daemon.forks import call_myself
+    from lora_server.demo import children
+
+    call_myself("vllm-engine")
+    job = json.loads(sys.stdin.readline() or "null")
+    if job is None or not children.leave_keeper(job["parent"]):
+        return  # its parent ended before it began
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    serve(job["settings"], 3)
+    threading._shutdown()  # what an interpreter does at its end
+    atexit._run_exitfuncs()
+
+
 if __name__ == "__main__":
-    main()
+    serve(json.loads(sys.stdin.readline())["settings"], int(sys.argv[1]))

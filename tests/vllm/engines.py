@@ -14,10 +14,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from lora_server.daemon.forked import Forked
+from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import Answer, Sequence
 from lora_server.demo.launch import free_address
 
+ROOT = Path(__file__).parents[2]
 START_SECONDS, CALL_SECONDS = 300.0, 120.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,34 +39,37 @@ SETTINGS = {
 }
 
 
+FORKS = ForkServer(["vllm.entrypoints.llm", "tests.vllm.engine_process"], START_SECONDS)
+
+
 class Engine:
-    """`server` None: no address is set. Other keywords are LLM's."""
+    """`server` None: no address is set. Other keywords are LLM's.
+
+    It is forked from a process that has vLLM imported and nothing started, which spares most of a start; `fresh`: it
+    has an interpreter of its own.
+    """
 
     def __init__(
-        self, model: Path, server: str | None, log: Path, environment: dict[str, str] | None = None, **settings: Any
+        self,
+        model: Path,
+        server: str | None,
+        log: Path,
+        environment: dict[str, str] | None = None,
+        fresh: bool = False,
+        **settings: Any,
     ) -> None:
         env = {**os.environ, **ENVIRONMENT, **(environment or {})}
         env.pop("LORA_SERVER_ADDRESS", None)
         if server is not None:
             env["LORA_SERVER_ADDRESS"] = server
         self.log = log
-        read, write = os.pipe()
-        arguments = json.dumps({**SETTINGS, "model": str(model), **settings})
+        (stdin, ours), (answers, replies) = os.pipe(), os.pipe()
+        self._said, self._replies = os.fdopen(ours, "w"), os.fdopen(answers)
         with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                children.own(
-                    [sys.executable, str(Path(__file__).with_name("engine_process.py")), arguments, str(write)]
-                ),
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=stream,
-                pass_fds=(write,),
-                env=env,
-                text=True,
-            )
-        os.close(write)
-        self._replies = os.fdopen(read)
+            self.process = (_fresh if fresh else _forked)(stdin, stream.fileno(), replies, env)
+        job = {"parent": os.getpid(), "environment": env, "settings": {**SETTINGS, "model": str(model), **settings}}
         try:
+            self._say(job)
             self._reply(START_SECONDS)
         except BaseException:
             self.close()
@@ -71,10 +77,12 @@ class Engine:
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The method's result; RuntimeError with what it raised."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
-        self.process.stdin.flush()
+        self._say({"method": method, "arguments": arguments})
         return self._reply(CALL_SECONDS)
+
+    def _say(self, what: dict[str, Any]) -> None:
+        self._said.write(json.dumps(what) + "\n")
+        self._said.flush()
 
     def _reply(self, seconds: float) -> Any:
         ready, _, _ = select.select([self._replies], [], [], seconds)
@@ -102,13 +110,34 @@ class Engine:
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._said.close()
         try:
             self.process.wait(20)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, TimeoutError):
             self.process.kill()
             self.process.wait()
         self._replies.close()
+
+
+def _fresh(stdin: int, log: int, replies: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = children.own([sys.executable, str(Path(__file__).with_name("engine_process.py")), str(replies)])
+    try:
+        return subprocess.Popen(command, stdin=stdin, stdout=log, stderr=log, pass_fds=(replies,), env=env)
+    finally:
+        os.close(stdin)
+        os.close(replies)
+
+
+def _forked(stdin: int, log: int, replies: int, env: dict[str, str]) -> Forked:
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT | {"PYTHONPATH": str(ROOT)})  # the server's, which may start now
+    try:
+        return Forked(FORKS.fork("tests.vllm.engine_process", [stdin, log, log, replies]))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        os.close(stdin)
+        os.close(replies)
 
 
 class ApiServer:

@@ -11,8 +11,8 @@ from engines import Engine
 from tests.serving import status, until
 from tests.workload import NEW_TOKENS
 
-TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-PP2 = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+TP2 = {"fresh": True, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+PP2 = {"fresh": True, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 LONG = 40
 
 

@@ -21,7 +21,7 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
     experts = "type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0]"
     experts += ".block_sparse_moe.experts.routed_experts.quant_method.moe_kernel.fused_experts).__name__"
     for name, environment in (("with", {}), ("without", {"VLLM_PLUGINS": ""})):
-        engine = Engine(load.base, None, scratch / f"stock-{name}.log", environment)
+        engine = Engine(load.base, None, scratch / f"stock-{name}.log", environment, fresh=True)
         try:
             replies.append(engine.generate(ROUND, NEW_TOKENS))
             classes.append(engine.call("evaluate", expression=experts))
@@ -42,7 +42,7 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
 def test_own_loras_of_vllm_work_as_before(scratch):
     """A dense model with vLLM's LoRA, the plugin installed and no address."""
     load = workload("llama", "vllm")
-    engine = Engine(load.base, None, scratch / "stock-lora.log", enable_lora=True, max_lora_rank=8)
+    engine = Engine(load.base, None, scratch / "stock-lora.log", fresh=True, enable_lora=True, max_lora_rank=8)
     try:
         index = load.names.index("attention")
         (reply,) = engine.generate([load.batch[index]], NEW_TOKENS, path=str(load.paths["attention"]))
