@@ -7,6 +7,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from lora_server.demo import children
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 torch.set_num_threads(1)
@@ -21,6 +23,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def fork_servers():
+    from tests.forked import Forks
+
+    forks = Forks()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="module")
+def forked(fork_servers):
+    """Servers, engines and commands that a file's tests start are forked, imports behind them: see tests.forked."""
+    with fork_servers.instead_of(children):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from lora_server.errors import ConfigError
 from tests.serving import HANG_SECONDS, cli
 from tests.workload import workload
 
+pytestmark = pytest.mark.usefixtures("forked")
 DEMO_SECONDS = 900.0  # two minutes of one CPU; what it starts has limits of its own
 
 

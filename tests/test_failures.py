@@ -19,6 +19,8 @@ from lora_server.errors import AdapterLoadError, LoraServerError, ServerUnavaila
 from tests.serving import cli, shard_processes, start_engine, status, until
 from tests.workload import NEW_TOKENS, Workload, workload
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def flags(load: Workload, *more: str) -> list[str]:
     return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
