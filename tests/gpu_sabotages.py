@@ -105,6 +105,8 @@ MUTANTS = (
            "        if (votes(unknown)) return UNKNOWN_ADAPTER;\n        fence_system();\n", "        if (votes(unknown)) return UNKNOWN_ADAPTER;\n"),
     Mutant("weights: READY does not count", "request.cuh",
            "if (!lacks.weights && known && ready[i] != generation[i]) lacks.weights = true, lacks.handle = handle;", ""),
+    Mutant("weights: what went a while ago is waited for", "request.cuh",
+           "generation[i] = load_system(&entry->generation);", "generation[i] = load_l2(&entry->generation);", True),
     Mutant("weights: what is gone by its turn is served", "request.cuh",
            "unknown |= !entries.is_known(some[i].x, ready[i]);", ""),
     Mutant("weights: experts that differ are taken for alike", "request.cuh",

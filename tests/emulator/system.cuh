@@ -32,6 +32,13 @@ inline uint64 load_system(const uint64* p) {  // relaxed
     if (!world.modelled || once_in(2)) yield();
     return value_of(p, false);
 }
+inline unsigned load_system(const unsigned* p) {
+    current->trips++;
+    if (!world.modelled || once_in(2)) yield();
+    unsigned v;
+    my_view(p, reinterpret_cast<unsigned char*>(&v), sizeof(v), false);
+    return v;
+}
 inline uint64 load_acquire_system(const uint64* p) {
     const uint64 v = load_system(p);
     in_order(), acquired(p, true);

@@ -203,7 +203,8 @@ struct Lacks {
 // A link's client may name a handle whose generation is in the link's word: that of the one that the client, or who lends
 // to it, holds at that index. The host alone writes these words, and clears a link's before it connects another to it.
 // What is read late is refused or served a moment later; it never is another's, whose generation is not this one.
-// Nothing is acquired: who finds READY here goes on, to be looked up by `translate`, which refuses what nobody knows.
+// Each word is the newest, or an adapter that went would be waited for. Nothing is acquired: who finds READY here goes on,
+// to be looked up by `translate`, which refuses what nobody knows.
 DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsigned char* tables, int lane) {
     const SiteEntries entries(s, h);
     const unsigned* const held = s.held ? s.held + static_cast<int64>(link) * s.num_handles : nullptr;
@@ -218,8 +219,8 @@ DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsi
 #pragma unroll
         for (unsigned i = 0; i < LOOKUPS; i++) {
             const Entry* const entry = entries.entry(handles[i]);
-            ready[i] = load_system(&entry->ready), generation[i] = load_l2(&entry->generation);
-            its[i] = held ? load_l2(held + entries.index(handles[i])) : generation_of(handles[i]);
+            ready[i] = load_system(&entry->ready), generation[i] = load_system(&entry->generation);
+            its[i] = held ? load_system(held + entries.index(handles[i])) : generation_of(handles[i]);
         }
         all_begun();
 #pragma unroll
