@@ -23,16 +23,23 @@ class DyingController(ControllerProcess):
         super().__init__(config)
         assert config.data_dir is not None
         self._order = config.data_dir / ORDER
-        for method in {method for method, _, _ in STAGES}:
-            self._wrap(method)
+        self._begun: list[str] = []
+        methods = list(dict.fromkeys(method for method, _, _ in STAGES))
+        for index, method in enumerate(methods):
+            self._wrap(method, set(methods[:index]))
 
-    def _wrap(self, method: str) -> None:
+    def _wrap(self, method: str, earlier: set[str]) -> None:
+        """A call counts behind those of the earlier stages: others than an update have some of these, too."""
         original = getattr(self.controller.adapters, method)
 
         def wrapped(*arguments: object, **named: object) -> object:
-            die(self._order, order(method, after=False))
+            counts = earlier.issubset(self._begun)
+            self._begun.append(method)
+            if counts:
+                die(self._order, order(method, after=False))
             result = original(*arguments, **named)
-            die(self._order, order(method, after=True))
+            if counts:
+                die(self._order, order(method, after=True))
             return result
 
         setattr(self.controller.adapters, method, wrapped)

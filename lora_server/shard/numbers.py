@@ -28,7 +28,6 @@ from lora_server.transport.gpu.gpu import Memory
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.layout import LANES
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS
-from lora_server.transport.shm import send_fds
 from lora_server.wire import messages
 from lora_server.wire.messages import Numbers
 
@@ -174,7 +173,7 @@ class KernelFollower(Part):
             table = self._kernel.gpu.create(self._kernel.numbers_bytes)
             try:
                 self._kernel.follow(table.address)
-                send_fds(sock, messages.encode(Numbers(self._leader[1])), [table.fd])
+                socket.send_fds(sock, [messages.encode(Numbers(self._leader[1]))], [table.fd])
                 self._listen(sock, stop)
             finally:
                 self._kernel.follow(0)

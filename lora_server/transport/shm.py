@@ -8,7 +8,6 @@ with their last holder. Here are a region's two ends; shm_listener accepts clien
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import os
@@ -40,12 +39,6 @@ def create_memory(label: str, nbytes: int) -> tuple[int, Mapping]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def send_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
-    """A message of a handshake, and descriptors that become the other side's too."""
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())]
-    sock.sendmsg([data], ancillary)
 
 
 class ShmLink(Link):
@@ -91,7 +84,7 @@ class ShmLink(Link):
                 self._slack = Slack(region, self.region.layout)
             if hello.device:
                 twin = self._prepare(answer, fds[2] if shares else -1)
-                send_fds(self._socket, messages.encode(Mapped(twin)), self._offers)
+                socket.send_fds(self._socket, [messages.encode(Mapped(twin))], self._offers)
         finally:
             for fd in fds:
                 os.close(fd)

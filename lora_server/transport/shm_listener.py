@@ -20,7 +20,7 @@ from lora_server.errors import ConfigError, LeaseError, LoraServerError, Protoco
 from lora_server.transport import park
 from lora_server.transport.base import HANDSHAKE_SECONDS, DeviceMemory, Grant, Port, Twin, pin
 from lora_server.transport.bells import Bell, make_bell
-from lora_server.transport.shm import ShmConnection, create_memory, send_fds
+from lora_server.transport.shm import ShmConnection, create_memory
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
@@ -198,7 +198,7 @@ class ShmListener:
                 self._offer_twin(peer, hello.client, answer, fds)
             if not hello.device:
                 self._connect(peer, hello, False)
-            send_fds(peer.sock, messages.encode(answer), fds)
+            socket.send_fds(peer.sock, [messages.encode(answer)], fds)
         finally:
             os.close(fd)
 
