@@ -114,8 +114,11 @@ def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, ti
             assert all(one.step() for _ in range(8) for one in (prompt, token, token))
             prompt.step()
             touched = regions()
-            assert all(token.step() for _ in range(200))
-            assert regions() < touched / 2 if kind is ShmServer else regions() >= touched
+            if kind is ShmServer:  # a page behind each step that leaves nothing outstanding, as few of a prompt do
+                assert any(token.step() and regions() < touched / 2 for _ in range(1000))
+            else:
+                assert all(token.step() for _ in range(200))
+                assert regions() >= touched
     finally:
         client.close()
         server.close()
