@@ -86,10 +86,11 @@ DEVICE const unsigned char* segment_at(const unsigned char* tables, unsigned i) 
 
 // Of a lane's segments, those whose loads are under way together: an answer is hundreds of cycles away, and what is looked
 // at one by one costs that one by one. Loops over segments are the whole warp's: segment first + i * LANES is this lane's.
+// As many as leave the kernel its 160 registers; NVSHMEM's functions take some.
 #if NVSHMEM
-constexpr unsigned LOOKUPS = 4;  // its library's functions leave fewer registers
+constexpr unsigned LOOKUPS = 4;
 #else
-constexpr unsigned LOOKUPS = 8;
+constexpr unsigned LOOKUPS = 6;
 #endif
 constexpr unsigned LOOKED_UP = LOOKUPS * LANES;
 
