@@ -1,6 +1,6 @@
 """One-line sabotages of the device protocol, each caught by a case or a schedule: python -m tests.gpu_mutants.
 
-All take half an hour of a CPU; --short, some of each kind, two minutes. A mutant that nothing catches is a test that is
+All take an hour of a CPU; --short, some of each kind, some minutes. A mutant that nothing catches is a test that is
 missing: the exit status says so.
 """
 
