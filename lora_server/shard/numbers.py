@@ -12,7 +12,6 @@ import hmac
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from lora_server.transport.gpu.gpu import Memory
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.layout import LANES
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS
+from lora_server.transport.stranger import accept_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Numbers
 
@@ -75,13 +75,10 @@ class KernelLeader(Part):
                 self._end(sock)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._server.accept()
-        except OSError:
+        if (accepted := accept_user(self._server)) is None:
             return
-        sock.setblocking(False)
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0) or len(self._strangers) >= MAX_FOLLOWERS:
+        sock, _ = accepted
+        if len(self._strangers) >= MAX_FOLLOWERS:
             sock.close()
             return
         self._strangers[sock] = time.monotonic() + HANDSHAKE_SECONDS

@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from lora_server.transport import park
 from lora_server.transport.base import HANDSHAKE_SECONDS, DeviceMemory, Grant, Port, Twin, pin
 from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.shm import ShmConnection, create_memory
+from lora_server.transport.stranger import accept_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
@@ -137,15 +137,9 @@ class ShmListener:
         return peer.twin is None or peer.twin.free()
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._server.accept()
-        except OSError:
+        if (accepted := accept_user(self._server)) is None:
             return
-        sock.setblocking(False)
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid not in (os.getuid(), 0):
-            sock.close()
-            return
+        sock, pid = accepted
         peer = _Peer(sock, pid, time.monotonic() + HANDSHAKE_SECONDS)
         self._shaking.append(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)

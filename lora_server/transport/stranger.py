@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
+import struct
 import time
 
 from lora_server.transport.address import watch
@@ -39,3 +41,18 @@ class Stranger:
         self.socket.sendmsg(frame(MESSAGE, messages.encode(Challenge(self.nonce))))
         self.greeted = True
         return True
+
+
+def accept_user(server: socket.socket) -> tuple[socket.socket, int] | None:
+    """On a Unix socket: a connection, which does not block, and the pid behind it. None for one that went already, and
+    for another user's than this process's, or root's."""
+    try:
+        sock, _ = server.accept()
+    except OSError:
+        return None
+    sock.setblocking(False)
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid in (os.getuid(), 0):
+        return sock, pid
+    sock.close()
+    return None
