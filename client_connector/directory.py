@@ -63,7 +63,7 @@ class Directory:
 
     def ready(self) -> bool:
         """Whether the server answers, and all its shards are up; asked without patience. On a connection made now: an
-        older one says for a second more that nobody is there."""
+        older one says for a moment more that nobody is there."""
         channel = open_channel(self._address, self._credentials, apart=True)
         try:
             return bool(self._call(rpc.ServerStub(channel).Status, pb.StatusRequest(), READY_SECONDS).ready)

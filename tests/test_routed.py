@@ -36,18 +36,24 @@ def test_the_device_routes_as_the_host_does(kind, tmp_path):
     """To the bit: the same entries in the same order, whoever sorted them, and wherever rows lie."""
     load = workload(kind)
     model = tiny.make_model(kind, dtype=torch.bfloat16)
-    ids, mask = pad(load.batch, 0)
-    options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512}
-    logits = []
+    logits = logits_by_server(load, model, pad(load.batch, 0), tmp_path)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+def logits_by_server(load, model, tokens, directory, wire="exact"):
+    """Of a model whose rows a host routes, and of one whose device does, with rows in slots and in device memory."""
+    options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512, "wire": wire}
     servers = [InprocServer(load.spec, load.paths, **options)]
     for twin in ("no", "must"):
-        (tmp_path / twin).mkdir()
-        servers.append(EmulatedServer(tmp_path / twin, load.spec, load.paths, twin=twin, **options))
+        (directory / twin).mkdir()
+        servers.append(EmulatedServer(directory / twin, load.spec, load.paths, twin=twin, **options))
+    (ids, mask), logits = tokens, []
     for server in servers:
         with attach(model, server) as lora, lora.adapters(load.names):
+            assert lora.client.described()["wire"] == wire
             logits.append(model(ids, attention_mask=mask).logits)
         server.close()
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    return logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -55,17 +61,7 @@ def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
     """To the bit, with routes of the device's, wherever rows lie; engines of two dtypes, since the wire has one."""
     load = workload("mixtral")
     model, (ids, mask) = tiny.make_model("mixtral", dtype=dtype), pad(load.batch, 0)
-    options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512, "wire": "e4m3"}
-    logits = []
-    servers = [InprocServer(load.spec, load.paths, **options)]
-    for twin in ("no", "must"):
-        (tmp_path / twin).mkdir()
-        servers.append(EmulatedServer(tmp_path / twin, load.spec, load.paths, twin=twin, **options))
-    for server in servers:
-        with attach(model, server) as lora, lora.adapters(load.names):
-            assert lora.client.described()["wire"] == "e4m3"
-            logits.append(model(ids, attention_mask=mask).logits)
-        server.close()
+    logits = logits_by_server(load, model, (ids, mask), tmp_path, wire="e4m3")
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     assert not torch.equal(logits[0], model(ids, attention_mask=mask).logits)
 
