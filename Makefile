@@ -98,8 +98,8 @@ gpu-carry: $(VENV)/ready
 # the device protocol between GPUs, on this CPU: 1000 seeded schedules, then every sabotage of it must be caught; with
 # ARGS=--short some sabotages alone
 mutants: $(VENV)/ready
-	$(if $(findstring --short,$(ARGS)),,LORA_SERVER_SCHEDULES=1000 $(BIN)/python -m pytest -n auto --maxprocesses 4 tests/test_gpu_schedules.py -k "schedules or case")
-	$(BIN)/python -m tests.gpu_mutants $(ARGS)
+	$(if $(findstring --short,$(ARGS)),,LORA_SERVER_SCHEDULES=1000 $(BIN)/python -m pytest -n auto --maxprocesses 4 tests/device/test_gpu_schedules.py -k "schedules or case")
+	$(BIN)/python -m tests.support.gpu.gpu_mutants $(ARGS)
 
 $(VENV_BUILD)/ready: constraints-build.txt
 	@$(PYTHON) deploy/environment.py $(VENV_BUILD) 0.6 --no-deps -r constraints-build.txt

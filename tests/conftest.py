@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tests", deadline=None)  # a machine may be busy
 hypothesis.settings.load_profile("tests")
-pytest.register_assert_rewrite("tests")  # asserts of what tests share say what they got, as those of tests do
+pytest.register_assert_rewrite("tests.support")  # asserts of what tests share say what they got, as those of tests do
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fork_servers():
-    from tests.forked import Forks
+    from tests.support.forked import Forks
 
     forks = Forks()
     yield forks
@@ -36,7 +36,7 @@ def fork_servers():
 
 @pytest.fixture(scope="module")
 def forked(fork_servers):
-    """Servers, engines and commands that a file's tests start are forked, imports behind them: see tests.forked."""
+    """Servers, engines and commands that a file's tests start are forked: see tests.support.forked."""
     with fork_servers.instead_of(children):
         yield
 
@@ -68,7 +68,7 @@ def tiny_adapters(tmp_path_factory):
 def server(tmp_path_factory):
     """Two shards of tiny-mixtral in processes; who wants others has a fixture of that name."""
     from lora_server.demo.launch import running_server
-    from tests.workload import workload
+    from tests.support.workload import workload
 
     load = workload("mixtral")
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]

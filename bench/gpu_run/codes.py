@@ -154,7 +154,8 @@ def work(record: Record, given: argparse.Namespace) -> bool:
 
 # where the GPU is a CPU: the tests' own server, and their GPU for this process
 EMULATED = {
-    "device": "cpu", "serve": "tests.gpu_serve", "gpu": "tests.emulated_gpu", "width": 64, "rows": "16", "rounds": 2,
+    "device": "cpu", "serve": "tests.support.gpu.gpu_serve", "gpu": "tests.support.gpu.emulated_gpu",
+    "width": 64, "rows": "16", "rounds": 2,
 }  # fmt: skip
 
 

@@ -233,7 +233,8 @@ def work(record: Record, given: argparse.Namespace) -> bool:
 
 # where the GPU is a CPU: the tests' own server and engine, whose kernels are ours
 EMULATED = {
-    "device": "cpu", "serve": "tests.gpu_serve", "engine": "tests.gpu_world_engine", "flags": "--slots 2", "width": 64,
+    "device": "cpu", "serve": "tests.support.gpu.gpu_serve", "engine": "tests.support.gpu.gpu_world_engine",
+    "flags": "--slots 2", "width": 64,
     "new_tokens": 2, "rows": "3", "rounds": 2, "step_rows": 64,
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from lora_server.demo.launch import running_server
 from tests.chaos import changes, faults, floods, fuzz
 from tests.chaos.report import Held, Line, show
-from tests.workload import workload
+from tests.support.workload import workload
 
 TRANSPORTS, MODES = ("shm", "tcp"), ("independent", "leader")
 PARTS = ("fuzz", "floods", "faults", "changes")

@@ -28,7 +28,7 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.chaos.caller import LARGE, MANY, Caller
-from tests.serving import listening
+from tests.support.serving import listening
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 

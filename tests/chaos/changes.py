@@ -25,8 +25,8 @@ from lora_server.wire.rpc import call, open_channel
 from tests.chaos.caller import SMALL, Caller
 from tests.chaos.floods import Behaved, held
 from tests.chaos.report import Held, Line
-from tests.serving import status, until
-from tests.workload import Workload
+from tests.support.serving import status, until
+from tests.support.workload import Workload
 
 KINDS = ("fused", "experts", "gate-up")  # what lies at the site where engines compute
 CHANGERS, PROBES, MOST_PINNED = 4, 3, 8

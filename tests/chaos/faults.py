@@ -13,9 +13,9 @@ import psutil
 from lora_server.demo.launch import RunningServer, running_server
 from tests.chaos.floods import held
 from tests.chaos.report import Held, Line
-from tests.fleet import Engine, Fleet, now
-from tests.serving import all_gone, status, until
-from tests.workload import Workload
+from tests.support.fleet import Engine, Fleet, now
+from tests.support.serving import all_gone, status, until
+from tests.support.workload import Workload
 
 VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
 PATIENCE = 60.0  # until everybody is right again

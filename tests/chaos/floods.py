@@ -21,7 +21,7 @@ from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
 from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
-from tests.serving import descendants, status, until
+from tests.support.serving import descendants, status, until
 
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
 OTHERS = 64  # adapters that are prefetched

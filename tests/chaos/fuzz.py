@@ -12,9 +12,9 @@ from lora_server.adapters import validate_adapter
 from lora_server.errors import LoraServerError
 from lora_server.wire import messages, slot
 from tests.chaos.report import Line
-from tests.hostile_http import HOSTILE, attack
-from tests.rig import Client, healthy, loaded_rig
-from tests.workload import Workload
+from tests.support.hostile_http import HOSTILE, attack
+from tests.support.rig import Client, healthy, loaded_rig
+from tests.support.workload import Workload
 
 MESSAGES = (messages.Hello, messages.Welcome, messages.Challenge, messages.Answer, messages.Mapped, messages.Order)
 
@@ -70,7 +70,7 @@ def control_messages(count: int, dice: random.Random) -> Line:
 
 
 def http(port: int, count: int, dice: random.Random, lives: Callable[[], bool]) -> Line:
-    """As tests/hostile_http.py makes them; the port answers all the same."""
+    """As tests/support/hostile_http.py makes them; the port answers all the same."""
     line = Line("HTTP requests", count)
     for turn in range(count):
         payload = HOSTILE[dice.choice(sorted(HOSTILE))](dice)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engines import FORKS, Engine
 
 from lora_server.demo.launch import running_server
-from tests.serving import ANYWHERE
-from tests.workload import workload
+from tests.support.serving import ANYWHERE
+from tests.support.workload import workload
+from tests.vllm.engines import FORKS, Engine
 
 
 @pytest.fixture(scope="session")

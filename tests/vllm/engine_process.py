@@ -133,7 +133,7 @@ def serve(settings: dict[str, Any], reply_fd: int) -> None:
         replies.flush()
 
     if os.environ.get("LORA_SERVER_TEST_GPU"):  # this CPU is one
-        from tests import emulated_gpu, emulated_world
+        from tests.support.gpu import emulated_gpu, emulated_world
 
         emulated_gpu.use()
         emulated_world.use()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from engines import Engine
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import running_server
-from tests.serving import kill, status, until
-from tests.workload import NEW_TOKENS
+from tests.support.serving import kill, status, until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 LONG = 60
 

@@ -10,9 +10,9 @@ from client_connector.directory import Directory
 from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Answer, Sequence
-from tests import alora
-from tests.serving import settled_steps, status
-from tests.workload import NEW_TOKENS
+from tests.support import alora
+from tests.support.serving import settled_steps, status
+from tests.support.workload import NEW_TOKENS
 
 BLOCK = 128
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import ENVIRONMENT, START_SECONDS
 
 from lora_server.demo import tiny
-from tests.doc_commands import blocks, furnish, no_network, type_in
-from tests.sources import ROOT
+from tests.support.doc_commands import blocks, furnish, no_network, type_in
+from tests.support.sources import ROOT
+from tests.vllm.engines import ENVIRONMENT, START_SECONDS
 
 MISSING = no_network() or ("" if shutil.which("curl") else "curl is not installed")
 # what the page supposes: a server that runs, with an adapter of that name

@@ -8,14 +8,14 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import Engine
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import RunningServer, launch
-from tests.serving import HANG_SECONDS, cli, kill, status, until
-from tests.workload import NEW_TOKENS
+from tests.support.serving import HANG_SECONDS, cli, kill, status, until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 LONG = 40
 IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "2"}

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import Engine
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import running_server
-from tests import emulated, emulated_gpu
-from tests.serving import HANG_SECONDS, kill, settled_steps, shard_processes
-from tests.workload import NEW_TOKENS
+from tests.support.gpu import emulated, emulated_gpu
+from tests.support.serving import HANG_SECONDS, kill, settled_steps, shard_processes
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def gpu_server(load, kind, scratch):
     emulated_gpu.compile_all()
     flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--dtype", "bfloat16"]
     flags += ["--layout", "ep2-pp1", "--data-dir", str(scratch / f"gpu-data-{kind}")]
-    with running_server(scratch / f"gpu-server-{kind}.log", flags, module="tests.gpu_serve") as server:
+    with running_server(scratch / f"gpu-server-{kind}.log", flags, module="tests.support.gpu.gpu_serve") as server:
         yield server
 
 

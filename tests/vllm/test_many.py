@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import Engine
 
 from client_connector.directory import Directory
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
-from tests.serving import until
-from tests.workload import NEW_TOKENS
+from tests.support.serving import until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 NAMES = 200
 BLOCK = 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lora_server.demo import tiny
-from tests.serving import settled_steps
-from tests.workload import NEW_TOKENS
+from tests.support.serving import settled_steps
+from tests.support.workload import NEW_TOKENS
 
 TOLERANCE = 1e-3
 ALL_KINDS = pytest.mark.parametrize("kind", tiny.KINDS, indirect=True)

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from engines import Engine
 
-from tests.serving import status, until
-from tests.workload import NEW_TOKENS
+from tests.support.serving import status, until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 TP2 = {"fresh": True, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 PP2 = {"fresh": True, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from engines import ENVIRONMENT, START_SECONDS
 
 from lora_server.demo import children
 from lora_server.demo.launch import free_address
-from tests.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, name_of, until
+from tests.support.serving import HANG_SECONDS, all_gone, command_of, descendants, keepers, name_of, until
+from tests.vllm.engines import ENVIRONMENT, START_SECONDS
 
 ENVIRON = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 

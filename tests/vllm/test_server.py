@@ -11,7 +11,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import ApiServer
 
 from client_connector.directory import Directory
 from client_connector.serving.settings import Settings
@@ -20,8 +19,9 @@ from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import launch
 from lora_server.errors import AdapterExistsError
-from tests.serving import HANG_SECONDS, kill, status, until
-from tests.workload import NEW_TOKENS
+from tests.support.serving import HANG_SECONDS, kill, status, until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import ApiServer
 
 
 @pytest.fixture(scope="module")

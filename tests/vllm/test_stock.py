@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from engines import ENVIRONMENT, Engine
 
 from lora_server.demo.engine import Sequence
-from tests.workload import NEW_TOKENS, workload
+from tests.support.workload import NEW_TOKENS, workload
+from tests.vllm.engines import ENVIRONMENT, Engine
 
 ROUND = [Sequence([3 + i * 11 % 200 for i in range(12)], None)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from engines import ApiServer
 
 from lora_server.access.identity import Role
 from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
 from lora_server.registry.database import FILE, Database
-from tests.workload import NEW_TOKENS
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import ApiServer
 
 
 class Caller:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engines import Engine
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import launch
-from tests import emulated, emulated_gpu, emulated_world
-from tests.serving import HANG_SECONDS, shard_processes, until
-from tests.workload import NEW_TOKENS
+from tests.support.gpu import emulated, emulated_gpu, emulated_world
+from tests.support.serving import HANG_SECONDS, shard_processes, until
+from tests.support.workload import NEW_TOKENS
+from tests.vllm.engines import Engine
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def server(load, scratch, monkeypatch):
     ]
     flags += ["--gpu-transport", "nvshmem", "--nvshmem-clients", "1", "--layout", "ep2-pp1", "--slots", "2"]
     flags += ["--data-dir", str(scratch / "world-data")]
-    server = launch(scratch / "world-server.log", *flags, module="tests.gpu_serve")
+    server = launch(scratch / "world-server.log", *flags, module="tests.support.gpu.gpu_serve")
     try:
         until(lambda: "2 of 2 shards and 0 of 1" in server.get("/readyz")[1], "its shards are here", HANG_SECONDS)
         yield server

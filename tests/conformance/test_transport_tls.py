@@ -1,0 +1,227 @@
+"""TLS between engines and shards, and between the shards of a stage: who listens, poses or stalls gets nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from lora_server.access.certificate import shard_certificate
+from lora_server.errors import ShardUnavailableError
+from lora_server.shard.orders import OrderReceiver, OrderSender
+from lora_server.transport import tcp_listener
+from lora_server.transport.address import parse, readable
+from lora_server.transport.base import Grant
+from lora_server.transport.frames import HEADER, STEP
+from lora_server.transport.tcp import TcpLink
+from lora_server.transport.tls import connect
+from lora_server.wire.messages import Hello, Order
+from tests.support.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
+from tests.support.serving import until
+
+BADGE = b"badge" * 8
+
+
+@pytest.fixture
+def shard(tmp_path):
+    with echo_shard("tls", tmp_path) as found:
+        yield found
+
+
+class Relay:
+    """Hands on what either side sends, and keeps all of it; what `spoils` sends it changes."""
+
+    def __init__(self, stack, to):
+        self._to, self.heard, self.spoils = to, bytearray(), ""
+        self._listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._threads = []
+        self._start(self._accept)
+        stack.callback(self._end)
+
+    def _start(self, target, *args):
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):  # its end
+            while True:
+                near = self._listening.accept()[0]
+                far = socket.create_connection(parse(self._to), SECONDS)
+                self._start(self._carry, near, far, "engine")
+                self._start(self._carry, far, near, "shard")
+
+    def _carry(self, source, target, who):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.heard += data
+                target.sendall(data if self.spoils != who else data[:-1] + bytes([data[-1] ^ 1]))
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def _end(self):
+        self._listening.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_who_listens_between_engine_and_shard_hears_no_row(kind, tmp_path):
+    """Without TLS it hears all of them: the relay does listen."""
+    with contextlib.ExitStack() as stack:
+        shard = stack.enter_context(echo_shard(kind, tmp_path))
+        relay = Relay(stack, shard.listener.address)
+        shard.port.grant(Grant(1, 1, b"key"))
+        client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=1)
+        assert (client.link.transport, shard.port.connections[0].transport) == (kind, kind)
+        said = []
+        for _ in range(5):
+            seq = client.push(LAYOUT.response_bytes)
+            said += [client.sent[seq], client.sent[seq][::-1]]
+            client.check(seq)
+        client.link.close()
+    parts = [one[at : at + 16] for one in said for at in range(0, len(one) - 16, 512)]
+    assert {part in relay.heard for part in parts} == {kind == "tcp"}
+    assert len(relay.heard) > sum(map(len, said))
+
+
+@pytest.mark.parametrize("who", ["engine", "shard"])
+def test_what_is_changed_on_its_way_is_not_taken(who, shard):
+    with contextlib.ExitStack() as stack:
+        relay = Relay(stack, shard.listener.address)
+        shard.port.grant(Grant(1, 1, b"key"))
+        client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=7)
+        client.check(client.push())
+        (connection,) = shard.port.connections
+        relay.spoils = who
+        seq = client.push()
+        with pytest.raises(ShardUnavailableError):
+            client.link.wait(seq, time.monotonic() + SECONDS)
+        client.link.close()
+        until(lambda: shard.gone == [(1, 1)], "the shard to let it go")
+        assert connection.served == (1 if who == "engine" else 2)
+
+
+def der(shard):
+    return shard.certificate.der if shard.certificate is not None else b""
+
+
+def test_who_has_another_certificate_is_no_shard(shard):
+    """Whatever may be behind it: nobody can be in the middle."""
+    told = shard_certificate(SHARD).der
+    shard.port.grant(Grant(1, 1, b"key"))
+    address = shard.listener.address
+    with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at {address}: .*its certificate differs"):
+        TcpLink(address, Hello(1, 1, b"key"), SHARD, SECONDS, told)
+    assert shard.port.connections == ()
+    Echo(shard.link(1), seed=2).link.close()
+
+
+def test_nobody_falls_back_to_the_clear(shard, tmp_path):
+    """Neither an engine that was told to expect TLS, nor a shard that has it."""
+    shard.port.grant(Grant(1, 1, b"key"))
+    with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: it is silent.*TLS"):
+        TcpLink(shard.listener.address, Hello(1, 1, b"key"), SHARD, 0.3)
+    with echo_shard("tcp", tmp_path) as clear:
+        clear.port.grant(Grant(1, 1, b"key"))
+        with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: .*speaks no TLS"):
+            TcpLink(clear.listener.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard))
+        assert clear.port.connections == ()
+
+
+def test_a_handshake_that_stalls_holds_nobody_up_and_ends(shard, monkeypatch):
+    client, half = Echo(shard.join(1), seed=3), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    with contextlib.ExitStack() as stack:
+        stalled = [stack.enter_context(socket.create_connection(parse(shard.listener.address))) for _ in range(20)]
+        for one in stalled:
+            one.sendall(half)
+        client.check(client.push())
+        other = Echo(shard.join(2), seed=4)
+        other.check(other.push())
+        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
+        for one in stalled:
+            one.settimeout(SECONDS)
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b"", "it is closed, and heard nothing"
+    for one in (client, other):
+        one.check(one.push())
+        one.link.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
+def test_who_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
+    sock = socket.create_connection(parse(shard.listener.address), SECONDS)
+    sock.setblocking(False)
+    stranger = connect(sock, der(shard), lambda stream: readable(stream, SECONDS))
+    with contextlib.closing(stranger):
+        if said:
+            stranger.sendmsg([said])
+        else:
+            monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while readable(stranger, SECONDS):
+                with contextlib.suppress(BlockingIOError):
+                    more = stranger.recv(4096)
+                    heard += more
+                    if not more:
+                        break
+    assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
+    client = Echo(shard.join(1), seed=6)
+    client.check(client.push())
+    client.link.close()
+
+
+def test_an_engine_waits_for_no_handshake_longer_than_it_said():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, began = f"tcp://127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
+        with pytest.raises(ShardUnavailableError, match=f"shard {SHARD} at {address}: it is silent"):
+            TcpLink(address, Hello(1, 1, b"key"), SHARD, 0.2, shard_certificate(SHARD).der)
+        assert 0.2 <= time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_a_look_at_a_link_takes_nothing_of_an_answer(kind, tmp_path):
+    with echo_shard(kind, tmp_path) as shard:
+        client = Echo(shard.join(1), seed=5)
+        client.link.check()
+        seq = client.push()
+        assert readable(client.link._socket, SECONDS)
+        client.link.check(), client.link.check()
+        client.check(seq)
+        shard.port.revoke(1)
+        until(lambda: is_gone(client.link), "a look to see the shard's goodbye")
+        client.link.close()
+
+
+def is_gone(link):
+    try:
+        link.check()
+    except ShardUnavailableError:
+        return True
+    return False
+
+
+def test_orders_are_encrypted_and_come_from_the_certificate_s_owner_alone():
+    certificate = shard_certificate(0)
+    heard = {"told": [], "clear": [], "other": []}
+    with contextlib.ExitStack() as stack:
+        leader = OrderSender(BADGE, "127.0.0.1", certificate=certificate)
+        stack.callback(leader.close)
+        relay = Relay(stack, leader.address)
+        known = {"told": certificate.der, "clear": b"", "other": shard_certificate(0).der}
+        for name, told in known.items():
+            address = relay.address if name == "told" else leader.address
+            stack.callback(OrderReceiver(address, BADGE, heard[name].append, told).close)
+        until(lambda: leader.followers == 1, "the one that was told is let in")
+        order = Order(7, 1, 3, 60_000_000)
+        leader.send(order)
+        until(lambda: heard["told"], "it hears the order")
+        assert leader.followers == 1
+    assert heard == {"told": [order], "clear": [], "other": []}
+    assert b"order" not in relay.heard and b"challenge" not in relay.heard

@@ -1,0 +1,230 @@
+"""Shards that compute on a device: the paged store, and packed steps through the real loop, against the host's.
+
+Without a GPU the device is this CPU and the kernels are the emulated ones: what is tested is everything
+around the GPU, not the GPU. Tests marked `cuda` do the same on a real one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from client_connector.transformers import attach
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.launch import max_rank_of
+from kernels_cuda.layout import PAGE_BYTES, PAGE_TILES, TILE_BYTES, shape_of, unpack
+from kernels_cuda.ops import NOTHING
+from lora_server.daemon import backends
+from lora_server.daemon.backends import Memory
+from lora_server.daemon.inproc import InprocServer
+from lora_server.demo import tiny
+from lora_server.demo.engine import pad
+from lora_server.errors import AdapterLoadError, ConfigError, ProtocolError
+from lora_server.memory.entry import State
+from lora_server.memory.paged import PagedTier
+from lora_server.memory.pages import PagePool
+from lora_server.placement import Layout, Placement
+from lora_server.shard.compute import DeviceLostError
+from lora_server.units import Size
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+from tests.support.gpu import emulated
+from tests.support.rig import Client
+from tests.support.stores import cpu_store, gather, load, paged_store
+from tests.support.workload import spec_of, workload
+
+SMALL = Variant(bulk_copy=True, warps=2)
+DTYPE = torch.bfloat16
+MEMORY = Memory(device_pool=Size.parse("256MiB"))
+
+
+def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
+    placement = Placement(spec_of("mixtral"), Layout.parse(layout))
+    paged = paged_store(placement, shard, DTYPE, PagePool(num_pages, device))
+    return paged, cpu_store(placement, shard, DTYPE)
+
+
+def stored(store, handle, first_tile, shape):
+    """The block that lies in the pages, read back through the page table."""
+    tiles, tier, extent = [], store.tier, store._entries[handle].device
+    for at in range(first_tile, first_tile + shape.num_tiles):
+        page, tile = divmod(at, PAGE_TILES)
+        address = tier.pool.memory.data_ptr() + extent.pages[page] * PAGE_BYTES
+        assert int(tier._published[handle].page_table[page]) == address
+        tiles.append(tier.pool.memory[extent.pages[page], tile * TILE_BYTES : (tile + 1) * TILE_BYTES])
+    return unpack(torch.stack(tiles), shape, DTYPE)
+
+
+@pytest.mark.parametrize("name", ["all", "down", "bf16"])
+def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
+    paged, resident = stores()
+    for store in (paged, resident):
+        assert load(store, 3, tiny_adapters[name]).result() is None
+    spec = spec_of("mixtral")
+    for site in spec.sites():
+        for expert in paged.tier._placement.experts(site, 1):
+            (segment,), packed = gather(resident, site, (3, expert)), gather(paged, site, (3, expert))
+            expected, (row, first_tile, first, num_entries) = segment.block, packed.table_S4[0].tolist()
+            assert (first, num_entries) == (0, 1)
+            if expected is NOTHING:
+                assert (row, first_tile, packed.max_rank) == (paged.tier.empty_row(site), 0, 0)
+                continue
+            assert packed.max_rank == max_rank_of([pair.a_RK.shape[0] for pair in expected.pairs])
+            shape = shape_of(expected, spec.in_width(site), spec.out_width(site))
+            got = stored(paged, 3, first_tile, shape)
+            for a, b in zip(got.pairs, expected.pairs, strict=True):
+                assert torch.equal(a.a_RK, b.a_RK) and torch.equal(a.b_OR, b.b_OR) and a[2:] == b[2:]
+    paged.check_integrity()
+    paged.drop(3)
+    assert paged.use().weight_bytes == 0
+    paged.check_integrity()
+    paged.close(), resident.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=14))
+def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
+    """Where an adapter finds no page, another makes room."""
+    paths = [tiny_adapters[name] for name in ("all", "down", "bf16")]
+    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=2)  # an adapter takes one
+    resident.close()
+    known = set()
+    for add, handle in steps:
+        if add:
+            assert load(paged, handle, paths[handle % 3]).result() is None
+            known.add(handle)
+        else:
+            paged.drop(handle)
+            known.discard(handle)
+        paged.check_integrity()
+        held = [one for one in known if paged.layers_ready(one)]
+        assert paged.use().weight_bytes == len(held) * PAGE_BYTES and len(held) <= 2
+    paged.close()
+    assert paged.use().weight_bytes == 0
+
+
+def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters):
+    paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
+    resident.close()
+    assert load(paged, 1, tiny_adapters["all"]).result() is None
+    too_large = PagePool(0, "cpu")
+    paged.tier.pool, whole = too_large, paged.tier.pool
+    error = load(paged, 2, tiny_adapters["bf16"]).result()
+    assert isinstance(error, AdapterLoadError) and "--device-pool" in str(error)
+    paged.tier.pool = whole
+    assert paged.state(1, 0) is State.READY and paged.state(2, 0) is State.FAILED
+    paged.close()
+
+
+def test_what_a_gpu_cannot_serve_is_refused_at_the_start():
+    placement = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1"))
+    with pytest.raises(ConfigError, match="float32, expected bfloat16 or float16"):
+        PagedTier(placement, 0, torch.float32, PagePool(1, "cpu"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no NVIDIA GPU"):
+            backends.cuda(
+                placement, 0, DTYPE, 64, local_shards=1, local_index=0, memory=Memory(), on_layer=lambda *_: None
+            )
+
+
+def emulated_backend(placement, shard, dtype):
+    launch = functools.partial(emulated.launch, variant=SMALL)
+    return backends.paged(placement, shard, dtype, PagePool(8, "cpu"), launch, 24)
+
+
+def cuda_backend(placement, shard, dtype):
+    return backends.cuda(
+        placement, shard, dtype, 24, local_shards=4, local_index=shard, memory=MEMORY, on_layer=lambda *_: None
+    )
+
+
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+BACKENDS = [
+    pytest.param(emulated_backend, marks=needs_emulator, id="emulated"),
+    pytest.param(cuda_backend, marks=pytest.mark.cuda, id="cuda"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["ep1-pp1", "ep2-pp2"])
+def test_an_engine_gets_the_deltas_that_host_shards_give(backend, layout):
+    """Measured against exact arithmetic, a device is as far off as the host is: both round to bf16 alike."""
+    load = workload("mixtral")
+    ids, mask = pad(load.batch, 0)
+
+    def logits(dtype, make):
+        model = tiny.make_model("mixtral", dtype=dtype)
+        server = InprocServer(load.spec, load.paths, layout=layout, dtype=dtype, max_step_rows=24, make_backend=make)
+        with attach(model, server) as lora, lora.adapters(load.names):
+            answer = model(ids, attention_mask=mask).logits[:, -1].float()
+        server.close()
+        return answer
+
+    exact = logits(torch.float32, backends.host)
+    by_host, by_device = [(logits(DTYPE, make) - exact).abs().mean() for make in (backends.host, backend)]
+    assert by_device <= 1.5 * by_host + 1e-3
+
+
+@needs_emulator
+def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
+    client = Client(shard, 1)
+    with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
+        client.send(client.request())
+    server.close()
+
+
+@needs_emulator
+@pytest.mark.parametrize("lost", [False, True])
+def test_only_a_lost_device_ends_the_shard(lost, tiny_adapters, quiet):
+    """Review item 14: any RuntimeError did. An error of one step is that step's answer."""
+
+    def backend(placement, shard, dtype):
+        broken = iter([True])
+
+        def launch(step, out, workspace):
+            if next(broken, False):
+                raise RuntimeError("no such shape")
+            emulated.launch(step, out, workspace, SMALL)
+
+        return backends.paged(placement, shard, dtype, PagePool(8, "cpu"), launch, 24, lost=lambda: lost)
+
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
+    client = Client(shard, 1)
+    with pytest.raises(DeviceLostError if lost else ProtocolError, match="no such shape"):
+        client.send(bfloat16(client))
+    if not lost:
+        client.send(bfloat16(client))
+    server.close()
+
+
+def bfloat16(client):
+    """A request whose rows have 16 bits: the same bytes, so more rows' worth than needed."""
+    memory = memoryview(client.request(dtype=1))
+    header = RequestHeader.unpack_from(memory)
+    rows = header.num_rows * (header.in_end - header.in_begin) * 2
+    at = slot.request_offsets(header.num_segments, header.num_entries, header.flags, rows)
+    header._replace(payload_bytes=at.end - slot.HEADER_BYTES).pack_into(memory)
+    return memory[: at.end]
+
+
+def test_a_pool_counts_its_pages():
+    pool = PagePool(3, "cpu")
+    extents = [pool.allocate(PAGE_BYTES + 1), pool.allocate(1)]
+    assert sorted(page for extent in extents for page in extent.pages) == [0, 1, 2] and not pool.can_allocate(1)
+    assert all(address % 512 == 0 for extent in extents for address in extent.addresses())
+    assert pool.memory.nbytes == pool.capacity == pool.used == 3 * PAGE_BYTES
+    with pytest.raises(MemoryError, match="1 pages of 2 MiB asked for, 0 of 3 free"):
+        pool.allocate(1)
+    pool.deallocate(extents[1])
+    pool.check_integrity(extents[:1])
+    with pytest.raises(AssertionError, match="1 free and 0 held"):
+        pool.check_integrity([])

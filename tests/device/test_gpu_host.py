@@ -1,0 +1,407 @@
+"""What a shard's host does for a kernel that serves by itself, and a client's for its own; kernels run on this CPU."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels_cuda.cuda import on_device
+from kernels_cuda.routing import Route
+from lora_server.adapters import open_adapter
+from lora_server.control.adapters.registry import FIRST_HANDLE
+from lora_server.demo import tiny
+from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
+from lora_server.spec import PROJECTIONS, Site
+from lora_server.transport.base import Grant, Port
+from lora_server.transport.gpu.captured import Captured
+from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
+from lora_server.transport.gpu.layout import (
+    CLIENT,
+    COMMANDS,
+    LANES,
+    MAX_GENERATION,
+    MAX_LINKS,
+    SERVE,
+    CommandKind,
+    handle_of,
+)
+from lora_server.transport.gpu.link import GpuLink
+from lora_server.transport.gpu.mailbox import Mailbox
+from lora_server.transport.gpu.needs import FEATURES, Answers, missing, missing_for_network
+from lora_server.transport.gpu.places import Places
+from lora_server.transport.shm_listener import ShmListener
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+from tests.support.gpu import emulated, emulated_gpu
+from tests.support.gpu.gpu_host import Host
+from tests.support.gpu.gpu_steps import IN_MAP, ROWS, SITE
+from tests.support.serving import until
+from tests.support.workload import model_of, spec_of
+
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory, tiny_adapters):
+    """One whose kernel leaves whenever nobody has asked for 20 ms."""
+    emulated_gpu.compile_all()
+    one = Host(tmp_path_factory.mktemp("shard"), idle_ns=20_000_000)
+    yield one
+    one.close()
+
+
+@needs_emulator
+def test_a_kernel_that_leaves_is_launched_again(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    before, launches = steps.step(), host.kernel.launches
+    until(lambda: host.kernel.launches > launches + 1, "it left, twice")
+    assert torch.equal(steps.step(), before)
+    steps.link.close()
+
+
+@needs_emulator
+def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(host, tiny_adapters):
+    known = host.load(tiny_adapters["bf16"], eager=False)
+    steps = host.join(known)
+    mailbox, posted = host.kernel.mailbox, host.kernel.mailbox._posted
+    host.store.drop(known)
+    assert mailbox._posted > posted, "the kernel was asked"
+    until(lambda: mailbox.is_empty, "it has taken that, and the leave of a client before")
+    assert steps.step() == "unknown_adapter", "a handle of nobody's"
+    never = handle_of(500, 1)
+    host.tier.know(never)
+    host.aim(steps, never)
+    assert steps.step(seconds=0.2) == "step_timeout"
+    host.tier.forget(never)
+    host.aim(steps, host.load(tiny_adapters["all"], eager=False))
+    assert isinstance(steps.step(), torch.Tensor)
+    steps.link.close()
+    until(lambda: not host.port.connections, "it went")
+
+
+@needs_emulator
+def test_a_client_names_what_it_holds(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    own, others = steps.handle, host.load(tiny_adapters["all"])
+    before = steps.step()
+    steps.handle = others
+    assert steps.step(seconds=0.2) == "permission_denied"
+    host.aim(steps, others)
+    assert torch.equal(steps.step(), before)
+    host.port.hold(steps.terms.client, [], fewer=[own])
+    steps.handle = own
+    until(lambda: steps.step(seconds=0.2) == "permission_denied", "its host has told the kernel")
+    steps.link.close()
+
+
+@needs_emulator
+def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, tiny_adapters):
+    """The directory, and the workspace of higher ranks, while a client's steps go on."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    before, stop, wrong = steps.step(), threading.Event(), list[object]()
+
+    def on_and_on() -> None:
+        while not stop.is_set():
+            got = steps.step()
+            if not (isinstance(got, torch.Tensor) and torch.equal(got, before)):
+                wrong.append(got)
+
+    thread = threading.Thread(target=on_and_on)
+    thread.start()
+    host.tier.know(handle_of(5000, 1))
+    host.kernel.reserve_rank(48)
+    stop.set()
+    thread.join(60)
+    assert not wrong and torch.equal(steps.step(), before)
+    host.tier.forget(handle_of(5000, 1))
+    steps.link.close()
+
+
+@needs_emulator
+def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
+    """The first of the second 32 makes room for them between two launches; who was there keeps its place."""
+    handle, before = host.load(tiny_adapters["all"]), int(host.kernel._host[0]["num_links"])
+    clients = [host.join(handle) for _ in range(LANES + 2)]
+    first = clients[0].step()
+    for one in (*reversed(clients), *clients):
+        assert torch.equal(one.step(), first)
+    until(lambda: len(host.pump._seats) == len(clients), "those of other tests have gone")
+    assert before == LANES and host.kernel._host[0]["num_links"] == 2 * LANES
+    for one in clients[:-1]:
+        one.link.close()
+    until(lambda: len(host.pump._free) == MAX_LINKS - 1, "they went")
+    assert torch.equal(clients[-1].step(), first) and host.pump._free[0] == 0, "the least link is the next one's"
+    clients[-1].link.close()
+
+
+def routed(steps, entries: int) -> Route:
+    """Rows 2, 0, 1 of x, which are those of tokens 2, 0, 1."""
+    route, ints = Route.empty(ROWS, "cpu", max_rows=ROWS), torch.tensor([2, 0, 1], dtype=torch.int32)
+    route.counts.copy_(torch.tensor([1, entries, entries, entries]))
+    route.segments[0] = torch.tensor([steps.handle, 0, 0, entries], dtype=torch.int32)
+    route.token_M.copy_(ints), route.pair_N.copy_(ints), route.row_N.copy_(torch.arange(ROWS, dtype=torch.int32))
+    return route
+
+
+@needs_emulator
+def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
+    """So that the least recently used makes room, though no host sees a step."""
+    used, idle = host.load(tiny_adapters["all"]), host.load(tiny_adapters["bf16"])
+    steps = host.join(used)
+    for times in (1, 2):
+        assert isinstance(steps.step(), torch.Tensor)
+        host.store.use(), host.store.use()
+        rates = [host.store._entries[handle].usage.rate for handle in (used, idle)]
+        assert times - 0.5 < rates[0] <= times and rates[1] == 0.0, "each use counts once"
+    steps.link.close()
+
+
+@needs_emulator
+def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
+    """A row of x for each entry; the answer has one per token: their sum, each times its weight."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    deltas = steps.step().float()
+    link = host.join(steps.handle).link
+    captured, route = Captured(link), routed(steps, ROWS)
+    route.counts.copy_(torch.tensor([1, ROWS, 2, 2]))
+    route.row_N.copy_(torch.tensor([0, 1, 1], dtype=torch.int32))
+    route.token_M[:2] = torch.tensor([2, 0], dtype=torch.int32)
+    route.weights_N.copy_(torch.tensor([1.0, 0.5, 0.25]))
+    site = captured.site(steps.header(0, 0)._replace(flags=slot.HAS_OUT_MAP), steps.x, route, by_entry=True)
+    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+    captured.begin(60)
+    site.put(), site.wait(), site.add(y)
+    captured.finish()
+    assert torch.equal(y[2].float(), deltas[2]) and not y[1].any()
+    rounded = 2**-8 * float(deltas.abs().max())
+    torch.testing.assert_close(y[0].float(), 0.5 * deltas[0] + 0.25 * deltas[1], rtol=0, atol=rounded)
+    link.close(), steps.link.close()
+
+
+@needs_emulator
+def test_captured_launches_outlive_their_link(host, tiny_adapters):
+    """put, wait and add: the deltas that a host gets, or an error; nothing is sent for nobody."""
+    steps = host.join(host.load(tiny_adapters["all"]))
+    deltas = steps.step()
+    link = host.join(steps.handle).link
+    captured, route = Captured(link), routed(steps, ROWS)
+    header = steps.header(0, 0)._replace(flags=IN_MAP)
+    site = captured.site(header, steps.x, route, by_entry=False)
+
+    def run() -> torch.Tensor:
+        y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+        captured.begin(60)
+        site.put(), site.wait(), site.add(y)
+        captured.finish()
+        return y
+
+    def pushed() -> int:
+        return int(np.frombuffer(bytes(link.state.tolist()), CLIENT)["pushed"][0])
+
+    assert torch.equal(run(), deltas) and torch.equal(run(), deltas) and pushed() == 2
+    route.counts.zero_()
+    assert not run().any() and pushed() == 2
+    route.counts.copy_(routed(steps, ROWS).counts)
+    route.segments[0, 0] = handle_of(700, 1)
+    with pytest.raises(UnknownAdapterError, match="names an adapter that is not here"):
+        run()
+    route.segments[0, 0] = steps.handle
+    assert torch.equal(run(), deltas)
+    link.close()
+    link = host.join(steps.handle).link
+    captured.take_over(link)
+    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
+    captured.begin(60)
+    site.put(), site.wait(), site.add(y)
+    captured.finish()
+    assert torch.equal(y, deltas) and pushed() == 1
+    link.close(), steps.link.close()
+
+
+@needs_emulator
+def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    y, route = torch.zeros(ROWS, 8, dtype=torch.bfloat16), routed(steps, ROWS)
+    site, odd = (
+        Captured(steps.link).site(steps.header(0, 0)._replace(windows=((0, width),)), steps.x, route, by_entry=False)
+        for width in (8, 7)
+    )
+    for where, columns, skip in ((site, y[:, 1:3], 0), (site, y[:, :3], 0), (site, y[:, :2], 1), (odd, y[:, :2], 0)):
+        with pytest.raises(ProtocolError, match="expected an even number"):
+            where.add_columns(columns, skip)
+    with pytest.raises(ProtocolError, match="even number of contiguous"):
+        site.add_columns(y[:, ::2], 0)
+    steps.link.close()
+
+
+@needs_emulator
+def test_at_the_end_who_waits_hears_of_it(tmp_path, tiny_adapters):
+    host = Host(tmp_path)
+    host.tier.know(handle_of(9, 1))
+    steps = host.join(handle_of(9, 1))
+    sent = steps.push()
+    until(lambda: np.frombuffer(bytes(host.kernel._serve.tolist()), SERVE)["tickets"][0] == 1, "it was taken")
+    host.stop()
+    assert steps.answer(sent) == "shard_unavailable"
+    steps.link.close()
+    host.close()
+
+
+@needs_emulator
+def test_a_kernel_without_a_heartbeat_ends_its_shard():
+    class Dead(emulated_gpu.EmulatedGpu):
+        def queue(self, urgent=False):
+            queue = super().queue(urgent)
+            queue.launch = lambda *values: None
+            return queue
+
+    spec = spec_of("mixtral")
+    kernel = ServeKernel(Dead(), spec, torch.bfloat16, RegionLayout.for_model(spec, 8, 2), 8, heartbeat_seconds=0.05)
+    kernel.start()
+    with pytest.raises(KernelLostError, match=r"no heartbeat for 0.05 s"):
+        until(kernel.look, "it is missed")
+
+
+@needs_emulator
+def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
+    """And what one had, another gets, once the kernel reads it no more."""
+    site, experts, ranks = Site(1, "gate_up"), (0, 3, 6), {r".*experts\.3\.w1": 40, r".*experts\.[56]\.w[12]": 1}
+    tiny.make_adapter(
+        model_of("mixtral"), tmp_path, lora_rank=4, seed=1, alpha=8, style="per_expert", rank_pattern=ranks
+    )
+    width, deltas = host.spec.out_width(site), dict[int, torch.Tensor]()
+    with open_adapter(tmp_path, host.spec) as adapter:
+        for expert in experts:
+            deltas[expert] = torch.zeros(width, host.spec.in_width(site), dtype=torch.float64)
+            for pair, a, b in adapter.read(site, expert):
+                deltas[expert][pair.out_begin : pair.out_end] += pair.scale * (b.double() @ a.double())
+    taken = []
+    for _ in range(2):
+        steps = host.join(host.load(tmp_path))
+        captured, route = Captured(steps.link), routed(steps, ROWS)
+        route.counts[0] = len(experts)
+        route.segments[:3] = torch.tensor([[steps.handle, e, i, 1] for i, e in enumerate(experts)], dtype=torch.int32)
+        header = steps.header(0, 0)._replace(
+            flags=IN_MAP, layer=site.layer, projection=PROJECTIONS.index(site.projection), windows=((0, width),)
+        )
+        launches = captured.site(header, steps.x, route, by_entry=False)
+        y = torch.zeros(ROWS, width, dtype=torch.bfloat16)
+        captured.begin(60)
+        launches.put(), launches.wait(), launches.add(y)
+        captured.finish()
+        rows = route.pair_N.tolist()
+        for row, expert in zip(rows, experts, strict=True):
+            exact = deltas[expert] @ steps.x[row].double()
+            torch.testing.assert_close(y[row].double(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+        steps.link.close()
+        taken.append(host.tier._on_device._places._used)
+        host.store.drop(steps.handle)
+    assert taken[0] == taken[1] > 0, "the second had the places of the first"
+
+
+def test_places_grow_between_two_launches():
+    sizes = []
+    kernel = SimpleNamespace(
+        gpu=emulated_gpu.EmulatedGpu(),
+        read_places=lambda places: sizes.append(len(places)),
+        between=lambda action: action(),
+    )
+    places = Places(kernel, places=4)
+    rows = np.arange(6, dtype=np.int32).reshape(3, 2)
+    assert [places.put(handle, rows) for handle in (1, 1, 2)] == [0, 3, 6] and sizes == [4, 8, 16]
+    assert np.array_equal(places._device[6:9].numpy(), rows) and np.array_equal(places._device[:3].numpy(), rows)
+    places.free(1)
+    assert {places.put(3, rows), places.put(3, rows)} == {0, 3} and places.put(3, rows[:2]) == 9
+
+
+@needs_emulator
+def test_a_shard_without_such_memory_says_so(tmp_path):
+    port = Port(RegionLayout(2, 8192, 4096, 1024))
+    listener = ShmListener(port, tmp_path / "shard.sock")
+    port.grant(Grant(1, 1, b"key"))
+    with pytest.raises(ConfigError, match="the shard does not compute on a GPU"):
+        GpuLink(listener.address, Hello(1, 1, b"key"), 0, emulated_gpu.EmulatedGpu())
+    listener.close()
+
+
+def test_a_command_holds_when_what_was_ordered_before_it_is_done():
+    mailbox = Mailbox(emulated_gpu.EmulatedGpu())
+    first, second = mailbox.post(CommandKind.RETIRE, 1), mailbox.post(CommandKind.REVOKE, 2, [1])
+    assert not mailbox.holds(first)
+    mailbox._box["acks"][:2], mailbox._box["taken"], mailbox._box["done"] = (7, 8), 2, 6
+    assert not mailbox.holds(first)
+    mailbox._box["done"] = 7
+    assert mailbox.holds(first) and not mailbox.holds(second)
+    others = [mailbox.try_post(CommandKind.RETIRE) for _ in range(COMMANDS + 1)]
+    assert others == [*range(2, 2 + COMMANDS), None], "there is room for as many as nobody has taken"
+    mailbox._box["done"] = 8
+    assert mailbox.holds(second) and mailbox.holds(first)
+
+
+@needs_emulator
+def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters):
+    steps = host.join(host.load(tiny_adapters["all"]))
+    steps.step()
+    (connection,) = host.port.connections
+    twin = next(peer.twin for peer in host.peers() if peer.connection is connection)
+    assert not twin.free() and not twin._requests.closed.is_set()
+    steps.link.close()
+    until(twin.free, "the kernel gave it up")
+    assert twin._requests.closed.is_set() and twin._responses.closed.is_set()
+
+
+def test_the_first_handle_is_one_that_kernels_take():
+    assert handle_of(1, 1) == FIRST_HANDLE and FIRST_HANDLE >> 16 <= MAX_GENERATION
+
+
+def test_what_a_machine_lacks_is_named_with_its_cure():
+    assert missing(Answers(13000, {})) == []
+    assert missing(Answers(0, {"cuda.bindings": "ImportError: x"})) == [
+        "cuda.bindings: ImportError: x; install lora-server[cuda]"
+    ]
+    (line,) = missing(Answers(0, {}))
+    assert "no NVIDIA driver answers" in line
+    old = missing(Answers(12020, {}, frozenset(["HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"])))
+    assert "got CUDA 12.2, expected 12.4" in old[0] and "outside WSL" in old[1]
+
+
+def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
+    lacks = missing_for_network(tmp_path)
+    assert [
+        word
+        for word in ("mlx5", "uverbs", "nvidia_peermem", "PeerMappingOverride")
+        if not any(word in line for line in lacks)
+    ] == []
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs0").mkdir(parents=True)
+    (tmp_path / "proc/modules").write_text("nvidia_peermem 16384 0 - Live 0x0\n")
+    (tmp_path / "proc/driver/nvidia/params").write_text('RegistryDwords: "PeerMappingOverride=1;"\n')
+    assert missing_for_network(tmp_path) == []
+    (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live 0x0\n")
+    assert len(missing_for_network(tmp_path)) == 1 and missing_for_network(tmp_path, dma_buf=True) == []
+
+
+def test_no_driver_is_asked_for_an_api_that_it_has_switched_off():
+    """The first version of stream memory operations is off by default; we call the second, which is always on."""
+    assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES
+    assert [name for name in FEATURES if name.endswith("_V1")] == []
+
+
+@pytest.mark.parametrize(("before", "calls"), [(0, ["device 3"]), (77, ["device 3", "context 77"])])
+def test_a_thread_without_a_context_is_given_none_on_another_gpu(monkeypatch, before, calls):
+    """cudaSetDevice(0), to go back to where a new thread believes it was, would make a context on GPU 0."""
+    said = list[str]()
+    driver = SimpleNamespace(ctxGetCurrent=lambda: before, ctxSetCurrent=lambda one: said.append(f"context {one}"))
+    runtime = SimpleNamespace(setDevice=lambda index: said.append(f"device {index}"))
+    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with on_device(torch.device("cuda", 3)):
+        assert said == ["device 3"]
+    assert said == calls

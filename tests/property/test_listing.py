@@ -1,0 +1,121 @@
+"""The list of adapters, however long: in pages that gRPC sends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from lora_server.control.adapters.refusals import Refusal, Refusals
+from lora_server.control.adapters.registry import Record, check_name
+from lora_server.control.reports.listing import MAX_PAGE, PAGE_BYTES, page
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
+from lora_server.errors import AdapterFormatError, ProtocolError
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.listing import all_pages
+from lora_server.wire.rpc import call, open_channel
+from tests.support.controllers import kept, make_controller
+from tests.support.serving import HANG_SECONDS
+
+COUNT, REFUSED = 2500, 700
+
+
+def wordy(load, characters):
+    record = Record.decode(load.record)
+    load.record = msgspec.json.encode({**msgspec.to_builtins(record), "warnings": ["x" * characters]})
+    return load
+
+
+@pytest.fixture(scope="module")
+def controller():
+    """2,500 adapters with 5 MB of warnings, and 700 that were refused, some of which serve on."""
+    controller = make_controller()
+    loads = [wordy(kept(f"a{n:05}", n + 1), 2000) for n in range(COUNT)]
+    controller.adapters.adopt(loads, [], COUNT)
+    refused = [Refusal(f"a{n:05}{'' if n % 2 else '-bad'}", "/x", "adapter_format", "y" * 500) for n in range(REFUSED)]
+    controller.adapters.adopt_refused(pb.Refusals(refusals=msgspec.json.encode(refused), serial=1))
+    return controller
+
+
+def test_all_of_it_comes_in_messages_that_fit(controller):
+    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper("x"))
+    sizes = []
+    try:
+        with open_channel(f"127.0.0.1:{control.port}") as channel:
+
+            def ask(request):
+                method = rpc.AdaptersStub(channel).List
+                reply = call(method, request, server="", seconds=HANG_SECONDS)
+                sizes.append((len(reply.adapters) + len(reply.refused), reply.ByteSize()))
+                return reply
+
+            reply = all_pages(ask)
+            status = call(rpc.ServerStub(channel).Status, pb.StatusRequest(), server="", seconds=HANG_SECONDS)
+    finally:
+        control.close(1.0)
+    assert [one.name for one in reply.adapters] == [f"a{n:05}" for n in range(COUNT)]
+    assert [one.name for one in reply.refused] == [f"a{n:05}-bad" for n in range(0, REFUSED, 2)]
+    assert "y" * 500 in reply.adapters[1].warnings, "what serves on says why its newer content does not"
+    assert len(sizes) > 5 and all(nbytes < PAGE_BYTES + 10_000 for _, nbytes in sizes)
+    assert all(count <= MAX_PAGE for count, _ in sizes) and not reply.next_page_token
+    assert (status.warned, status.num_refused, len(status.refused)) == (COUNT, REFUSED, 100)
+    assert status.ByteSize() < 1 << 20
+
+
+def test_shards_are_told_of_as_many_refusals_as_a_message_takes():
+    """A registration that is too large would keep a shard out for ever."""
+    refusals, kept_by_shard = Refusals(), Refusals()
+    for number in range(20_000):
+        refusals.put(Refusal(f"a{number:05}", "/x", "adapter_format", "y" * 500))
+    told = refusals.tell()
+    assert 2 << 20 < told.ByteSize() < 4 << 20
+    kept_by_shard.adopt(told)
+    assert kept_by_shard.all() == refusals.all()[: len(kept_by_shard.all())]
+
+
+def test_pages_go_on_where_the_last_one_ended(controller):
+    """Also where that adapter is gone."""
+    first = page(controller.adapters, "", 10)
+    names = [one.name for one in first.adapters]
+    assert len(names) + len(first.refused) == 10
+    gone = make_controller()
+    gone.adapters.adopt([kept(f"a{n:05}", n + 1) for n in range(5, 20)], [], 20)
+    second = page(gone.adapters, first.next_page_token)
+    assert [one.name for one in second.adapters] == [f"a{n:05}" for n in range(7, 20)] and not second.next_page_token
+    assert first.next_page_token == "7:a00006"
+    for bad in ("x", "x:y", ":"):
+        with pytest.raises(ProtocolError, match="page_token"):
+            page(gone.adapters, bad)
+
+
+@pytest.mark.parametrize("name", ["law", "org/law-v2:main", "_x", "a.b@c+d", "0" * 200, "a/.b/..c", "a...b"])
+def test_names(name):
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "0" * 201,
+        "lаw",
+        "ｌaw",
+        "law\n",
+        "a/../../b",
+        "a/.",
+        "a//b",
+        "a/",
+        "/a",
+        "..",
+        ".a",
+        "-a",
+        "a b",
+        "a\0",
+        "é",
+    ],
+)
+def test_what_is_no_name(name):
+    """A Cyrillic a, a full-width l, and paths."""
+    with pytest.raises(AdapterFormatError, match="ASCII"):
+        check_name(name)

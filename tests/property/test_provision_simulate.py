@@ -1,0 +1,237 @@
+"""The simulator: small cases by hand, invariants, speed, and the models against it."""
+
+import importlib
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
+from provisioning.inputs import InputError
+from provisioning.simulation.measure import Estimate, measured
+from provisioning.simulation.run import System, assign_greedily, run
+from provisioning.workload.requests import Lengths, Requests
+from provisioning.workload.workload import Workload, zipf
+
+
+def calls(*rows: tuple[float, int, int], num_adapters: int) -> Requests:
+    arrival, adapter, tokens = zip(*rows, strict=True)
+    return Requests(
+        arrival_s=np.array(arrival, dtype=float),
+        adapter=np.array(adapter),
+        output_tokens=np.array(tokens),
+        num_adapters=num_adapters,
+    )
+
+
+def test_one_slot_two_adapters():
+    requests = calls((0, 0, 3), (1, 1, 2), (1.5, 0, 1), num_adapters=2)
+    outcome = run(requests, System(instance_of=[0, 0], step_s=[1.0], cache_slots=1))
+    assert outcome.immediate.tolist() == [True, False, True]
+    assert outcome.admit_s.tolist() == [0, 3, 1.5]  # the third joins its resident adapter and overtakes
+    assert outcome.finish_s.tolist() == [3, 5, 3]
+    assert outcome.ttft_s.tolist() == [1, 3, 1.5]  # joins at the next step, at 2
+
+
+def test_full_batch_waits_and_load_delays_the_first_token():
+    requests = calls((0, 0, 2), (0, 0, 2), num_adapters=1)
+    outcome = run(requests, System(instance_of=[0], step_s=[1.0], cache_slots=1, max_batch=1, load_s=4.0))
+    assert outcome.admit_s.tolist() == [0, 6]
+    assert outcome.ttft_s.tolist() == [5, 7]
+
+
+def test_sjf_takes_the_shorter_first():
+    requests = calls((0, 0, 10), (1, 1, 9), (2, 2, 1), num_adapters=3)
+    for order, first in (("fcfs", 1), ("sjf", 2)):
+        outcome = run(requests, System(instance_of=[0] * 3, step_s=[1.0], cache_slots=1, order=order))
+        assert outcome.admit_s[first] == 10
+        assert outcome.admit_s[3 - first] > 10
+
+
+def test_caches_of_coupled_instances_are_apart():
+    requests = calls((0, 0, 5), (0, 1, 5), num_adapters=2)
+    coupled = System(instance_of=[0, 1], step_s=[1.0], cache_slots=1, shared=False)
+    shared = System(instance_of=[0, 1], step_s=[1.0], cache_slots=1)
+    assert run(requests, coupled).immediate.tolist() == [True, True]
+    assert run(requests, shared).immediate.tolist() == [True, False]
+
+
+def test_a_step_takes_the_time_of_its_batch():
+    requests = calls((0, 0, 4), (2, 0, 4), num_adapters=1)
+    outcome = run(requests, System(instance_of=[0], step_s=[1.0, 1.0, 2.0], cache_slots=1))
+    assert outcome.finish_s.tolist() == [6, 8]  # 2 tokens at 1 s, 2 at 2 s; then 2 more at 1 s
+
+
+@pytest.mark.parametrize("mean_tokens", [1e9, 1e12])
+def test_a_run_of_years_still_moves(mean_tokens):
+    """A step is then less than the clock's last digit."""
+    workload = Workload(popularity=zipf(1.2, 50), lengths=Lengths(mean_tokens=mean_tokens))
+    requests = workload.sample(rate=3 / (mean_tokens * 0.025), num_requests=3000, seed=0)
+    outcome = run(requests, System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2))
+    assert np.isfinite(outcome.finish_s).all()
+    short = run(
+        Workload(popularity=zipf(1.2, 50)).sample(rate=3 / (256 * 0.025), num_requests=3000, seed=0),
+        System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2),
+    )
+    assert outcome.immediate.mean() == pytest.approx(short.immediate.mean(), abs=0.02)
+
+
+def test_any_instance_takes_the_requests_of_a_hot_adapter():
+    requests = calls((0, 0, 4), (0, 0, 4), (1, 0, 4), (1, 1, 4), num_adapters=2)
+    steps = [1.0, 1.0, 2.0, 3.0]
+    own = run(requests, System(instance_of=[0, 1], step_s=steps, cache_slots=2))
+    anywhere = run(requests, System(instances=2, step_s=steps, cache_slots=2))
+    assert own.finish_s.max() > anywhere.finish_s.max() and own.finish_s[0] > anywhere.finish_s[0]
+    assert anywhere.finish_s.tolist() == [7, 7, 8, 8]  # two on each: 1 token at 1 s, 3 at 2 s; then 1 more at 1 s
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([1, 3]), st.integers(0, 2**32 - 1), st.integers(2, 5))
+def test_with_any_instance_nobody_waits_beside_an_empty_place(slots, max_batch, seed, instances):
+    requests = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6)).sample(
+        rate=1.5 * instances, num_requests=120, seed=seed
+    )
+    system = System(instances=instances, step_s=[0.5], cache_slots=slots, max_batch=max_batch)
+    outcome = run(requests, system)
+    assert np.isfinite(outcome.finish_s).all()
+    for request in np.flatnonzero(~outcome.immediate):
+        now = requests.arrival_s[request]
+        active = (outcome.admit_s <= now) & (now < outcome.finish_s - 1e-9)
+        present = set(requests.adapter[active])
+        assert active.sum() >= max_batch * instances or len(present - {requests.adapter[request]}) >= slots
+
+
+def test_system_must_know_all_adapters():
+    with pytest.raises(InputError, match="instance_of"):
+        run(calls((0, 0, 1), num_adapters=2), System(instance_of=[0], step_s=[1.0], cache_slots=1))
+
+
+systems = st.fixed_dictionaries(
+    {
+        "cache_slots": st.integers(1, 6),
+        "max_batch": st.sampled_from([None, 1, 3]),
+        "shared": st.booleans(),
+        "order": st.sampled_from(["fcfs", "sjf"]),
+        "load_s": st.sampled_from([0.0, 0.3]),
+    }
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(systems, st.integers(0, 2**32 - 1), st.integers(1, 3))
+def test_never_more_residents_than_slots_nor_requests_than_places(options, seed, instances):
+    workload = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6))
+    requests = workload.sample(rate=3, num_requests=150, seed=seed)
+    owner = assign_greedily(workload.popularity, instances)
+    outcome = run(requests, System(instance_of=owner, step_s=[0.5, 0.5, 0.6, 0.8], **options))
+    assert np.isfinite(outcome.finish_s).all()
+    assert (outcome.admit_s >= requests.arrival_s).all()
+    assert (outcome.first_token_s > outcome.admit_s).all()
+    assert (outcome.admit_s[outcome.immediate] == requests.arrival_s[outcome.immediate]).all()
+    caches = np.zeros(12, dtype=int) if options["shared"] else owner
+    for now in outcome.admit_s:
+        active = (outcome.admit_s <= now) & (now < outcome.finish_s - 1e-9)
+        present = np.unique(requests.adapter[active])
+        assert np.bincount(caches[present], minlength=1).max(initial=0) <= options["cache_slots"]
+        if options["max_batch"]:
+            assert np.bincount(owner[requests.adapter[active]], minlength=1).max(initial=0) <= options["max_batch"]
+
+
+def test_greedy_assignment_balances():
+    popularity = zipf(1.2, 100)
+    loads = np.bincount(assign_greedily(popularity, 4), weights=popularity)
+    assert loads.sum() == pytest.approx(1)
+    assert loads.max() - loads.min() <= popularity.max()
+
+
+def test_interval_of_seeds():
+    estimate = Estimate.of([0.94, 0.95, 0.96, 0.95, 0.95])
+    assert estimate.mean == pytest.approx(0.95)
+    assert estimate.high - estimate.mean == pytest.approx(
+        2.776 * np.std([94, 95, 96, 95, 95], ddof=1) / 100 / 5**0.5, rel=1e-3
+    )
+
+
+def test_a_million_requests_take_under_60_s():
+    workload = Workload(popularity=zipf(1.0, 1000))
+    requests = workload.sample(rate=9, num_requests=1_000_000, seed=0)
+    steps = np.linspace(0.08, 0.1, 65).tolist()
+    start = time.process_time()
+    outcome = run(
+        requests,
+        System(instance_of=assign_greedily(workload.popularity, 4), step_s=steps, cache_slots=200, max_batch=64),
+    )
+    assert time.process_time() - start < 60
+    assert np.isfinite(outcome.finish_s).all()
+
+
+def simulated(popularity, load, slots, seeds=3):
+    """(rate, half width of the 95 % interval) of immediate admission; open arrivals, one shared cache."""
+    mean, workload = 300, Workload(popularity=popularity, lengths=Lengths(mean_tokens=300))
+    system = System(instance_of=[0] * popularity.size, step_s=[1e-3], cache_slots=slots)
+    rates = []
+    for seed in range(seeds):
+        requests = workload.sample(rate=load / (mean * 1e-3), num_requests=int(25_000 + 12 * load), seed=seed)
+        outcome = run(requests, system)
+        rates.append(outcome.immediate[measured(outcome)].mean())
+    estimate = Estimate.of(rates)
+    return estimate.mean, estimate.high - estimate.mean
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.4, 0.8, 1.2])
+@pytest.mark.parametrize(("adapters", "load"), [(100, 60), (100, 1000), (256, 250), (512, 60), (512, 1000)])
+@pytest.mark.parametrize("level", [0.88, 0.96])
+def test_models_against_simulation(adapters, skew, load, level):
+    """`queued` within 2 points down to 0.85. `offered` no more than 1.5 points too high from 0.95 on; it is up to
+    3 points too low where the cache is over-subscribed and skewed, since there it is the cold who wait."""
+    popularity = zipf(skew, adapters)
+    slots = int(np.argmax(admissibility_curve(popularity, load) >= level))
+    rate, reach = simulated(popularity, load, slots)
+    offered, queued = (immediate_admissibility(popularity, load, slots, model) for model in ("offered", "queued"))
+    if offered >= 0.95:
+        assert offered - rate <= 0.015 + reach
+        assert rate - offered <= 0.03 + reach
+    if queued >= 0.85:
+        assert abs(queued - rate) <= 0.02 + reach
+
+
+@pytest.mark.parametrize(
+    ("adapters", "skew", "load"), [(32, 1.2, 5000), (64, 0.8, 1500), (64, 1.6, 1500), (64, 0.4, 500)]
+)
+def test_queued_where_hot_adapters_hardly_ever_leave(adapters, skew, load):
+    """Dozens of requests per adapter: who came first keeps the slots for the whole run."""
+    popularity = zipf(skew, adapters)
+    slots = min_cache_slots(popularity, load, 0.88, "queued")
+    rate, reach = simulated(popularity, load, slots)
+    assert abs(immediate_admissibility(popularity, load, slots, "queued") - rate) <= 0.02 + reach
+
+
+@pytest.mark.parametrize(
+    ("adapters", "skew", "load", "slots"),
+    [(100, 0.8, 1000, 95), (100, 1.2, 1000, 86), (100, 1.6, 1000, 62), (64, 1.2, 3000, 61), (100, 0.0, 20, 25)],
+)
+def test_offered_is_an_even_deal_of_the_slots(adapters, skew, load, slots, monkeypatch):
+    """Where the slots are dealt anew at every arrival, `offered` holds, also where an engine, whose adapters keep
+    their slots while in use, admits more: 2 to 4 points in the first four cells."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    popularity = zipf(skew, adapters)
+    dealt = importlib.import_module("provision_iar").shared_snapshots(popularity, load, slots)
+    offered = immediate_admissibility(popularity, load, slots)
+    assert offered >= 0.95
+    assert abs(offered - dealt.mean) <= 0.005 + dealt.high - dealt.mean
+    if load >= 1000:
+        assert simulated(popularity, load, slots)[0] > offered + 0.015
+
+
+def test_the_paper_set_ups_of_bench_run(monkeypatch):
+    bench = Path(__file__).resolve().parents[2] / "bench"
+    monkeypatch.syspath_prepend(str(bench))
+    setups = importlib.import_module("provision_setups")
+    figures = importlib.import_module("paper_figures")
+    for name, setup in figures.systems("dbrx").items():
+        found = setups.measure(setup, 4.0, seeds=1)
+        assert found.meets, name
+        assert found.tokens_per_s == pytest.approx(4 * 211, rel=0.2)

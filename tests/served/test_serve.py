@@ -1,0 +1,326 @@
+"""A served, sharded LoRA server in real processes gives PEFT's tokens, in every layout, transport and mode."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from client_connector.remote import RemoteServer
+from client_connector.routing import Batch
+from client_connector.transformers import attach
+from lora_server.address import Address
+from lora_server.demo import tiny
+from lora_server.demo.engine import generate
+from lora_server.demo.launch import RunningServer, launch, running_server
+from lora_server.errors import ConfigError, PermissionDeniedError, UnknownAdapterError
+from lora_server.placement import Layout
+from lora_server.ports import DataPorts
+from lora_server.wire.rpc import open_channel
+from tests.support.serving import (
+    ANYWHERE,
+    HANG_SECONDS,
+    all_gone,
+    cli,
+    descendants,
+    free_base,
+    listening,
+    shard_processes,
+    status,
+    until,
+)
+from tests.support.workload import NEW_TOKENS, Workload, workload
+
+
+def flags(load: Workload, *more: str) -> list[str]:
+    return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
+
+
+def check(load: Workload, address: str, transport: str) -> None:
+    with attach(load.model, server=address, transport=transport) as lora, lora.adapters(load.names):
+        said = {"server": address, "transport": transport.replace("auto", "shm"), "adapters": len(load.paths)}
+        assert lora.client.described().items() >= said.items()
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+
+
+LAYOUTS = [(layout, "independent") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")]
+LED = [(layout, "leader") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2")]
+
+
+@pytest.mark.parametrize(("layout", "coordination"), LAYOUTS + LED)
+def test_tokens_equal_peft(tmp_path, layout, coordination):
+    load = workload("mixtral")
+    more = ("--layout", layout, "--coordination", coordination, "--max-step-rows", "32")
+    with running_server(tmp_path / "log", flags(load, *more)) as server:
+        for transport in ("shm", "tcp"):
+            check(load, server.address, transport)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama"])
+def test_every_kind_of_model(tmp_path, kind):
+    load = workload(kind)
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
+        check(load, server.address, "auto")
+
+
+@pytest.mark.parametrize("coordination", ["independent", "leader"])
+def test_two_nodes_form_one_server(tmp_path, coordination):
+    load = workload("mixtral")
+    common = flags(load, "--layout", "ep2-pp2", "--nodes", "2", "--coordination", coordination)
+    ports = DataPorts(free_base(7) if coordination == "leader" else None, Layout(2, 2))
+    if ports.base:
+        token = tmp_path / "token"
+        token.write_text("the same on all nodes\n")
+        common += ["--data-port-base", str(ports.base), "--join-token-file", str(token)]
+    first = launch(tmp_path / "log0", *common, "--node-rank", "0")
+    second = launch(
+        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--http", "127.0.0.1:0"
+    )
+    try:
+        first.wait_ready()
+        until(lambda: '"serving"' in second.tail(), "the second node says where it is")
+        (said,) = [line for line in map(json.loads, second.log.read_text().splitlines()) if line["event"] == "serving"]
+        second.http = said["http"]
+        assert second.get("/readyz") == (200, "ok\n")
+        reply = status(first.address)
+        assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
+        check(load, first.address, "tcp")
+        check(load, first.address, "auto")
+        if ports.base:
+            _check_ports(ports, first, second)
+            with attach(load.model, server=first.address, transport="tcp") as lora, lora.adapters(load.names):
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+                killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
+                for process in killed:
+                    process.kill()
+                all_gone(killed)
+                first.wait_ready()
+                load.check(generate(load.model, load.batch, NEW_TOKENS))
+            _check_ports(ports, first, second)
+    finally:
+        assert (second.stop(), first.stop()) == (0, 0)
+
+
+def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) -> None:
+    """Everybody listens where the rule says, the controller and nodes at their flags' too, and nobody elsewhere."""
+    listen, http, others_http = (Address.parse(text).port for text in (first.address, first.http, second.http))
+    reply = status(first.address)
+    found = {psutil.Process(reply.pid): {listen, http}}
+    for shard in reply.shards:
+        orders = {ports.orders(shard.stage).number} if shard.ep_rank == 0 else set()
+        found[psutil.Process(shard.pid)] = {ports.data(shard.shard).number} | orders
+    found[psutil.Process(second.process.pid)] = {others_http}
+    family = [psutil.Process(node.process.pid) for node in (first, second)]
+    family += [one for node in family for one in node.children(recursive=True)]
+    assert {one: listening(one) for one in family if listening(one)} == found
+
+
+def test_nodes_must_agree(tmp_path):
+    load = workload("mixtral")
+    common = flags(load, "--layout", "ep1-pp2", "--nodes", "2")
+    first = launch(tmp_path / "log0", *common)
+    second = launch(
+        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--max-step-rows", "99"
+    )
+    try:
+        until(lambda: "other settings than the controller's" in second.tail(), "the second node says why")
+        assert first.get("/readyz")[0] == 503
+    finally:
+        first.stop()
+        second.stop()
+
+
+def test_adapters_while_serving(tmp_path):
+    load = workload("mixtral")
+    paths = load.paths
+    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1", *ANYWHERE]) as server:
+        at = ("--server", server.address)
+        added = cli("adapters", "add", "law", str(paths["fused"]), *at, "--json")
+        assert added.returncode == 0, added.stderr
+        assert json.loads(added.stdout)["state"] == "ready"
+        again = cli("adapters", "add", "law", str(paths["fused"]), *at)
+        assert again.returncode == 0, "the same content under the same name is no error"
+        clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
+        assert clash.returncode == 1
+        assert "adapters update" in clash.stderr
+        law = listed(server)["law"]
+        assert (law["lora_rank"], law["resident_layers"]) == (8, 4)
+
+        with attach(load.model, server=server.address) as lora:
+            with lora.adapters(["law"]):
+                removed = cli("adapters", "remove", "law", *at, "--json")
+                assert json.loads(removed.stdout) == {"name": "law", "holders": 1}
+                index = load.names.index("fused")
+                (answer,) = generate(load.model, [load.batch[index]], NEW_TOKENS)
+                assert answer.tokens == load.expected[index].tokens, "what a request holds stays until it ends"
+            until(lambda: not listed(server), "the weights are gone")
+            with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
+                pass
+        until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
+        for process in [*descendants(server.process.pid), psutil.Process(server.process.pid)]:
+            process.terminate()  # all at once, as who stops a service does
+        assert server.process.wait(HANG_SECONDS) == 0
+    _check_log([json.loads(line) for line in server.log.read_text().splitlines()])
+
+
+def _check_log(lines: list[dict]) -> None:
+    """Of a server whose adapter was added twice, not replaced, removed; and that was stopped in order."""
+    events = [line["event"] for line in lines]
+    assert events[0] == "starting"
+    assert events.index("serving") > max(index for index, event in enumerate(events) if event == "shard up")
+    mine = [line for line in lines if line.get("name") == "law"]
+    assert [line["event"] for line in mine] == [
+        "adapter added",
+        "adapter added again",
+        "adapter not added",
+        "adapter removed",
+    ]
+    assert (mine[0]["lora_rank"], mine[0]["bytes"] > 0, len(mine[0]["version"]), mine[0]["seconds"] > 0) == (
+        8,
+        True,
+        12,
+        True,
+    )
+    assert "adapters update" in mine[2]["error"]
+    assert mine[3]["holders"] == 1
+    assert events.count("shard left") == 2
+    assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]
+
+
+def listed(server) -> dict[str, dict]:
+    """Adapters by name, as the CLI shows them."""
+    rows = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
+    return {row["name"]: row for row in rows}
+
+
+def copy_with(source: Path, target: Path, **fields: object) -> None:
+    shutil.copytree(source, target)
+    config = target / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
+    load = workload("mixtral")
+    adapters = tmp_path / "adapters"
+    other = tiny.make_model("mixtral", hidden_size=32)
+    tiny.make_adapter(other, adapters / "other-base", lora_rank=4, seed=1)
+    copy_with(load.paths["qv"], adapters / "dora", use_dora=True)
+    copy_with(load.paths["qv"], adapters / "alike", base_model_name_or_path="Other-7B")
+    (adapters / "good").symlink_to(load.paths["fused"])
+    (adapters / "notes.txt").write_text("ignored")
+    with running_server(
+        tmp_path / "log", ["--base-model", str(load.base), "--adapters", str(adapters), *ANYWHERE]
+    ) as server:
+        at = ("--server", server.address)
+        rows = listed(server)
+        assert [rows[name]["state"] for name in ("dora", "other-base")] == ["refused", "refused"]
+        assert "Other-7B" in rows["alike"]["warnings"][0] and rows["good"]["error"] == ""
+        for command in (["adapters", "list"], ["adapters", "show", "dora"], ["status"]):
+            done = cli(*command, *at)
+            assert done.returncode == 0, done.stderr
+            assert "DoRA rescales" in " ".join(done.stdout.split()), command
+        assert "warning: alike: base_model_name_or_path is 'Other-7B'" in cli("adapters", "list", *at).stdout
+        reply = status(server.address)
+        assert (reply.ready, reply.reason, reply.warned >= 1) == (True, "", True)
+        assert [one.name for one in reply.refused] == ["dora", "other-base"]
+        assert 'lora_server_adapters_refused{code="adapter_format"} 2.0' in server.get("/metrics")[1]
+        with attach(load.model, server=server.address) as lora:
+            index = load.names.index("fused")
+            with lora.adapters(["good"]):
+                assert generate(load.model, [load.batch[index]], NEW_TOKENS)[0].tokens == load.expected[index].tokens
+            with pytest.raises(UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
+                pass
+        assert cli("adapters", "remove", "other-base", *at).returncode == 0
+        before = status(server.address).pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: server.get("/readyz")[0] == 200 and status(server.address).pid != before, "a new controller")
+        assert [one.name for one in status(server.address).refused] == ["dora"]
+        assert cli("adapters", "add", "dora", str(load.paths["qv"]), *at).returncode == 0
+        assert listed(server)["dora"]["state"] == "ready"
+        assert status(server.address).refused == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(tmp_path, number):
+    load = workload("mixtral")
+    server = launch(tmp_path / "log", *flags(load, "--layout", "ep2-pp2"))
+    server.wait_ready()
+    with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
+        processes = descendants(server.process.pid)
+        assert len(processes) == 6, "a fork server, a controller and four shards"
+        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
+        assert "memfd:lora-client" in maps
+        assert "/dev/shm/" not in maps
+        server.process.send_signal(number)
+        assert server.process.wait(20) == (0 if number != signal.SIGKILL else -9)
+        until(lambda: not any(process.is_running() for process in processes), "all shards are gone", 10)
+
+
+def test_http(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1", "--grpc-reflection")) as server:
+        assert server.get("/livez") == (200, "ok\n")
+        assert server.get("/nowhere")[0] == 404
+        check(load, server.address, "auto")
+        until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
+        metrics = server.get("/metrics")[1]
+        assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
+        with open_channel(server.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            serving = health_pb2.HealthCheckResponse.SERVING
+            until(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving, "gRPC health")
+            known = ProtoReflectionDescriptorDatabase(channel).get_services()
+            assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
+        assert "lora_server_adapters 6.0" in metrics
+
+
+def test_nobody_computes_with_what_it_does_not_hold(tmp_path):
+    """Handles count up, so anybody can name them; the processes of one engine may share what one of them holds."""
+    load = workload("mixtral")
+    experts = load.model.model.layers[0].mlp.experts
+    x, weights = torch.randn(2, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 2)
+    index = torch.tensor([[0, 1], [2, 3]])
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
+        scheduler = RemoteServer(server.address, links=False).join()
+        (held,) = scheduler.acquire(["fused"], time.monotonic() + HANG_SECONDS)
+        with attach(load.model, server.address, timeout_seconds=20) as lora:
+
+            def compute():
+                lora._forward.batch = Batch.of([held] * 2, None, decode=True)
+                try:
+                    return experts(x, index, weights)
+                finally:
+                    lora._forward.batch = None
+
+            with pytest.raises(PermissionDeniedError, match="which this client does not hold"):
+                compute()
+            lora.client.recover()
+            lora.client.session.borrow(scheduler.proof)
+            assert not torch.allclose(compute(), experts(x, index, weights))
+            scheduler.leave()
+            with pytest.raises(PermissionDeniedError):
+                compute()
+
+
+def test_engines_learn_the_servers_wire_and_refuse_another(tmp_path):
+    load = workload("mixtral")
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2", "--wire", "e4m3")) as server:
+        for transport in ("shm", "tcp"):
+            with attach(load.model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
+                assert lora.client.described()["wire"] == "e4m3"
+                answers = generate(load.model, load.batch, 1)
+            error = [abs(o.logprobs[0] - t.logprobs[0]) for o, t in zip(answers, load.expected, strict=True)]
+            assert max(error) > 1e-4, "8 bits were not exact"
+            same = sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in zip(answers, load.expected, strict=True))
+            assert same >= len(load.names) - 1
+        with pytest.raises(ConfigError, match="server's is e4m3, the engine takes exact"):
+            attach(load.model, server=server.address, wire="exact")
+        with pytest.raises(ConfigError, match="transport cuda_ipc: shard 0 computes on cpu"):
+            attach(load.model, server=server.address, transport="cuda_ipc")

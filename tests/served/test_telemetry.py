@@ -1,0 +1,191 @@
+"""A request's life in traces, as a collector of OpenTelemetry gets it from real processes, and in logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from client_connector.remote import RemoteServer
+from client_connector.serving.holder import Holder
+from client_connector.serving.settings import Settings
+from client_connector.transformers import attach
+from lora_server import telemetry
+from lora_server.demo.launch import running_server
+from lora_server.errors import UnknownAdapterError
+from tests.support.serving import HANG_SECONDS, until
+from tests.support.workload import workload
+
+POOL = 490_000  # bytes; "fused" takes all but 7 kB
+
+
+class Collector(ThreadingHTTPServer):
+    """OTLP by HTTP. `spans`: (process, name, trace, id, parent, attributes, failed)"""
+
+    daemon_threads = False
+
+    def __init__(self):
+        self.spans = []
+        super().__init__(("127.0.0.1", 0), Traces)
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+
+    def named(self, name, **attributes):
+        wanted = {f"lora.{key}": value for key, value in attributes.items()}.items()
+        return [one for one in self.spans if one["name"] == name and wanted <= one["attributes"].items()]
+
+    def wait_for(self, name, **attributes):
+        until(lambda: self.named(name, **attributes), f"a span {name} {attributes}", HANG_SECONDS)
+        return self.named(name, **attributes)[0]
+
+
+class Traces(BaseHTTPRequestHandler):
+    def do_POST(self):
+        assert self.path == "/v1/traces"
+        request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+        for of_process in request.resource_spans:
+            about = values(of_process.resource.attributes)
+            process = about["service.name"], about.get("service.instance.id", "")
+            for scope in of_process.scope_spans:
+                for one in scope.spans:
+                    fields = {"name": one.name, "trace": one.trace_id, "id": one.span_id, "parent": one.parent_span_id}
+                    took = (one.end_time_unix_nano - one.start_time_unix_nano) * 1e-9
+                    fields |= {"attributes": values(one.attributes), "failed": one.status.code == 2, "took": took}
+                    self.server.spans.append(fields | {"process": process})
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def values(attributes):
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
+
+
+@pytest.fixture(scope="module")
+def collector():
+    """This process sends its spans there, too."""
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.endpoint)
+            yield server
+            telemetry.shutdown()
+        server.shutdown()
+        thread.join(HANG_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def load():
+    return workload("mixtral")
+
+
+@pytest.fixture(scope="module")
+def server(collector, load, tmp_path_factory):
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--max-active-adapters", "1"]
+    flags += ["--otlp-endpoint", collector.endpoint, "--log-format", "json", "--device-pool", str(POOL)]
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+        yield running
+
+
+def in_trace(collector, name, of):
+    return [one for one in collector.named(name) if one["trace"] == of["trace"]]
+
+
+def test_a_request_is_one_trace_through_engine_and_server(collector, load, server):
+    with attach(load.model, server=server.address) as lora:
+        for name in ("attention", "fused"):  # there is room for one
+            with lora.adapters([name]):
+                load.model(torch.tensor([load.batch[0].prompt]))
+    acquire = collector.wait_for("lora.acquire", adapters="fused")
+    names = ("lora.generation", "lora.server.Acquire", "lora.load")
+    until(lambda: all(in_trace(collector, name, acquire) for name in names), "all of its trace", HANG_SECONDS)
+    ((generation,), (answered,), (loaded,)) = (in_trace(collector, name, acquire) for name in names)
+    assert [one["process"] for one in (generation, answered, loaded)] == [
+        ("lora-connector", ""),
+        ("lora-server", "controller"),
+        ("lora-server", "shard 0"),
+    ]
+    parents = [one["parent"] for one in (acquire, answered, loaded)]
+    assert parents == [one["id"] for one in (generation, acquire, answered)]
+    assert loaded["attributes"]["lora.tier"] == "disk" and loaded["attributes"]["lora.bytes"] > 0
+    join = collector.wait_for("lora.join", server=server.address)
+    until(lambda: [one for one in collector.named("lora.server.Join") if one["parent"] == join["id"]], "it joined")
+    assert not collector.named("lora.server.Heartbeat")
+
+
+def test_the_wait_for_a_place_is_a_span(collector, server):
+    sessions = [RemoteServer(server.address, links=False).join(HANG_SECONDS) for _ in range(2)]
+    try:
+        first, second = sessions
+        (held,) = first.acquire(["fused"], time.monotonic() + HANG_SECONDS)
+        with telemetry.span("test"):
+            ticket = second.ticket()
+            second.ask(ticket, ["experts"])
+        first.release([held.handle])
+        waited = collector.wait_for("lora.admission", adapters="experts")
+        assert waited["trace"] == collector.wait_for("test")["trace"] and waited["took"] > 0
+    finally:
+        for session in sessions:
+            session.leave()
+
+
+def test_a_refused_call_is_found_by_its_id(collector, server):
+    session = RemoteServer(server.address, links=False).join(HANG_SECONDS)
+    try:
+        with pytest.raises(UnknownAdapterError) as raised, telemetry.span("refused"):
+            session.acquire(["nobody"])
+    finally:
+        session.leave()
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    (said,) = [line for line in lines if line.get("request") == raised.value.request and raised.value.request]
+    assert (said["event"], said["method"], said["code"]) == ("refused", "Acquire", "unknown_adapter")
+    trace = collector.wait_for("refused")["trace"]
+    until(lambda: [one for one in collector.named("lora.server.Acquire") if one["trace"] == trace], "it came")
+    assert all(one["failed"] for one in collector.named("lora.server.Acquire") if one["trace"] == trace)
+    assert 'lora_server_refusals_total{code="unknown_adapter"} 1.0' in server.get("/metrics")[1]
+
+
+def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
+    """What vLLM hands over: its request's id, and the headers of its span."""
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    holder = Holder(Settings(server.address), lambda text: ())
+    try:
+        assert holder.hold("cmpl-1", "fused", (), headers).failure is None
+        assert holder.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
+        holder.release("cmpl-1")
+        holder.release("cmpl-2")
+    finally:
+        holder.close()
+    for request, failure in (("cmpl-1", ""), ("cmpl-2", "unknown_adapter")):
+        whole = collector.wait_for("lora.generation", request=request)
+        assert (whole["trace"].hex(), whole["parent"].hex()) == ("ab" * 16, "cd" * 8)
+        assert whole["attributes"]["lora.failure"] == failure
+        acquire = collector.wait_for("lora.acquire", request=request)
+        assert acquire["trace"].hex() == "ab" * 16 and acquire["failed"] == bool(failure)
+        assert collector.wait_for("lora.server.Acquire", request=request)["parent"] == acquire["id"]
+
+
+def test_nothing_is_imported_where_no_collector_is():
+    code = """
+import sys
+import client_connector.remote
+from lora_server import telemetry
+client_connector.remote.RemoteServer("127.0.0.1:1")
+with telemetry.span("one"):
+    telemetry.record("two", 0.0)
+assert not telemetry.headers() and not any(name.startswith("opentelemetry") for name in sys.modules)
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in telemetry.ENDPOINTS}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=HANG_SECONDS)

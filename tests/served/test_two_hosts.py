@@ -1,0 +1,55 @@
+"""Two hosts whose network goes away while engines on both generate: typed errors at most, all back by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import pytest
+
+from lora_server.demo.launch import READY_SECONDS, launch
+from tests.support.fleet import Fleet, now
+from tests.support.hosts import hosts, missing
+from tests.support.serving import status, until
+from tests.support.workload import workload
+
+MISSING = missing()
+BACK_SECONDS = 5.0
+LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 12  # leases and silence end at 10 s
+BUSY = 5  # a machine that is so many times busier
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.timeout(600)
+def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
+    load = workload("mixtral")
+    with contextlib.ExitStack() as stack:
+        near, far = stack.enter_context(hosts(2))
+        common = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep1-pp2"]
+        common += ["--nodes", "2", "--insecure"]
+        first = launch(tmp_path / "log0", *common, host=near.address, prefix=near.prefix)
+        stack.callback(first.stop)
+        more = ("--node-rank", "1", "--controller", first.address)
+        second = launch(tmp_path / "log1", *common, *more, host=far.address, prefix=far.prefix)
+        stack.callback(second.stop)
+        first.wait_ready(READY_SECONDS)
+        shards = [(shard.pid, shard.node) for shard in status(first.address).shards]
+        assert [node for _, node in shards] == [0, 1]
+        prefixes = (near.prefix, far.prefix)
+        fleet = stack.enter_context(
+            Fleet(load, first.address, tmp_path, ("tcp", "tcp"), prefixes=prefixes, timeout=4.0)
+        )
+        fleet.all_right_again(now(), READY_SECONDS)
+        for seconds in (1, 5, LONG_SECONDS):
+            far.cut()
+            time.sleep(seconds)  # the outage itself
+            far.mend()
+            mended = now()
+            slowest = fleet.all_right_again(mended, BACK_SECONDS * BUSY)
+            until(lambda: first.get("/readyz")[0] == 200, "the server is complete", BACK_SECONDS * BUSY)
+            print(f"link down for {seconds} s: all engines right again {slowest:.1f} s after it was up")
+            print(dict(fleet.check()))
+        assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "nobody was restarted"
+        assert second.process.poll() is None
+        print(first.tail(), second.tail())

@@ -1,0 +1,73 @@
+"""An engine that generates and checks itself until it is killed: `python -m tests.support.checking_engine JOB.json`.
+
+One JSON line per round: when it ended, what came of it ("right", "wrong", the code of a typed error, or
+"untyped ..."), and how many descriptors and shared regions the process has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from client_connector.transformers import attach
+from lora_server import logs
+from lora_server.demo.engine import Answer, Sequence, generate, load_model
+from lora_server.errors import LoraServerError
+
+TOLERANCE = 1e-4
+
+
+class CheckingJob(msgspec.Struct):
+    """`expected`: what PEFT answers to `batch`."""
+
+    model: str
+    server: str
+    transport: str
+    timeout_seconds: float
+    batch: list[Sequence]
+    expected: list[Answer]
+
+
+def held() -> dict[str, int]:
+    maps = Path("/proc/self/maps").read_text()
+    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "regions": maps.count("memfd:lora-client")}
+
+
+def is_right(answers: list[Answer], expected: list[Answer]) -> bool:
+    return all(
+        ours.tokens == theirs.tokens
+        and max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) <= TOLERANCE
+        for ours, theirs in zip(answers, expected, strict=True)
+    )
+
+
+def main() -> None:
+    logs.configure()  # stdout is for the outcomes
+    job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CheckingJob)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    model, new_tokens = load_model(job.model), len(job.expected[0].tokens)
+    names = [sequence.adapter for sequence in job.batch]
+    kept = []  # tracebacks, as an application that logs its errors late would keep them
+    with attach(model, server=job.server, transport=job.transport, timeout_seconds=job.timeout_seconds) as lora:
+        while True:
+            try:
+                with lora.adapters(names):
+                    outcome = "right" if is_right(generate(model, job.batch, new_tokens), job.expected) else "wrong"
+            except LoraServerError as error:
+                kept.append(error)
+                outcome = error.code
+            except Exception as error:
+                outcome = f"untyped {error!r}"
+            print(json.dumps({"at": time.time(), "outcome": outcome, **held()}), flush=True)
+            if outcome != "right":
+                time.sleep(0.05)  # nobody hammers a server that is away
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Engine processes that check themselves, and what came of their rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from lora_server.errors import BY_CODE
+from tests.support.checking_engine import CheckingJob
+from tests.support.serving import until
+from tests.support.workload import Workload
+
+TYPED = set(BY_CODE) | {"right"}
+
+
+class Engine:
+    """One process; its rounds are read by a thread."""
+
+    def __init__(self, job: Path, prefix: tuple[str, ...] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "tests.support.checking_engine", str(job)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.rounds: list[dict] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+        self._reader.join(20)
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.rounds.append(json.loads(line))
+
+    def right_since(self, since: float) -> float | None:
+        """When the first round that was right ended after that time."""
+        return next((one["at"] for one in list(self.rounds) if one["at"] > since and one["outcome"] == "right"), None)
+
+
+class Fleet:
+    """`outcomes` counts all rounds by what came of them."""
+
+    def __init__(self, load: Workload, server: str, scratch: Path, transports: tuple[str, ...], **how) -> None:
+        self.engines = []
+        prefixes = how.pop("prefixes", ((),) * len(transports))
+        for index, (transport, prefix) in enumerate(zip(transports, prefixes, strict=True)):
+            job = CheckingJob(str(load.base), server, transport, how.get("timeout", 20.0), load.batch, load.expected)
+            file = scratch / f"engine-{index}.json"
+            file.write_bytes(msgspec.json.encode(job))
+            self.engines.append(Engine(file, prefix))
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for engine in self.engines:
+            engine.stop()
+
+    def all_right_again(self, since: float, seconds: float) -> float:
+        """Until every engine has had a whole round that was right after `since`; how long the slowest took."""
+        until(lambda: all(one.right_since(since) for one in self.engines), f"right again: {self.outcomes()}", seconds)
+        return max(one.right_since(since) for one in self.engines) - since
+
+    def outcomes(self) -> Counter[str]:
+        return Counter(one["outcome"] for engine in self.engines for one in list(engine.rounds))
+
+    def check(self) -> Counter[str]:
+        """No wrong answer, no untyped error, nobody died."""
+        outcomes = self.outcomes()
+        assert set(outcomes) <= TYPED, outcomes
+        assert all(engine.process.poll() is None for engine in self.engines)
+        return outcomes
+
+    def held(self) -> list[tuple[int, int]]:
+        """Descriptors and shared regions of each engine after its newest round."""
+        return [(one.rounds[-1]["descriptors"], one.rounds[-1]["regions"]) for one in self.engines]
+
+
+def now() -> float:
+    return time.time()

@@ -1,0 +1,86 @@
+"""A controller with tokens: its gRPC and HTTP servers, a shard that answers, and tokens of every role."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+from lora_server.access.gate import Gate
+from lora_server.access.identity import Role
+from lora_server.access.store import Tenant
+from lora_server.control.adapters.registry import Record
+from lora_server.control.http import page
+from lora_server.control.http.server import HttpServer
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
+from lora_server.registry.database import FILE, Database
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
+from lora_server.wire.rpc import call, open_channel
+from tests.support.controllers import ToldShard, kept, make_controller
+from tests.support.serving import HANG_SECONDS
+
+SECRET = "of this run's nodes"
+ADAPTERS = ("law", "org/art", "acme/bot", "acme/taxes", "rival/bot", "rival/secret")
+TENANTS = ("", "acme", "rival")
+
+
+class Gated:
+    """`tokens` by (tenant, role); the operator is ''."""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, url: str = "", **tls) -> None:
+        self.database = Database(url or f"sqlite:///{directory / FILE}")
+        stack.callback(self.database.close)
+        self.gate = gate = Gate(self.database, node_secret=SECRET)
+        stack.callback(gate.close)
+        self.controller = controller = make_controller(settled=False)
+        stack.callback(controller.shards.close)
+        memory = [(name, 65_600 + number) for number, name in enumerate(ADAPTERS)]
+        self.handles = dict(memory)
+        self.shard = ToldShard(controller)
+        stack.callback(self.shard.close)
+        for name, handle in memory:
+            load = kept(name, handle)
+            controller.adapters._registry.add(Record.decode(load.record))
+            self.shard.handle.send(pb.ShardCommand(load=load))
+        for tenant in TENANTS[1:]:
+            gate.store.set_tenant(Tenant(tenant))
+        self.tokens = {
+            (tenant, role): str(gate.store.create_token(tenant, role)[1]) for tenant in TENANTS for role in Role
+        }
+        gate.look()
+        gate.on_change = lambda: controller.clients.end_where(
+            lambda lease: not gate.is_good(lease.tenant, lease.token), "its token was revoked"
+        )
+        self.control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), gate=gate, **tls)
+        stack.callback(self.control.close, 0.2)
+        self.http = HttpServer(
+            "127.0.0.1", 0, controller.not_ready, None, page.answers(controller, gate.names.owner), gate
+        )
+        stack.callback(self.http.close)
+        self.address = f"127.0.0.1:{self.control.port}"
+
+    def ask(self, token, service, method, request):
+        """One call, as who has the token; raises the server's error."""
+        with open_channel(self.address, Credentials(token=token)) as channel:
+            stub = getattr(getattr(rpc, f"{service}Stub")(channel), method)
+            return call(stub, request, server=self.address, seconds=HANG_SECONDS)
+
+    def join(self, tenant, role=Role.ENGINE):
+        """The proof of a new lease."""
+        lease = self.ask(self.tokens[tenant, role], "Clients", "Join", pb.JoinRequest(instance=f"engine of {tenant}"))
+        return pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
+
+    def get(self, path, header=""):
+        """Status and body of an HTTP GET."""
+        with socket.create_connection(("127.0.0.1", self.http.port), HANG_SECONDS) as connection:
+            shown = f"Authorization: {header}\r\n" if header else ""
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{shown}\r\n".encode())
+            connection.settimeout(HANG_SECONDS)
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), body.decode(errors="replace"), head.decode()

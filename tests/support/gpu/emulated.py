@@ -1,0 +1,92 @@
+"""The CUDA kernels' own source on this CPU, for tests: see tests/support/gpu/emulator/ptx.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from kernels_cuda.build import STANDARD, read_source
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
+from lora_server.transport import put
+
+EMULATOR = Path(__file__).parent / "emulator"
+GRID = 2  # blocks
+STACK_BYTES = 64 << 10  # of a thread
+COMPILER = shutil.which("g++")
+MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x86-64"
+
+
+def library(source: str, variant: Variant, instead: Mapping[str, str]) -> ctypes.CDLL:
+    """Kernels and what plays them; see emulator/run.cpp."""
+    return _library(variant, _text(source, tuple(sorted(instead.items()))), STACK_BYTES // 2)
+
+
+@cache
+def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
+    texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
+    return read_source(name, put.FILES | texts | dict(instead)) + (EMULATOR / "run.cpp").read_text()
+
+
+@cache
+def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> ctypes.CDLL:
+    """Compiled once per content, shared by processes."""
+    command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-fno-gnu-unique", "-w", STANDARD, *variant.defines]
+    command += [f"-DSTACK_BYTES={stack_bytes}", "-x", "c++", "-"]
+    digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
+    built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
+    if not built.exists():
+        with tempfile.NamedTemporaryFile(dir=built.parent, suffix=".so", delete=False) as file:
+            subprocess.run([*command, "-o", file.name], input=source, text=True, check=True)
+        Path(file.name).replace(built)
+    return ctypes.CDLL(str(built))
+
+
+def launch(
+    step: DeviceStep,
+    out: torch.Tensor,
+    workspace: Workspace,
+    variant: Variant,
+    *,
+    kernel: str = "lora_step",
+    late: bool = True,
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """`kernel` over the whole step; `late`: copies happen when they are waited for; `instead`: see `read_source`."""
+    values = arguments(step, out, workspace, variant.stages)
+    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late, instead=instead)
+
+
+def run(
+    kernel: str,
+    values: list[int],
+    variant: Variant,
+    *,
+    source: str = "lora_step.cu",
+    grid: int = 1,
+    late: bool = True,
+    stack_bytes: int = STACK_BYTES,
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """A kernel of a source with its arguments, all 64 bits wide."""
+    library = _library(variant, _text(source, tuple(sorted(instead.items()))), stack_bytes)
+    address = ctypes.cast(library[kernel], ctypes.c_void_p)
+    values_64 = (ctypes.c_int64 * len(values))(*values)
+    code = library.run(address, grid, int(late), library.shared_bytes(), values_64, len(values))
+    assert code == 0, f"{kernel}: {code}"
+
+
+def shared_bytes(variant: Variant, source: str = "lora_step.cu") -> int:
+    """Shared memory of one block."""
+    return int(_library(variant, _text(source, ())).shared_bytes())

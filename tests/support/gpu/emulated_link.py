@@ -1,0 +1,106 @@
+"""A device that is this CPU: links whose kernels are emulated, and shards whose device memory is a memfd.
+
+What a client's and a shard's end do with a GPU, but for the GPU: handshake, twins, put and route kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from kernels_cuda import routing
+from kernels_cuda.heuristics import Variant
+from kernels_cuda.routing import Choice
+from lora_server.errors import ConfigError, ShardUnavailableError
+from lora_server.transport.device_link import DeviceLink
+from lora_server.transport.mapping import Mapping
+from lora_server.transport.put import Put
+from lora_server.transport.rows import TwinRows, twin_bytes
+from lora_server.transport.shm import create_memory
+from lora_server.wire.messages import Hello, Welcome
+from lora_server.wire.region import RegionLayout
+from tests.support.gpu import emulated
+
+CPU = torch.device("cpu")
+PUT = Variant(bulk_copy=False, warps=1)
+ROUTE = Variant(bulk_copy=False, warps=2)
+STACK_BYTES = 32 << 10
+
+
+def _rows(memory: Mapping, layout: RegionLayout) -> TwinRows:
+    return TwinRows(torch.frombuffer(memory.view, dtype=torch.uint8), layout)
+
+
+class MemfdTwin:
+    """See Twin."""
+
+    kind, handle = "fd", b""
+
+    def __init__(self, layout: RegionLayout) -> None:
+        self.fd, memory = create_memory("twin", twin_bytes(layout))
+        self.rows = _rows(memory, layout)
+        self.freed = threading.Event()
+
+    def free(self) -> bool:
+        os.close(self.fd)
+        self.freed.set()
+        return True
+
+
+class MemfdMemory:
+    """See DeviceMemory. `full`: there is no room for twins; `keeps`: what is pinned now."""
+
+    slots = False
+
+    def __init__(self, full: bool = False) -> None:
+        self.full, self.twins, self.pinned = full, list[MemfdTwin](), 0
+
+    def twin(self, layout: RegionLayout, pid: int) -> MemfdTwin:
+        if self.full:
+            raise ShardUnavailableError("no room on this device")
+        self.twins.append(MemfdTwin(layout))
+        return self.twins[-1]
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        self.pinned += 1
+
+        def unpin() -> None:
+            self.pinned -= 1
+
+        return unpin
+
+
+class EmulatedLink(DeviceLink):
+    """See DeviceLink. `can_map`: whether this client's device can map a twin; without, it fails or takes the slots."""
+
+    def __init__(self, address: str, hello: Hello, shard: int, *, twin: str = "must", can_map: bool = True) -> None:
+        self._wanted, self._can_map = twin, can_map
+        super().__init__(address, hello, shard, CPU, twin != "no")
+
+    @override
+    def _prepare(self, welcome: Welcome, fd: int) -> bool:
+        self.welcome = welcome
+        if welcome.twin and self._can_map and self._wanted != "no":
+            self.twin = _rows(Mapping(twin_bytes(self.region.layout), fd), self.region.layout)
+        elif self._wanted == "must":
+            raise ConfigError(f"no twin: {welcome.why or 'this device cannot map it'}")
+        return self.twin is not None
+
+    @override
+    def _address(self, seq: int | None) -> int:
+        memory = self.region.memory[:8] if seq is None else self.region.request(seq)
+        return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+    @override
+    def _launch(self, step: Put, choice: Choice | None) -> None:
+        assert all(t is None or t.device == self.device for t in (step.x, step.rows_M))
+        if choice is not None:
+            assert step.route is not None
+            emulated.run(
+                "route", routing.arguments(choice, step.route), ROUTE, source="route.cu", stack_bytes=STACK_BYTES
+            )
+        emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=2, stack_bytes=STACK_BYTES)

@@ -1,0 +1,50 @@
+"""Shards in threads of this process whose clients have a device, which is this CPU; see emulated_link."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from typing_extensions import override
+
+from lora_server.daemon.inproc import InprocServer
+from lora_server.spec import ModelSpec
+from lora_server.transport.base import DeviceMemory, Link
+from lora_server.transport.shm_listener import ShmListener
+from lora_server.wire.messages import Hello
+from tests.support.gpu.emulated_link import EmulatedLink, MemfdMemory
+
+
+class EmulatedServer(InprocServer):
+    """`twin`: "must" puts rows into device memory, "no" into the slots."""
+
+    device: Callable[[], DeviceMemory | None] = MemfdMemory  # of a shard
+
+    def __init__(
+        self, directory: Path, spec: ModelSpec, paths: dict[str, Path], *, twin: str, **options: object
+    ) -> None:
+        super().__init__(spec, paths, **options)
+        self.twin, self._stop = twin, threading.Event()
+        self.listeners = [
+            ShmListener(shard.port, directory / f"shard-{shard.index}.sock", self.device()) for shard in self.shards
+        ]
+        self._threads = [threading.Thread(target=s.run, args=(self._stop.is_set,), daemon=True) for s in self.shards]
+        for thread in self._threads:
+            thread.start()
+
+    @override
+    def connect(self, hello: Hello) -> list[Link]:
+        return [
+            EmulatedLink(listener.address, hello, index, twin=self.twin)
+            for index, listener in enumerate(self.listeners)
+        ]
+
+    @override
+    def close(self) -> None:
+        self._stop.set()
+        for shard, thread, listener in zip(self.shards, self._threads, self.listeners, strict=True):
+            shard.port.ring()
+            thread.join(30)
+            listener.close()
+        super().close()

@@ -1,0 +1,373 @@
+"""What a schedule seldom meets: nobody answers, a pass fails, a block is lost, weights come late."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lora_server.shard.loop import HELD_NS
+from lora_server.transport.gpu.layout import LinkStatus, NoteKind
+from lora_server.wire import slot
+from tests.support.gpu import gpu_weights as weights
+from tests.support.gpu.gpu_clients import BUDGET_NS, GpuClient, WildClient
+from tests.support.gpu.gpu_lookups import many_segments_are_looked_up_together
+from tests.support.gpu.gpu_oracle import replay
+from tests.support.gpu.gpu_schedules import drive
+from tests.support.gpu.gpu_shard import LINKS, Shard, Waiting
+from tests.support.gpu.gpu_weights import BODIES, DEPTH
+from tests.support.gpu.gpu_world import World
+
+SEED = 11
+PATIENCE_NS = 2_000_000_000  # step.cuh
+
+
+class Scene:
+    """A shard with one adapter, and clients that have joined."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        clients: int = 1,
+        wild: int = 0,
+        idle_ns: int = 50_000_000,
+        network: bool = False,
+        links: Sequence[int] = range(LINKS),
+    ) -> None:
+        torch.manual_seed(SEED)
+        self.chooser = random.Random(SEED)
+        self.world = World(SEED, library, network)
+        self.shard = Shard(self.world, self.chooser, idle_ns, links)
+        self.shard.serve["tickets"] = 0x7FFFFFFD  # ages are about to wrap
+        self.shard.launch()
+        self.log: dict[tuple[int, int, int], bytes] = {}
+        self.clients = [GpuClient(self.world, self.shard, i, self.log) for i in range(clients)]
+        self.clients += [WildClient(self.world, self.shard, clients + i, self.log) for i in range(wild)]
+        self.handle = self.shard.begin(0, 0)
+        self.shard.finish(self.handle)
+        for client in self.clients:
+            self.do(client.join())
+
+    def do(self, *what: Waiting) -> None:
+        drive(self.world, self.shard, list(what), [], self.chooser)
+
+    def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
+        """A step of a client, whatever becomes of it: what it added."""
+        before = client.fill(BODIES[0], (handle, handle))
+        self.do(client.launched(BODIES[0]))
+        after = torch.from_numpy(client.y.copy()).view(weights.DTYPE)
+        return after.float() - before.float()
+
+
+def nobody_answers(library: ctypes.CDLL) -> None:
+    """The wait ends at its budget; what follows in the pass sends nothing, and joining anew mends it."""
+    scene = Scene(library)
+    (client,), world = scene.clients, scene.world
+    world.kill(scene.shard.grid)
+    scene.shard.stopped, began = True, world.now
+    client.state["budget_ns"] = 30_000
+    assert not scene.pass_of(client, scene.handle).any()
+    assert client.state["status"] == LinkStatus.TIMEOUT and 30_000 <= world.now - began < 300_000
+    word = int(client.places.request_signal[0])
+    assert slot.signalled_seq(word, client.epoch) == 1
+    began = world.now
+    assert not scene.pass_of(client, scene.handle).any()
+    assert client.state["status"] == LinkStatus.TIMEOUT and world.now - began < 20_000
+    assert int(client.places.request_signal[0]) == word, "a broken link sends nothing"
+
+
+def a_watchdog_ends_a_wait(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    (client,), world = scene.clients, scene.world
+    world.kill(scene.shard.grid)
+    scene.shard.stopped = True
+
+    def watchdog() -> Waiting:
+        for _ in range(100):
+            yield
+        client.state["abort"] = 1
+
+    client.fill(BODIES[0], (scene.handle,) * 2)
+    scene.do(client.launched(BODIES[0]), watchdog())
+    assert client.state["status"] == LinkStatus.ABORTED and world.now < BUDGET_NS
+
+
+def a_refused_step_voids_its_pass(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    (client,) = scene.clients
+    assert not scene.pass_of(client, scene.handle + 1).any()
+    assert client.state["status"] == LinkStatus.FAILED
+    assert not scene.pass_of(client, scene.handle).any()
+    assert (client.state["status"], client.state["pushed"]) == (LinkStatus.FAILED, 1), "the pass goes on without"
+    client.state["status"] = LinkStatus.OK
+    assert scene.pass_of(client, scene.handle).any()
+    assert (client.state["status"], client.state["pushed"]) == (LinkStatus.OK, 2)
+
+
+def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
+    """All others leave within the patience of a barrier, and say why."""
+    scene = Scene(library)
+    (client,), world, shard = scene.clients, scene.world, scene.shard
+    world.freeze(shard.grid, 1)
+    client.fill(BODIES[0], (scene.handle,) * 2)
+    client.launch("link_put_vectors", *client.put_values(BODIES[0]), grid=2)
+    for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
+        assert not shard.arrivals[1]
+        world.pass_time(wait)
+        for _ in range(1000):
+            world.run(40)
+    assert shard.arrivals[1] == 1
+    assert library.world_alive(shard.grid, 0) == 0, "block 0 goes on"
+    assert int(shard.mailbox["left"]) == shard.launches and int(shard.serve["done"]) == 0
+
+
+def a_host_stops_everything(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    shard, world = scene.shard, scene.world
+    shard.stopped = True
+    shard.mail("abort", 1)
+    for _ in range(2000):
+        world.run(40)
+    assert not world.running(shard.grid) and shard.arrivals[1] == 1
+
+
+def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
+    """One note asks for them; others are served meanwhile; then the step is."""
+    scene = Scene(library, clients=2)
+    waiting, other = scene.clients
+    shard = scene.shard
+    late = shard.begin(1, 1)
+    step = waiting.step(BODIES[0], (late, late))
+
+    def bring() -> Waiting:
+        for _ in range(3):
+            yield from other.step(BODIES[3], (scene.handle,) * 2)
+        assert waiting.answered == 0 and other.answered == 3
+        shard.finish(late)
+
+    scene.do(step, bring())
+    assert waiting.answered == 1
+    asked = [note for note in shard.notes if note[0] == NoteKind.PREFETCH]
+    assert asked == [(NoteKind.PREFETCH, 0, 1, late)]
+
+
+def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
+    """Another is refused after as long as by the loop, or when late; what is told in time is served; nobody waits."""
+    scene = Scene(library, clients=1, wild=1, idle_ns=2**60)
+    other, forger = scene.clients
+    shard, world = scene.shard, scene.world
+
+    def forged(budget_us: int) -> Waiting:
+        forger.seq += 1
+        yield from forger.one(BODIES[0].request((scene.handle,) * 2, forger.id, forger.epoch, forger.seq, budget_us))
+
+    def meanwhile(ns: int, heard: bool) -> Waiting:
+        while (NoteKind.TAKEN, forger.link, forger.seq, 0) not in shard.notes:
+            yield
+        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        world.pass_time(ns - 1_000_000)
+        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        answered = slot.signalled_seq(int(forger.places.response_signal[0]), forger.epoch)
+        assert answered < forger.seq, "it was not waited for"
+        if heard:
+            shard.hold(forger.link, scene.handle)
+        else:
+            world.pass_time(1_000_000)
+
+    for budget_us, ns in ((2**40, HELD_NS), (5_000, 5_000_000)):
+        world.write(shard.held[forger.link], 0)
+        scene.do(forged(budget_us), meanwhile(ns, heard=False))
+        assert forger.code(forger.seq) == "permission_denied"
+        scene.do(forged(budget_us), meanwhile(ns, heard=True))
+        forger.look(forger.seq, BODIES[0], (scene.handle,) * 2, {scene.handle})
+        assert forger.code(forger.seq) == ""
+    shard.hold(forger.link, scene.handle + (1 << 16))
+    scene.do(forged(1))
+    assert forger.code(forger.seq) == "permission_denied", "that of another generation is another"
+    assert not any(note[0] == NoteKind.PREFETCH for note in shard.notes), "nothing is loaded for who may not have it"
+
+
+def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
+    """While nobody else gives the poller a reason to look."""
+    scene = Scene(library)
+    (client,) = scene.clients
+
+    def bring(handle: int) -> Waiting:
+        while (NoteKind.PREFETCH, 0, client.seq, handle) not in scene.shard.notes:
+            yield
+        for _ in range(scene.chooser.randrange(9)):
+            yield
+        scene.shard.finish(handle)
+
+    for turn in range(6):
+        handle = scene.shard.begin(1 + turn % 2, turn % 3)
+        scene.do(client.step(BODIES[0], (handle, handle)), bring(handle))
+        scene.do(scene.shard.drop(1 + turn % 2))
+
+
+def prompts_and_short_steps_share(library: ctypes.CDLL) -> None:
+    """One client's many do not keep another's from being served."""
+    scene = Scene(library, clients=2)
+    first, second = scene.clients
+    shard = scene.shard
+    shard.finish(shard.begin(1, 1))
+
+    def decode(client: GpuClient, steps: int) -> Waiting:
+        for _ in range(steps):
+            yield from client.step(BODIES[0], (scene.handle,) * 2)
+
+    def prompts() -> Waiting:
+        for _ in range(6):
+            yield from second.step(BODIES[2], (scene.handle,) * 2)
+
+    scene.do(decode(first, 12), prompts())
+    assert first.answered == 12 and second.answered == 6
+
+
+def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
+    """A step with one thing wrong at a time, everywhere, as the loop's own checks judge it."""
+    scene = Scene(library, clients=0, wild=1)
+    (client,) = scene.clients
+    for body in (client.bodies[1], client.bodies[3]):
+        for at in range(0, body.parts.rows, 4):
+            for value in (0, 3, 0x7FFFFFFF, 0x80000001):
+                client.seq += 1
+                memory = body.request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**40)
+                memory[at : at + 4] = value.to_bytes(4, "little")
+                scene.do(client.one(memory))
+                _, request = client.reference.check(bytes(memory), client.id, client.epoch, client.seq)
+                code = client.code(client.seq)
+                if request is None:
+                    assert code == "protocol", f"byte {at} = {value:#x}: got {code}"
+                else:
+                    assert code != "protocol" or request.header.dtype != body.dtype, f"byte {at} = {value:#x}"
+
+
+def more_clients_than_orders(library: ctypes.CDLL) -> None:
+    """All push at once: nobody's order is overwritten before it was computed, and the oldest goes first."""
+    scene = Scene(library, clients=0, wild=6)
+    scene.shard.finish(other := scene.shard.begin(1, 1))
+
+    def steps(client: WildClient) -> Waiting:
+        for turn in range(3):
+            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle, other)
+            client.seq += 1
+            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**40))
+            client.look(client.seq, body, handles, {scene.handle, other})
+
+    scene.do(*(steps(client) for client in scene.clients))
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+
+
+def more_clients_than_lanes(library: ctypes.CDLL) -> None:
+    """Their shares are one's whose lane knows one client; who goes, also the last, takes no other along."""
+    links = (*range(35), 64, 66, 97)
+    scene = Scene(library, clients=0, wild=len(links), links=links, idle_ns=2**60)
+
+    def steps(client: WildClient, first: int, count: int) -> Waiting:
+        for turn in range(first, first + count):
+            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle,) * 2
+            client.seq += 1
+            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**60))
+            client.look(client.seq, body, handles, {scene.handle})
+
+    def goes_and_comes(client: WildClient) -> Waiting:
+        yield from steps(client, 0, 1)
+        yield from client.cut_off()
+        if client.link != 97:
+            yield from client.join()
+            yield from steps(client, 1, 2)
+
+    scene.do(*(goes_and_comes(one) if one.link in (0, 33, 66, 97) else steps(one, 0, 3) for one in scene.clients))
+    assert [one.answered for one in scene.clients] == [3] * (len(links) - 1) + [1]
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+
+
+def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
+    """Those behind have had more; who has just come starts with the least of them, and goes before all others."""
+    scene = Scene(library, clients=0, wild=5, links=(5, 37, 69, 101, 6), idle_ns=2**60)
+
+    def one_after_the_other(client: WildClient, body: int) -> Waiting:
+        for _ in range(8):
+            first = client.seq + 1
+            for _ in range(DEPTH):
+                client.push(BODIES[body], (scene.handle,) * 2, wrong=False, budget_us=2**60)
+            for seq in range(first, first + DEPTH):
+                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
+                    yield
+                client.look(seq, BODIES[body], (scene.handle,) * 2, {scene.handle})
+
+    def comes_anew(client: WildClient) -> Waiting:
+        for _ in range(6):
+            client.seq += 1
+            yield from client.one(BODIES[0].request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**60))
+            yield from client.cut_off()
+            yield from client.join()
+
+    stay, comes = scene.clients[:-1], scene.clients[-1]
+    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (0, 3, 1, 2), strict=True)), comes_anew(comes))
+    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+
+
+def answers_keep_their_order(library: ctypes.CDLL) -> None:
+    """Beyond a network that keeps what one block put for long, and brings what another put at once."""
+    scene = Scene(library, clients=0, wild=1, network=True)
+    (client,), handles = scene.clients, (scene.handle,) * 2
+
+    def rounds() -> Waiting:
+        for _ in range(40):
+            first = client.seq + 1
+            for _ in range(DEPTH):
+                client.push(BODIES[0], handles, wrong=False, budget_us=2**60)
+            for seq in range(first, first + DEPTH):
+                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
+                    yield
+                scene.world.confirm(client.index + 1)
+                client.look(seq, BODIES[0], handles, {scene.handle})
+
+    scene.do(rounds())
+
+
+def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
+    """Through its own copy of the slot, which one kernel puts: what Link does beyond a network."""
+    scene = Scene(library, network=True)
+    (client,), world = scene.clients, scene.world
+
+    def steps() -> Waiting:
+        for turn in range(2 * DEPTH):
+            body, handles = BODIES[turn % len(BODIES)], (scene.handle,) * 2
+            client.seq += 1
+            memory = body.request(handles, client.id, client.epoch, client.seq, BUDGET_NS // 1000)
+            client.log[client.id, client.epoch, client.seq] = bytes(memory)
+            world.write(client.own_slot(client.seq)[: len(memory)], np.frombuffer(memory, np.uint8))
+            yield from client.nothing()  # a kernel of the same queue: what was written before it is seen behind it
+            yield from client.ended(client.launch("link_send", client.seq))
+            client.state["pushed"] = client.seq
+            yield from client.ended(client.launch("link_wait"))
+            assert client.state["status"] == LinkStatus.OK
+            client.look(client.seq, body, handles, {scene.handle})
+
+    scene.do(steps())
+    assert client.answered == 2 * DEPTH
+
+
+NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
+CASES = (
+    more_clients_than_orders,
+    more_clients_than_lanes,
+    clients_of_one_lane_have_shares_of_their_own,
+    nobody_answers,
+    a_watchdog_ends_a_wait,
+    a_refused_step_voids_its_pass,
+    a_lost_block_ends_the_kernel,
+    a_host_stops_everything,
+    weights_that_come_late_block_nobody_else,
+    a_step_names_what_its_client_holds_alone,
+    weights_are_seen_with_the_word_that_says_so,
+    prompts_and_short_steps_share,
+    every_check_has_its_refusal,
+    many_segments_are_looked_up_together,
+)

@@ -1,0 +1,362 @@
+"""Clients of a shard's kernel: one that has kernels of its own, and one that writes what it likes."""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import numpy as np
+import torch
+
+from lora_server.transport.gpu import layout
+from lora_server.transport.gpu.layout import CommandKind, LinkStatus, NoteKind
+from lora_server.wire import slot
+from lora_server.wire.slot import ResponseHeader
+from tests.support.gpu import gpu_weights as weights
+from tests.support.gpu.gpu_shard import DEVICE, Shard, Waiting
+from tests.support.gpu.gpu_weights import DEPTH, LAYOUT, MAX_ROWS, Body, reference
+from tests.support.gpu.gpu_world import VARIANT, World, address
+
+BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
+THREADS = VARIANT.warps * 32
+WIDEST = 32
+
+
+class Client:
+    """What both kinds have. `log`: (client, epoch, seq) -> what was pushed, for the oracle."""
+
+    def __init__(self, world: World, shard: Shard, index: int, log: dict[tuple[int, int, int], bytes]) -> None:
+        self.world, self.shard, self.index, self.log = world, shard, index, log
+        self.random, self.places, self.id = shard.random, shard.places[index], index + 7
+        self.epoch, self.seq, self.answered = self.random.choice([0, 0xFFFE, 0x1FFFE]), 0, 0
+        self.link = shard.links_of[index]
+        self.bodies = weights.BODIES_IN_CODES if world.library.in_codes else weights.BODIES
+        self.reference = reference(world.library.in_codes)
+        self.since = 0  # notes that were there when it joined
+        self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
+
+    def seen_by(self, pe: int, array: np.ndarray) -> int:
+        """The address by which a PE names a part of this link."""
+        return address(array) if self.is_here else self.world.seen_by(pe, array)
+
+    def join(self) -> Waiting:
+        self.epoch, self.seq = self.epoch + 1, 0
+        p = self.places
+        seen = functools.partial(self.seen_by, DEVICE)
+        words = [self.epoch, self.id, DEPTH, seen(p.requests), seen(p.request_signal), LAYOUT.request_bytes]
+        words += [seen(p.responses), seen(p.response_signal), LAYOUT.response_bytes, address(p.tables)]
+        words.append(layout.HERE if self.is_here else self.index + 1)
+        yield from self.shard.post(CommandKind.CONNECT, self.link, *words)
+        self.since = len(self.shard.notes)
+
+    def cut_off(self) -> Waiting:
+        """By the controller: afterwards nobody writes to this client's memory."""
+        turn = yield from self.shard.post(CommandKind.REVOKE, self.link, self.epoch)
+        yield from self.shard.settled(turn)
+        while self.world.in_flight():  # its slots are nobody's until then
+            yield
+        self.world.write(self.places.responses.reshape(-1), 0x5A)
+        before = int(self.places.response_signal[0])
+        handles = (self.shard.known[0],) * 2
+        late = self.bodies[0].request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, 2**40)  # in nobody's log
+        self.world.write(self.places.requests[(self.seq + 1) % DEPTH][: len(late)], np.frombuffer(late, np.uint8))
+        self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + 1))
+        for _ in range(9):
+            yield
+        assert (self.places.responses == 0x5A).all(), "the shard wrote to memory that it had given up"
+        assert int(self.places.response_signal[0]) == before
+
+    def handles(self) -> tuple[int, int]:
+        """Two, of which one may be loading, one that has gone, or one that never was."""
+        known = [handle for handle in self.shard.known if handle and handle != self.shard.never]
+        odd = [layout.handle_of(1, 999), layout.handle_of(9, 1), *(set(self.shard.variant) - {self.shard.never})]
+        pool = known if known and self.random.random() < 0.9 else odd
+        return tuple(self.random.choice(pool) for _ in range(2))
+
+    def expected(self, body: Body, handles: tuple[int, ...]) -> bytes:
+        """The loop's rows, with the versions that these handles stand for."""
+        used = {which for which, *_ in body.entries}
+        return self.reference.answer(
+            body, tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles))
+        )
+
+    def look(self, seq: int, body: Body | None, handles: tuple[int, ...], ready: set[int]) -> None:
+        """An answer is there: it must be the right one. ready: those that were when the step was pushed."""
+        memory = memoryview(self.places.responses[seq % DEPTH])
+        header = ResponseHeader.unpack_from(memory)
+        assert (header.client, header.epoch, header.seq) == (self.id, self.epoch & 0xFFFFFFFF, seq)
+        payload = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes])
+        self.answered += 1
+        if header.status == slot.OK:
+            assert body is not None, "a step that is not sound was served"
+            assert body.answered(payload) == self.expected(body, handles), f"seq {seq}: other bits than the loop's"
+            used = {handles[which] for which, *_ in body.entries}
+            assert not any(map(self.is_foreign, used)), "an adapter that its client does not hold was served"
+            assert header.num_rows == body.num_out_rows
+            return
+        code = payload.decode().partition("\n")[0]
+        handles = tuple(handles[which] for which in {which for which, *_ in body.entries}) if body else ()
+        if code == "protocol":
+            assert body is None, f"a sound step was refused: {payload!r}"
+        elif code == "unknown_adapter":
+            assert body is not None and any(handle not in self.shard.known for handle in handles), payload
+        elif code == "step_timeout":
+            assert body is None or any(handle not in ready for handle in handles)
+        elif code == "permission_denied":
+            assert body is None or any(map(self.is_foreign, handles)), payload
+        else:
+            assert code == "shard_unavailable" and self.shard.draining, payload
+
+    def is_foreign(self, handle: int) -> bool:
+        """Whether this client never held it."""
+        return self.shard.foreign == (self.link, handle & 0xFFFF)
+
+
+class GpuClient(Client):
+    """put, wait and add, whose arguments never change: one set per body, captured before anything is known."""
+
+    def __init__(self, world: World, shard: Shard, index: int, log: dict[tuple[int, int, int], bytes]) -> None:
+        super().__init__(world, shard, index, log)
+        new = world.private.new
+        self.state = new(layout.CLIENT)[0]
+        self.counts, self.segments = new("<i4", 4), new("<u4", MAX_ROWS, 4)
+        self.rows, self.map, self.weights = new("<i4", MAX_ROWS), new("<i4", MAX_ROWS), new("<f4", MAX_ROWS)
+        self.to = new("<i4", MAX_ROWS)
+        self.x, self.y = new("<u2", MAX_ROWS, WIDEST), new("<u2", MAX_ROWS, WIDEST)
+        self.template = new("u1", slot.HEADER_BYTES)
+
+    @property
+    def device(self) -> int:
+        return self.index + 1
+
+    @property
+    def put(self) -> str:
+        return "link_put_e4m3_bfloat16" if self.shard.wire else "link_put_vectors"
+
+    def launch(self, kernel: str, *values: int, grid: int = 1) -> int:
+        state = self.state.__array_interface__["data"][0]
+        return self.world.launch(kernel, state, *values, grid=grid, threads=THREADS, device=self.device)
+
+    def own_slot(self, seq: int) -> np.ndarray:
+        """A PE's own copy of a request's slot, which it puts."""
+        heaps, at = self.world.heaps, self.places.requests[seq % DEPTH]
+        offset = (address(at) - address(heaps)) % heaps.shape[1]
+        own: np.ndarray = heaps[self.device, offset : offset + at.nbytes]
+        return own
+
+    def ended(self, grid: int) -> Waiting:
+        while self.world.running(grid):
+            yield
+
+    def join(self) -> Waiting:
+        """Captured graphs survive it: only the state block is another's."""
+        yield from super().join()
+        p, state = self.places, self.state
+        for name, value in {
+            "epoch": self.epoch,
+            "client": self.id,
+            "depth": DEPTH,
+            "request_slots": self.seen_by(self.device, p.requests),
+            "request_signal": self.seen_by(self.device, p.request_signal),
+            "request_bytes": LAYOUT.request_bytes,
+            "response_slots": self.seen_by(self.device, p.responses),
+            "response_signal": self.seen_by(self.device, p.response_signal),
+            "response_bytes": LAYOUT.response_bytes,
+            "pushed": 0,
+            "answered": 0,
+            "budget_ns": BUDGET_NS,
+            "arrived": 0,
+            "status": 0,
+            "abort": 0,
+            "pe": layout.HERE if self.is_here else DEVICE,
+        }.items():
+            state[name] = value
+
+    def fill(self, body: Body, handles: tuple[int, ...]) -> torch.Tensor:
+        """What routing and the engine's layers leave on the device; returns y before the step."""
+        n = len(body.entries)
+        self.counts[:] = [len(body.segments), n, body.tokens, body.tokens]
+        self.segments[: len(body.segments)] = [(handles[which], *rest) for which, *rest in body.segments]
+        order = np.random.default_rng(self.random.randrange(2**32)).permutation(MAX_ROWS)[: body.num_rows]
+        self.x[order, : body.width] = body.rows.view(torch.uint16).numpy()
+        self.rows[: body.num_rows] = order
+        self.map[:n], self.weights[:n] = body.map, body.weights
+        self.to[: body.num_out_rows] = np.random.default_rng(1).permutation(MAX_ROWS)[: body.num_out_rows]
+        y = torch.randn(MAX_ROWS, WIDEST).to(weights.DTYPE)
+        self.y[:] = y.view(torch.uint16).numpy()
+        body.header(0, 0, 0, 0).pack_into(memoryview(self.template))
+        return y
+
+    def step(self, body: Body, handles: tuple[int, ...]) -> Waiting:
+        y, ready = self.fill(body, handles), set(self.shard.ready)
+        self.seq += 1
+        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, BUDGET_NS // 1000)
+        self.log[self.id, self.epoch, self.seq] = bytes(memory)
+        yield from self.launched(body)
+        self.check(body, handles, ready, y)
+
+    def put_values(self, body: Body) -> list[int]:
+        values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
+        return [*values, address(self.weights) if body.by_entry else 0, body.width * 2, WIDEST * 2]
+
+    def launched(self, body: Body) -> Waiting:
+        """The three kernels, one after the other on a stream."""
+        yield from self.ended(self.launch(self.put, *self.put_values(body), grid=2))
+        yield from self.ended(self.launch("link_wait"))
+        width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
+        values = [address(self.counts), address(self.to), int(body.by_entry), address(self.y), WIDEST * 2, width, begin]
+        yield from self.ended(self.launch(f"link_add_{self.shard.wire}bfloat16", *values, end - begin, 0, grid=2))
+
+    def check(self, body: Body, handles: tuple[int, ...], ready: set[int], y: torch.Tensor) -> None:
+        status, got = int(self.state["status"]), torch.from_numpy(self.y.copy()).view(weights.DTYPE)
+        assert status in (LinkStatus.OK, LinkStatus.FAILED), LinkStatus(status)
+        assert int(self.state["pushed"]) == int(self.state["answered"]) == self.seq
+        self.look(self.seq, body, handles, ready)
+        if status == LinkStatus.OK:
+            (begin, end), rows = body.windows[0], torch.from_numpy(self.to[: body.num_out_rows].astype(np.int64))
+            y = y.float()
+            y[rows, begin:end] += body.deltas(self.expected(body, handles)).float()
+            y = y.to(weights.DTYPE)
+        assert torch.equal(got.nan_to_num(7), y.nan_to_num(7)), "what a pass adds is the answer, or nothing"
+        self.state["status"] = 0
+
+    def nothing(self) -> Waiting:
+        """A step without rows sends nothing, and waits for nothing."""
+        self.counts[:] = 0
+        before = int(self.places.request_signal[0])
+        values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
+        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *values, 0, 64, 64, grid=2))
+        yield from self.ended(self.launch("link_wait"))
+        assert int(self.places.request_signal[0]) == before and int(self.state["status"]) == 0
+
+    def run(self, steps: int) -> Waiting:
+        yield from self.join()
+        while steps > 0:
+            chance, steps = self.random.random(), steps - 1
+            if chance < 0.08:
+                yield from self.nothing()
+            elif chance < 0.2:
+                yield from self.die()
+                yield from self.join()
+            else:
+                yield from self.step(self.random.choice(self.bodies), self.handles())
+
+    def die(self) -> Waiting:
+        """In the middle of a put, or of a wait; then its lease ends."""
+        body, handles = self.random.choice(self.bodies), self.handles()
+        self.fill(body, handles)
+        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, BUDGET_NS // 1000)
+        self.log[self.id, self.epoch, self.seq + 1] = bytes(memory)
+        grid = self.launch(self.put, *self.put_values(body), grid=2)
+        for _ in range(self.random.randrange(4)):
+            yield
+        self.world.kill(grid)
+        for _ in range(self.random.randrange(3)):
+            yield
+        yield from self.cut_off()
+
+
+class WildClient(Client):
+    """Writes requests by hand, several ahead, some of them wrong, and changes them once they are pushed."""
+
+    def wrong(self, memory: bytearray) -> None:
+        """One word of the header or of the tables becomes another."""
+        flags = memory[7]
+        dtype, rows, entries, segments = struct.unpack_from("<4I", memory, 40)
+        at = slot.request_offsets(segments, entries, flags, 0, scales := slot.num_scales(rows, dtype))
+        tables = [0, 4, 6, 8, 12, 16, *range(28, 88, 4), 96, 128, 132, 136, 140, at.end - 4, at.end - 8]
+        offset = self.random.choice(tables + [at.scales, at.scales + 4 * scales - 4] * bool(scales))
+        value = self.random.choice([0, 1, 5, 9, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
+        struct.pack_into("<I", memory, offset - offset % 4, value)
+
+    def push(self, body: Body, handles: tuple[int, ...], wrong: bool, budget_us: int) -> bool:
+        self.seq += 1
+        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, budget_us)
+        if wrong:
+            self.wrong(memory)
+        self.log[self.id, self.epoch, self.seq] = bytes(memory)
+        self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
+        self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
+        _, request = self.reference.check(bytes(memory), self.id, self.epoch & 0xFFFFFFFF, self.seq)
+        original = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, budget_us)
+        return request is not None and self.same(memory, original)
+
+    @staticmethod
+    def same(memory: bytearray, original: bytearray) -> bool:
+        """The answer is the body's."""
+        return memory == original
+
+    def scribble(self, bodies: dict[int, Body]) -> None:
+        """Over all but the rows of steps that the kernel has copied: what it checked is what it must use.
+
+        A kernel that is launched anew copies them again.
+        """
+        if not self.shard.steady:
+            return
+        for kind, link, seq, _ in self.shard.notes[self.since :]:
+            if kind == NoteKind.READY and link == self.link and seq in bodies:
+                end = bodies[seq].parts.rows
+                self.world.write(self.places.requests[seq % DEPTH][:end].view("<u4"), 0x7FFFFFF0)
+
+    def one(self, memory: bytearray) -> Waiting:
+        """A step of these bytes, until it was answered."""
+        self.log[self.id, self.epoch, self.seq] = bytes(memory)
+        self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
+        self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
+        while slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
+            yield
+        self.world.confirm(self.index + 1)
+
+    def has_answer(self) -> bool:
+        """To its newest step."""
+        if slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
+            return False
+        self.world.confirm(self.index + 1)
+        return True
+
+    def code(self, seq: int) -> str:
+        """Of the error that answered it; "" for rows."""
+        memory = memoryview(self.places.responses[seq % DEPTH])
+        header = ResponseHeader.unpack_from(memory)
+        payload = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes])
+        return payload.decode().partition("\n")[0] if header.status else ""
+
+    def exceed(self) -> Waiting:
+        """A signal beyond its slots: cut off, and nothing is read."""
+        self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + DEPTH + 1))
+        note = (NoteKind.CUT_OFF, self.link, self.seq + DEPTH + 1, 0)
+        while note not in self.shard.notes:
+            assert not any(n[:2] == (NoteKind.TAKEN, self.link) for n in self.shard.notes[-4:] if n[2] > self.seq)
+            yield
+
+    def run(self, steps: int) -> Waiting:
+        yield from self.join()
+        while steps > 0:
+            steps -= 1
+            pushed = []
+            for _ in range(self.random.randint(1, DEPTH)):
+                body, handles, wrong = self.random.choice(self.bodies), self.handles(), self.random.random() < 0.3
+                budget_us = self.random.choice([1, 60, 2**60])
+                if self.shard.never and self.random.random() < 0.2:
+                    handles, budget_us = (self.shard.never, self.shard.never), 20
+                if any(map(self.is_foreign, handles)):
+                    budget_us = min(budget_us, 60)  # it is refused at the end of it
+                sound = self.push(body, handles, wrong, budget_us)
+                pushed.append((self.seq, body, sound, wrong, handles, set(self.shard.ready)))
+            for seq, body, sound, wrong, handles, ready in pushed:
+                while slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < seq:
+                    self.scribble({seq: body for seq, body, _, wrong, *_ in pushed if not wrong})
+                    yield
+                self.world.confirm(self.index + 1)
+                if sound or not wrong:
+                    self.look(seq, body, handles, ready)
+                elif (
+                    self.reference.check(self.log[self.id, self.epoch, seq], self.id, self.epoch & 0xFFFFFFFF, seq)[1]
+                    is None
+                ):
+                    self.look(seq, None, handles, ready)
+                else:
+                    self.answered += 1  # another step than was meant, and a sound one: the replay judges it
+            if self.random.random() < 0.2:
+                yield from self.exceed() if self.random.random() < 0.4 else self.cut_off()
+                yield from self.join()

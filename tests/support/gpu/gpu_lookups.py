@@ -1,0 +1,230 @@
+"""Steps of hundreds of segments, whose adapters the poller looks up: what it finds, and in how many trips to memory."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lora_server.errors import ProtocolError
+from lora_server.shard import request as requests
+from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, LANES, SERVE, SITE, UNEVEN, Refusal, parts
+from lora_server.wire import slot
+from lora_server.wire.slot import RequestHeader
+from tests.support.gpu.gpu_world import address
+
+SPEC = ModelSpec(
+    name="lookups", model_type="tiny", layers=2, hidden=32, ffn=16, experts=8, top_k=2, heads=2, kv_heads=1, head_dim=8,
+    dense_ffn=16, moe_layers=(0, 1),
+)  # fmt: skip
+AT = Site(1, "down")
+HANDLES, LINK, TURN, MOST = 40, 3, 77, 1024
+SEGMENTS, ENTRIES = 192, 256  # that a warp looks at together
+FOUND = np.dtype(
+    [
+        (name, "<i4")
+        for name in (
+            "checked",
+            "checked_in",
+            "foreign",
+            "missing",
+            "looked_up_in",
+            "translated",
+            "translated_in",
+            "unused",
+        )
+    ]
+)
+
+
+@dataclass
+class Tables:
+    """A shard's directory at one site, and a step that names it."""
+
+    segments: list[list[int]]  # handle, expert, first, entries
+    entries: np.ndarray  # [handles, layers, projections] of ENTRY
+    held: np.ndarray  # [links, handles]
+    places: np.ndarray  # [.., 2]
+    num_entries: int = 0  # of the step, whatever becomes of a segment
+    memory: bytearray = field(default_factory=bytearray)
+
+    @property
+    def site(self) -> np.ndarray:
+        found: np.ndarray = self.entries[:, AT.layer, PROJECTIONS.index(AT.projection)]
+        return found
+
+    @classmethod
+    def sound(cls, count: int, chooser: random.Random) -> Tables:
+        """All is here: `count` segments, of one to three entries."""
+        places = np.array([(i + 1000, i + 2000) for i in range(HANDLES * SPEC.experts)], np.int32)
+        entries = np.zeros((HANDLES, SPEC.layers, len(PROJECTIONS)), ENTRY)
+        tables = cls([], entries, np.zeros((LINK + 2, HANDLES), np.uint32), places)
+        for index in range(HANDLES):
+            generation = chooser.randrange(1, 1 << 15)
+            each = UNEVEN if chooser.random() < 0.3 else chooser.randrange(1, 9)
+            first = index * SPEC.experts if each == UNEVEN else chooser.randrange(1000)
+            tables.site[index] = (generation, generation, index, first, each, 0, SPEC.experts)
+            tables.held[LINK, index] = generation
+        for _ in range(count):
+            index, length = chooser.randrange(HANDLES), 1 if count > MOST // 3 else chooser.randrange(1, 4)
+            tables.segments.append([tables.handle(index), chooser.randrange(SPEC.experts), tables.num_entries, length])
+            tables.num_entries += length
+        return tables
+
+    def handle(self, index: int) -> int:
+        return index | int(self.site[index]["generation"]) << HANDLE_BITS
+
+    def write(self, wrong_map: bool, chooser: random.Random) -> None:
+        """The step's bytes, without rows."""
+        entries, tokens = self.num_entries, max(1, self.num_entries // 2)
+        at = slot.request_offsets(len(self.segments), entries, slot.HAS_OUT_MAP, 2 * entries * SPEC.in_width(AT))
+        header = RequestHeader(
+            slot.DECODE, slot.HAS_OUT_MAP, 0, 1, 1, 1, AT.layer, PROJECTIONS.index(AT.projection),
+            slot.DTYPES.index("bfloat16"), entries, entries, len(self.segments), tokens, 0, SPEC.in_width(AT),
+            ((0, SPEC.out_width(AT)),), at.end - slot.HEADER_BYTES, 0, 0,
+        )  # fmt: skip
+        self.memory = bytearray(at.end)
+        header.pack_into(memoryview(self.memory))
+        out_map = np.array([chooser.randrange(tokens) for _ in range(entries)], np.int32)
+        if wrong_map:
+            out_map[chooser.randrange(entries)] = chooser.choice([tokens, -1])
+        self.memory[at.segments : at.in_map] = np.array(self.segments, np.uint32).tobytes()
+        self.memory[at.out_map : at.out_map + 4 * entries] = out_map.tobytes()
+
+    # -- the same, one segment after the other
+
+    def checked(self) -> bool:
+        view = memoryview(self.memory)
+        try:
+            requests.read_request(view, RequestHeader.unpack_from(view), SPEC, MOST)
+        except ProtocolError:
+            return False
+        return True
+
+    def entry_of(self, handle: int) -> np.void | None:
+        index, generation = parts(handle)
+        known = index < HANDLES and generation and self.site[index]["generation"] == generation
+        return self.site[index] if known else None
+
+    def lacks(self) -> tuple[bool, int]:
+        """Whether another's adapter is named, and a handle whose weights are not here: the first lane's first."""
+        foreign, missing = False, 0
+        for i in sorted(range(len(self.segments)), key=lambda i: (i % LANES, i)):
+            handle = self.segments[i][0]
+            entry = self.entry_of(handle)
+            if entry is not None:
+                index, generation = parts(handle)
+                foreign |= self.held[LINK, index] != generation
+                missing = missing or handle * int(entry["ready"] != generation)
+        return foreign, missing
+
+    def translated(self) -> list[tuple[int, int, int, int]] | Refusal:
+        found, misplaced = [], False
+        for handle, expert, first, length in self.segments:
+            entry = self.entry_of(handle)
+            if entry is None or entry["ready"] != entry["generation"]:
+                return Refusal.UNKNOWN_ADAPTER
+            if not entry["first_expert"] <= expert < entry["end_expert"]:
+                misplaced = True
+                continue
+            number = expert - int(entry["first_expert"])
+            place = int(entry["row"]), int(entry["first_tile"]) + number * int(entry["tiles_each"])
+            if entry["tiles_each"] == UNEVEN:
+                place = tuple(map(int, self.places[int(entry["first_tile"]) + number]))
+            found.append((*place, first, length))
+        return Refusal.MISPLACED if misplaced else found
+
+
+def ask(tables: Tables, library: ctypes.CDLL) -> tuple[np.void, np.ndarray]:
+    """What the kernels' functions find, and the newest turn of each handle; the step's memory is changed in place."""
+    sites = np.zeros((SPEC.layers, len(PROJECTIONS)), SITE)
+    sites[AT.layer, PROJECTIONS.index(AT.projection)] = (SPEC.in_width(AT), SPEC.out_width(AT), SPEC.experts, 0)
+    used, found = np.zeros(HANDLES, np.uint64), np.zeros(1, FOUND)
+    serve = np.zeros(1, SERVE)
+    memory = np.zeros(len(tables.memory) + 16, np.uint8)
+    memory = memory[-memory.ctypes.data % 16 :][: len(tables.memory)]
+    memory[:] = np.frombuffer(tables.memory, np.uint8)
+    aligned = np.zeros(tables.entries.nbytes + 32, np.uint8)
+    aligned = aligned[-aligned.ctypes.data % 32 :][: tables.entries.nbytes]
+    aligned[:] = tables.entries.reshape(-1).view(np.uint8)
+    for name, array in {
+        "directory": aligned,
+        "sites": sites,
+        "held": tables.held,
+        "used": used,
+        "places": tables.places,
+    }.items():
+        serve[name] = address(array)
+    serve["num_handles"], serve["num_layers"], serve["num_projections"] = HANDLES, SPEC.layers, len(PROJECTIONS)
+    serve["max_entries"], serve["dtype"] = MOST, slot.DTYPES.index("bfloat16")
+    values = (ctypes.c_int64 * 5)(address(serve), address(memory), LINK, TURN, address(found))
+    assert library.run(ctypes.cast(library["lookups"], ctypes.c_void_p), 1, 0, 128, values, len(values)) == 0
+    tables.memory[:] = memory.tobytes()
+    return found[0], used
+
+
+def compare(tables: Tables, library: ctypes.CDLL) -> np.void:
+    """Raises AssertionError where the kernel finds something else than the loop over segments."""
+    sound, (foreign, missing), expected = tables.checked(), tables.lacks(), tables.translated()
+    found, used = ask(tables, library)
+    assert (found["checked"] == Refusal.NOTHING_WRONG) == sound, Refusal(found["checked"])
+    assert (bool(found["foreign"]), int(found["missing"])) == (foreign, missing)
+    if not sound:
+        return found
+    if isinstance(expected, Refusal):
+        assert found["translated"] == expected
+        return found
+    assert found["translated"] == Refusal.NOTHING_WRONG
+    table = np.frombuffer(tables.memory, np.int32, 4 * len(expected), slot.HEADER_BYTES).reshape(-1, 4)
+    assert table.tolist() == [list(one) for one in expected]
+    named = {parts(segment[0])[0] for segment in tables.segments}
+    assert {int(index) for index in np.flatnonzero(used == TURN)} == named
+    return found
+
+
+def spoil(tables: Tables, chooser: random.Random) -> bool:
+    """Something about one segment, or its adapter, is not as it should be; whether a map's value is to be wrong."""
+    segment = chooser.choice(tables.segments)
+    index = parts(segment[0])[0] % HANDLES
+    what = chooser.randrange(8)
+    if what == 0:
+        tables.site[index]["ready"] = chooser.choice([0, 1 << 32 | int(tables.site[index]["ready"])])
+    elif what == 1:
+        tables.held[LINK, index] = 0
+    elif what == 2:
+        segment[0] = index | (parts(segment[0])[1] % ((1 << 15) - 1) + 1) << HANDLE_BITS
+    elif what == 3:
+        segment[0] = chooser.choice([HANDLES + 1, 0xFFFF, index]) | chooser.choice([0, 1]) << HANDLE_BITS
+    elif what == 4:
+        tables.site[index]["first_expert"], tables.site[index]["end_expert"] = segment[1] + 1, SPEC.experts
+    elif what == 5:
+        segment[chooser.randrange(1, 4)] += chooser.choice([1, 8, 1 << 30])
+    elif what == 6:
+        tables.site[index]["generation"] = tables.site[index]["ready"] = 0
+    return what == 7
+
+
+def many_segments_are_looked_up_together(library: ctypes.CDLL) -> None:
+    """As one by one; but the trips to memory are counted by hundreds of segments, not by segments."""
+    for seed in range(60):
+        chooser = random.Random(seed)
+        count = chooser.choice([1, 2, 16, 31, 32, 33, 191, 192, 193, 256, 340, 512, 700])
+        tables = Tables.sound(count, chooser)
+        wrong_map = False
+        if chooser.random() < 0.7:
+            for _ in range(chooser.choice([1, 1, 2])):
+                wrong_map |= spoil(tables, chooser)
+        tables.write(wrong_map, chooser)
+        try:
+            found = compare(tables, library)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {count} segments: {error}") from error
+        if found["checked"] or found["translated"]:
+            continue
+        rounds, maps = -(-count // SEGMENTS), -(-tables.num_entries // ENTRIES)
+        assert found["checked_in"] == rounds + maps, "segments, and beside them their site; the map"
+        assert found["looked_up_in"] == 2 * rounds, "segments; their entries and who holds them"
+        assert found["translated_in"] <= 5 * rounds, "segments, READY, a fence, entries, and perhaps the list of places"

@@ -1,0 +1,107 @@
+"""One seeded schedule: a shard's kernel, its clients' and its host's doings, in an order that a seed chooses."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import torch
+
+from lora_server.transport.gpu.layout import LANES, CommandKind
+from tests.support.gpu.gpu_clients import Client, GpuClient, WildClient
+from tests.support.gpu.gpu_oracle import replay
+from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting
+from tests.support.gpu.gpu_weights import VARIANTS
+from tests.support.gpu.gpu_world import World
+
+QUANTUM, MOST_QUANTA = 40, 60_000
+
+
+def adapters(shard: Shard, rounds: int) -> Waiting:
+    """They come, go and come again, while steps name them."""
+    shard.never = shard.begin(HANDLES, 0)
+    for index in range(HANDLES - 1):
+        shard.finish(shard.begin(index, shard.random.randrange(len(VARIANTS))))
+    for _ in range(rounds):
+        for _ in range(shard.random.randrange(30)):
+            yield
+        index = shard.random.randrange(HANDLES)
+        if shard.known[index]:
+            yield from shard.drop(index)
+        for _ in range(shard.random.randrange(3)):
+            yield
+        handle = shard.begin(index, shard.random.randrange(len(VARIANTS)))
+        for _ in range(shard.random.randrange(12)):
+            yield
+        shard.finish(handle)
+
+
+def drain(shard: Shard) -> Waiting:
+    """Towards the end: who still asks is told so."""
+    for _ in range(shard.random.randrange(200, 900)):
+        yield
+    shard.draining = True
+    yield from shard.post(CommandKind.DRAIN)
+
+
+def restarts(shard: Shard, times: int) -> Waiting:
+    """The kernel is asked to leave, and launched again by `pump`."""
+    for _ in range(times):
+        for _ in range(shard.random.randrange(200)):
+            yield
+        yield from shard.post(CommandKind.STOP)
+
+
+def drive(world: World, shard: Shard, working: list[Waiting], others: list[Waiting], chooser: random.Random) -> int:
+    """Until all are through; how many quanta that took."""
+    for quantum in range(MOST_QUANTA):
+        world.run(chooser.randint(1, QUANTUM))
+        if shard.launches:
+            shard.pump()
+        for group in (working, others):
+            for actor in list(group):
+                if chooser.random() < 0.7 and next(actor, group) is group:
+                    group.remove(actor)
+        if not working and not others:
+            return quantum
+    raise AssertionError(f"not over after {MOST_QUANTA} quanta")
+
+
+def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
+    """Raises AssertionError for anything that must not be; the seed says it again."""
+    chooser = random.Random(seed)
+    torch.manual_seed(seed)
+    world = World(seed, library, network=chooser.random() < 0.7)
+    rounds = random.Random(~seed)  # of the poller
+    links = rounds.sample(range(LANES * rounds.choice([1, 1, 2, 3])), LINKS)
+    shard = Shard(world, chooser, idle_ns=3_000, links=links)
+    shard.steady = chooser.random() < 0.5
+    if shard.steady:
+        shard.serve["idle_ns"] = 50_000_000
+    shard.serve["tickets"] = chooser.choice([0, chooser.randrange(0x7FFFFFF4, 0x7FFFFFFF)])
+    shard.serve["share"] = share = chooser.choice([0, 2**40])
+    shard.launch()
+    log = dict[tuple[int, int, int], bytes]()
+    clients: list[Client] = [GpuClient(world, shard, i, log) for i in range(chooser.randint(1, 3))]
+    clients.append(WildClient(world, shard, len(clients), log))
+    if chooser.random() < 0.5:
+        shard.foreign = (clients[-1].link, chooser.randrange(HANDLES))
+    working: list[Waiting] = [client.run(steps) for client in clients]
+    others = [adapters(shard, 2), restarts(shard, 0 if shard.steady else chooser.randrange(2))]
+    if chooser.random() < 0.2:
+        others.append(drain(shard))
+    quanta = drive(world, shard, working, others, chooser)
+    for _ in range(3):
+        world.run(QUANTUM)
+        shard.pump()
+    ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share, library.in_codes)
+    used, turn = int(shard.used.max()), int(shard.serve["turn"])
+    assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
+    return {
+        "steps": ordered,
+        "answers": sum(client.answered for client in clients),
+        "turns": int(shard.mailbox["turn"]),
+        "launches": shard.launches,
+        "quanta": quanta,
+        "ns": world.now,
+    }

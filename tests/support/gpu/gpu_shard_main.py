@@ -1,0 +1,48 @@
+"""A shard process whose kernel serves on a GPU that is this CPU; see tests.support.gpu.gpu_serve."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from lora_server.daemon import backends
+from lora_server.daemon.child_main import run_child
+from lora_server.daemon.shard_main import ShardProcess
+from lora_server.memory.pages import PagePool
+from lora_server.placement import Placement
+from lora_server.shard.pump import Pump
+from lora_server.transport.base import DeviceMemory
+from lora_server.transport.gpu.connection import SlotsMemory
+from tests.support.gpu.emulated_gpu import EmulatedGpu
+from tests.support.gpu.emulated_world import EmulatedWorldGpu
+
+GPU = EmulatedGpu()
+PAGES = 6  # an adapter of a tiny model takes one
+
+
+class EmulatedShard(ShardProcess):
+    @override
+    def _client_memory(self) -> DeviceMemory:
+        return SlotsMemory(GPU)
+
+    @override
+    def _serving(self, placement: Placement) -> Pump:
+        config, dtype = self.config, getattr(torch, self.config.dtype)
+        pool, memory = PagePool(PAGES, "cpu"), self._memory(1)
+        return self._pump(
+            backends.resident(
+                placement,
+                config.shard,
+                dtype,
+                EmulatedWorldGpu() if config.gpu_transport == "nvshmem" else GPU,
+                self.port.layout,
+                config.max_step_rows,
+                pool,
+                memory=memory,
+                on_layer=self._layer_loaded,
+            )
+        )
+
+
+def main() -> None:
+    run_child(EmulatedShard)

@@ -1,0 +1,147 @@
+"""A world of GPUs on this CPU: memory that several see, kernels in an order that a seed chooses; see emulator/."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from kernels_cuda.heuristics import Variant
+from lora_server.transport.gpu.source import FILES
+from tests.support.gpu import emulated
+
+VARIANT = Variant(bulk_copy=True, warps=1)
+SOURCE = (emulated.EMULATOR / "world.cu").read_text()
+KERNELS = {name: text for name, text in FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
+SHARED_BYTES = 4 << 20
+PES, HEAP_BYTES = 7, 192 << 10
+LINE = 128
+
+
+class Stuck(AssertionError):
+    """Nobody can go on, or a kernel did what no kernel may."""
+
+
+def load(
+    instead: Mapping[str, str] = MappingProxyType({}), nvshmem: bool = False, in_codes: bool = False
+) -> ctypes.CDLL:
+    """The compiled kernels, for memory that is mapped, or for NVSHMEM; `instead` has other texts for some files.
+
+    in_codes: of a shard whose clients' rows have 8 bits.
+    """
+    text = f"#define NVSHMEM {int(nvshmem)}\n#define WIRE_E4M3 {int(in_codes)}\n{SOURCE}"
+    library = emulated.library("world.cu", VARIANT, KERNELS | {"world.cu": text} | dict(instead))
+    library.has_heaps, library.in_codes = nvshmem, in_codes
+    library.world_now.restype = ctypes.c_uint64
+    library.world_failure.restype = ctypes.c_char_p
+    library.layout_name.restype = ctypes.c_char_p
+    return library
+
+
+class Memory:
+    """A bump allocator over memory that begins as NaNs."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self.begin = self.bytes.ctypes.data
+        self.free = 0
+
+    def clear(self) -> None:
+        self.bytes[: self.free] = 0xFF
+        self.free = 0
+
+    def new(self, dtype: np.dtype | str, *shape: int, align: int = LINE) -> np.ndarray:
+        """Zeros."""
+        dtype = np.dtype(dtype)
+        at = -(-self.free // align) * align
+        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self.free = at + nbytes
+        assert self.free <= len(self.bytes), "a larger memory, please"
+        part = self.bytes[at : self.free]
+        part[:] = 0
+        return part.view(dtype).reshape(shape) if shape else part.view(dtype)
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+class World:
+    """One at a time in a process."""
+
+    shared = Memory(SHARED_BYTES)  # what several GPUs, or hosts, see
+    private = Memory(4 << 20)
+
+    def __init__(self, seed: int, library: ctypes.CDLL, network: bool = False) -> None:
+        """network: of NVSHMEM's PEs; else they are mapped."""
+        self.library = library
+        self.shared.clear(), self.private.clear()
+        library.world_begin(ctypes.c_uint64(seed), ctypes.c_void_p(self.shared.begin), ctypes.c_uint64(SHARED_BYTES))
+        if library.has_heaps:
+            library.world_heaps(ctypes.c_uint64(HEAP_BYTES), int(network))
+        self.heaps = self.shared.new("u1", PES, HEAP_BYTES)
+        self.heaps[:] = 0
+        self.heap_free = 0
+
+    def symmetric(self, pe: int, nbytes: int) -> np.ndarray:
+        """Zeros in a PE's heap; the same place in all others' is taken too."""
+        at, self.heap_free = self.heap_free, -(-(self.heap_free + nbytes) // LINE) * LINE
+        assert self.heap_free <= HEAP_BYTES
+        return self.heaps[pe, at : at + nbytes]
+
+    def seen_by(self, pe: int, array: np.ndarray) -> int:
+        """The address by which a PE names what may lie in another's heap."""
+        if not self.library.has_heaps:
+            return address(array)
+        return address(self.heaps[pe]) + (address(array) - address(self.heaps)) % HEAP_BYTES
+
+    def confirm(self, pe: int) -> None:
+        """What a PE's host does before it reads what a signal announced."""
+        if self.library.has_heaps:
+            self.library.world_confirm(pe)
+
+    def in_flight(self) -> bool:
+        """Whether puts have not come where they go."""
+        return self.library.has_heaps and self.library.world_in_flight() > 0
+
+    def launch(self, kernel: str, *values: int, grid: int, threads: int, device: int, shared_bytes: int = 128) -> int:
+        pointer = ctypes.cast(self.library[kernel], ctypes.c_void_p)
+        arguments = (ctypes.c_int64 * len(values))(*values)
+        return self.library.world_launch(pointer, grid, threads, shared_bytes, device, arguments, len(values))
+
+    def run(self, turns: int) -> None:
+        if self.library.world_run(turns) < 0:
+            raise Stuck((self.library.world_failure() or b"nobody can go on").decode())
+
+    def running(self, grid: int) -> bool:
+        return bool(self.library.world_running(grid))
+
+    def kill(self, grid: int) -> None:
+        self.library.world_kill(grid)
+
+    def freeze(self, grid: int, block: int) -> None:
+        """A block of it does not go on."""
+        self.library.world_freeze(grid, block)
+
+    def write(self, to: np.ndarray, values: object) -> None:
+        """A host's store to memory that GPUs see."""
+        data = np.ascontiguousarray(np.broadcast_to(np.asarray(values, to.dtype), to.shape))
+        self.library.world_write(
+            ctypes.c_void_p(address(to)), ctypes.c_void_p(address(data)), ctypes.c_uint64(to.nbytes)
+        )
+
+    def copy_pages(self, to: np.ndarray, data: np.ndarray) -> None:
+        """A copy engine's."""
+        self.library.world_copy_pages(
+            ctypes.c_void_p(address(to)), ctypes.c_void_p(address(data)), ctypes.c_uint64(data.nbytes)
+        )
+
+    @property
+    def now(self) -> int:
+        return self.library.world_now()
+
+    def pass_time(self, ns: int) -> None:
+        self.library.world_pass(ctypes.c_uint64(ns))

@@ -1,0 +1,39 @@
+"""Python processes of a test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from lora_server.demo import children
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 10.0
+
+
+def start(script, *arguments, pass_fds=()):
+    """A python process of ours; it prints one line per thing that the test waits for."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    return subprocess.Popen(
+        children.own(command), stdout=subprocess.PIPE, text=True, env=environment, pass_fds=pass_fds
+    )
+
+
+def line_of(process, seconds=60):
+    """The next line, with a deadline."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline().strip()
+    finally:
+        timer.cancel()
+
+
+def end(process):
+    process.kill()
+    process.wait(SECONDS)
+    process.stdout.close()

@@ -1,0 +1,62 @@
+"""A controller with a database, which dies and is started again beside the shard that it had."""
+
+from __future__ import annotations
+
+from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
+from lora_server.placement import Layout
+from lora_server.registry.database import FILE, Database
+from lora_server.registry.versions import Ledger
+from tests.support.controllers import ToldShard
+from tests.support.workload import spec_of, workload
+
+SECONDS = 30.0
+
+
+class Killed(BaseException):
+    """What nothing of ours catches, as nothing survives a SIGKILL."""
+
+
+def dies(server, monkeypatch, where, method, after):
+    """The first call of a method is the last thing that this controller does; after: it is done yet."""
+    original = getattr(where, method)
+
+    def last(*arguments, **named):
+        if after:
+            original(*arguments, **named)
+        raise Killed
+
+    monkeypatch.setattr(where, method, last)
+
+
+class Server:
+    """A controller with a ledger, and one shard that lives on when it is killed."""
+
+    def __init__(self, directory):
+        self.directory, self.shard, self.database = directory, None, None
+        self.paths = workload("mixtral").paths
+        self.start()
+
+    def start(self):
+        self.database = Database(f"sqlite:///{self.directory / FILE}")
+        spec = spec_of("mixtral")
+        ledger = Ledger(self.database, spec.to_json())
+        agreement = Agreement(spec, Layout(1, 1), "float32", "independent", 64)
+        memory = self.shard.memory if self.shard is not None else None
+        self.controller = Controller(agreement, restarted=memory is not None, ledger=ledger)
+        self.adapters = self.controller.adapters
+        self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
+        self.shard = ToldShard(self.controller, memory)
+        self.shard.lives()
+
+    def kill(self):
+        self.shard.close()
+        self.database.close()
+        self.start()
+
+    def close(self):
+        self.shard.close()
+        self.database.close()
+
+    def served(self):
+        return {one.record.name: one.record.version for one in self.adapters.listings() if one.state != "draining"}

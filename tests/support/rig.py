@@ -1,0 +1,157 @@
+"""A real Shard over inproc links, and a client that fills its slots by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kernels_cuda import cpu
+from lora_server.errors import rebuild
+from lora_server.placement import Layout, Placement
+from lora_server.shard.compute import HostCompute
+from lora_server.shard.coordination import Independent
+from lora_server.shard.loop import Shard
+from lora_server.spec import PROJECTIONS, Site
+from lora_server.transport.base import Grant, Link, Port
+from lora_server.transport.inproc import InprocLink
+from lora_server.wire import slot
+from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
+from lora_server.wire.slot import RequestHeader, ResponseHeader
+from tests.support.stores import SECONDS, Done, Gate, cpu_store, load
+from tests.support.workload import spec_of
+
+MAX_ROWS, DEPTH = 16, 3
+LOADED = 7  # the handle that `loaded_rig` loads and requests name
+LAYER0 = Site(0, "gate_up")
+
+
+class Client:
+    """A client that fills slots by hand. `send` answers with (header, rows); raises what the shard answered."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        client: int,
+        epoch: int = 1,
+        connect: Callable[[Hello], Link] | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        """`connect`: over a transport that does not serve the shard while it waits."""
+        shard.port.grant(Grant(client, epoch, b"", tenant, weight))
+        shard.port.hold(client, range(100))
+        hello = Hello(client, epoch, b"")
+        inproc = InprocLink(shard.port, hello, shard.index, shard.serve_once) if connect is None else None
+        self.link = inproc or connect(hello)
+        self.client, self.epoch, self.seq = client, epoch, 0
+
+    def request(
+        self,
+        site: Site = LAYER0,
+        handle: int = LOADED,
+        rows: int = 2,
+        budget: float = SECONDS,
+        maps: bool = True,
+        **fields: object,
+    ) -> bytearray:
+        """A valid request at the next seq, as bytes; `fields` overwrite its header."""
+        spec, seq = spec_of("mixtral"), self.seq + 1
+        flags = slot.HAS_IN_MAP | slot.HAS_OUT_MAP if maps else 0
+        width, entries = spec.in_width(site), 2 * rows if maps else rows
+        segments = [(handle, 1, 0, rows), (handle, 2, rows, rows)] if maps else [(handle, 1, 0, rows)]
+        at = slot.request_offsets(len(segments), entries, flags, rows * width * 4)
+        memory = bytearray(at.end)
+        header = {
+            "step_class": slot.DECODE,
+            "flags": flags,
+            "client": self.client,
+            "epoch": self.epoch,
+            "seq": seq,
+            "slot": seq % DEPTH,
+            "layer": site.layer,
+            "projection": PROJECTIONS.index(site.projection),
+            "dtype": 0,
+            "num_rows": rows,
+            "num_entries": entries,
+            "num_segments": len(segments),
+            "num_out_rows": rows,
+            "in_begin": 0,
+            "in_end": width,
+            "windows": ((0, spec.out_width(site)),),
+            "payload_bytes": at.end - slot.HEADER_BYTES,
+            "budget_us": round(budget * 1e6),
+            "pushed_ns": 0,
+        } | fields
+        RequestHeader(**header).pack_into(memoryview(memory))
+        struct.pack_into(f"<{4 * len(segments)}I", memory, at.segments, *[n for s in segments for n in s])
+        if maps:
+            rows_of_entries = [*range(rows), *range(rows)]
+            struct.pack_into(f"<{entries}I", memory, at.in_map, *rows_of_entries)
+            struct.pack_into(f"<{entries}I", memory, at.out_map, *rows_of_entries)
+            struct.pack_into(f"<{entries}f", memory, at.weights, *[0.5] * entries)
+        struct.pack_into(f"<{rows * width}f", memory, at.rows, *[1.0] * rows * width)
+        return memory
+
+    def push(self, memory: bytearray) -> int:
+        self.seq += 1
+        self.link.region.request(self.seq)[: len(memory)] = memory
+        self.link.push(self.seq, len(memory))
+        return self.seq
+
+    def answer(self, seq: int, seconds: float = SECONDS) -> tuple[ResponseHeader, bytes]:
+        self.link.wait(seq, time.monotonic() + seconds)
+        memory = self.link.region.response(seq)
+        header = ResponseHeader.unpack_from(memory)
+        assert (header.client, header.epoch, header.seq) == (self.client, self.epoch, seq)
+        payload = memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]
+        if header.status != slot.OK:
+            code, _, message = bytes(payload).decode().partition("\n")
+            raise rebuild(code, message)
+        assert (
+            len(payload) == slot.response_offsets(header.num_rows, header.width, header.dtype).end - slot.HEADER_BYTES
+        )
+        return header, bytes(payload)
+
+    def send(self, memory: bytearray, seconds: float = SECONDS) -> tuple[ResponseHeader, bytes]:
+        return self.answer(self.push(memory), seconds)
+
+
+@dataclass
+class Rig:
+    shard: Shard
+    gate: Gate
+
+    def load(self, handle: int, path: Path) -> Done:
+        return load(self.shard.store, handle, path)
+
+
+def make_rig(layout: str = "ep1-pp1", index: int = 0, wire: slot.Wire = "exact") -> Rig:
+    spec, gate = spec_of("mixtral"), Gate()
+    store = cpu_store(Placement(spec, Layout.parse(layout)), index, torch.float32, on_layer=gate)
+    port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH, wire))
+    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_parts), wire), gate)
+
+
+@contextlib.contextmanager
+def loaded_rig(path: Path) -> Iterator[Rig]:
+    rig = make_rig()
+    assert rig.load(LOADED, path).result() is None
+    yield rig
+    rig.shard.store.close()
+
+
+def healthy(client: Client) -> bytes:
+    """A step of this client is served; its rows."""
+    header, rows = client.send(client.request())
+    values = torch.frombuffer(bytearray(rows), dtype=torch.float32)
+    assert (
+        header.num_rows == 2 and values.abs().sum() > 0 and torch.equal(values[: header.width], values[header.width :])
+    )
+    return rows

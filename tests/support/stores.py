@@ -1,0 +1,111 @@
+"""What a weight store is tested with: its loader stopped at a gate, and what it answers to a load."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lora_server.adapters import open_adapter
+from lora_server.errors import LoraServerError
+from lora_server.memory.entry import Source
+from lora_server.memory.mapped import MappedPool
+from lora_server.memory.on_cpu import CpuTier
+from lora_server.memory.paged import PagedTier
+from lora_server.memory.pages import PagePool
+from lora_server.memory.store import WeightStore
+from lora_server.placement import Placement
+from lora_server.spec import Site
+from tests.support.workload import spec_of
+
+SECONDS = 20.0
+
+
+class Gate:
+    """An on_layer that writes down what was loaded, and stops the loader where the test says."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, int]] = []
+        self._open, self.arrived = threading.Event(), threading.Event()
+        self._open.set()
+        self.then: Callable[[int, int], None] = lambda handle, layers: None
+
+    def __call__(self, handle: int, layers: int) -> None:
+        self.loaded.append((handle, layers))
+        self.then(handle, layers)
+        self.arrived.set()
+        assert self._open.wait(SECONDS)
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Done:
+    """A `done` that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[LoraServerError | None] = []
+        self._called = threading.Event()
+
+    def __call__(self, error: LoraServerError | None) -> None:
+        self.calls.append(error)
+        self._called.set()
+
+    def result(self) -> LoraServerError | None:
+        assert self._called.wait(SECONDS), "done was not called"
+        (error,) = self.calls
+        return error
+
+
+def source_of(path: Path) -> Source:
+    """What a controller would have registered; of files that cannot be opened, nothing."""
+    try:
+        with open_adapter(path, spec_of("mixtral")) as adapter:
+            return Source(path, adapter.version(), adapter.stamp)
+    except LoraServerError:
+        return Source(path, "", "")
+
+
+def cpu_store(
+    placement: Placement, shard: int, dtype: torch.dtype, capacity: int = 1 << 30, **options: Any
+) -> WeightStore:
+    """In so many bytes of host memory."""
+    return WeightStore(placement, shard, CpuTier(placement, shard, dtype, MappedPool(capacity)), **options)
+
+
+def paged_store(placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, **options: Any) -> WeightStore:
+    """In the pages of a pool."""
+    return WeightStore(placement, shard, PagedTier(placement, shard, dtype, pool), **options)
+
+
+def load(store: WeightStore, handle: int, path: Path, eager: bool = True) -> Done:
+    done = Done()
+    store.load(handle, source_of(path), done, eager)
+    return done
+
+
+def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:
+    """What a step gets for these (handle, expert), of one entry each."""
+    segments = [(handle, expert, i, 1) for i, (handle, expert) in enumerate(named)]
+    with pinned(store, {handle for handle, _ in named}, site.layer):
+        return store.gather(site, np.array(segments, np.int32), "a test")
+
+
+@contextlib.contextmanager
+def pinned(store: WeightStore, handles: Collection[int], layer: int) -> Iterator[bool]:
+    """As a step holds them; whether they were there."""
+    pins = store.pin(handles, layer, "a test", time.monotonic())
+    try:
+        yield pins is not None
+    finally:
+        if pins is not None:
+            store.unpin(pins)

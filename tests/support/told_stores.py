@@ -1,0 +1,129 @@
+"""Shards' weight stores as a controller's commands reach them: each by a thread of its own, as late as a seed says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import torch
+
+from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
+from lora_server.daemon.shard_commands import ShardCommands
+from lora_server.daemon.shard_reports import ShardReports
+from lora_server.placement import Layout, Placement
+from lora_server.shard.coordination import Independent
+from lora_server.transport.base import Port
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.region import RegionLayout
+from tests.support.serving import until
+from tests.support.stores import cpu_store
+from tests.support.workload import spec_of
+
+SPEC, LAYOUT = spec_of("mixtral"), Layout.parse("ep2-pp2")
+PLACEMENT = Placement(SPEC, LAYOUT)
+MOST_SECONDS = 0.005  # that a command, or a layer, is late
+
+
+class ToldStore:
+    """One shard, without steps. `capacity` is its device pool's."""
+
+    def __init__(self, controller: Controller, shard: int, capacity: int, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self.store = cpu_store(PLACEMENT, shard, torch.float32, capacity, on_layer=self._layer)
+        served, coordinator, port = SimpleNamespace(store=self.store), Independent(), self._port()
+        reports = ShardReports(served, port, coordinator, None, self._report)
+        self._moved, self._shard, self._controller = reports.moved, shard, controller
+        self._commands = ShardCommands(0, port, self.store, coordinator, None, reports.moved, lambda: None)
+        registration = pb.Registration(
+            shard=shard,
+            instance=f"{shard}-{seed}",
+            agreement=controller.agreement.digest(),
+            pool_bytes=self.store.tier.pool.capacity,
+        )
+        self.handle = controller.arrivals.arrive(registration, [])
+        controller.shards.update(self.handle, pb.ShardStats())
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _port(self) -> Port:
+        return Port(RegionLayout.for_model(SPEC, 16, 2, "exact"))
+
+    def _report(self, report: pb.ShardReport) -> None:
+        self._controller.adapters.on_moved(self._shard, report.residencies.moved)
+
+    def _layer(self, handle: int, layers: int) -> None:
+        self._late()
+        self._moved()
+
+    def _late(self) -> None:
+        time.sleep(self._dice.choice([0.0, 0.0, self._dice.random() * MOST_SECONDS]))
+
+    def _run(self) -> None:
+        for command in self.handle.commands():
+            self._late()
+
+            def done(error: Exception | None, number: int = command.id) -> None:
+                code = getattr(error, "code", "") if error is not None else ""
+                self.handle.finish(pb.Done(command=number, code=code, message=str(error or "")))
+
+            self._commands.execute(command, done)
+
+    def whole(self) -> set[int]:
+        """Handles whose layers are all READY."""
+        return {handle for handle in self.store._entries if self.store._entries[handle].is_whole()}
+
+    def tick(self) -> None:
+        """What a shard tells twice a second."""
+        self._moved()
+
+    def close(self) -> None:
+        self._controller.arrivals.depart(self.handle)
+        self._thread.join(10)
+        self.store.close()
+
+
+class ToldServer:
+    """A controller and its stores."""
+
+    def __init__(self, capacities: list[int], seed: int) -> None:
+        agreement = Agreement(SPEC, LAYOUT, "float32", "independent", 16)
+        self.controller, self._capacities, self._seed = Controller(agreement), capacities, seed
+        self.stores: list[ToldStore] = []
+        for shard in range(LAYOUT.num_shards):
+            self.stores.append(self._store(shard))
+
+    def _store(self, shard: int) -> ToldStore:
+        self._seed += 1
+        return ToldStore(self.controller, shard, self._capacities[shard], self._seed)
+
+    def restart(self, shard: int) -> None:
+        """Its memory is empty."""
+        self.stores[shard].close()
+        self.stores[shard] = self._store(shard)
+
+    def at_rest(self) -> dict[str, str]:
+        """The state of each adapter, by name, when nobody loads anything any more."""
+
+        def states() -> dict[str, str]:
+            for store in self.stores:
+                store.tick()
+            return {one.record.name: one.state for one in self.controller.adapters.listings()}
+
+        def rests() -> bool:
+            unasked = self.controller.adapters._unasked
+            return not (unasked._offered or unasked._bringing or "loading" in states().values())
+
+        until(rests, "nobody loads")
+        return states()
+
+    def whole(self) -> list[set[str]]:
+        """Names that each shard has all of."""
+        name_of = self.controller.adapters.name_of
+        return [{name_of(handle) for handle in store.whole()} for store in self.stores]
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()

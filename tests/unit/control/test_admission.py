@@ -1,0 +1,327 @@
+"""Who is admitted, and who waits: against a slow, obvious model, and in a controller without sockets."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from lora_server.control.admission.admission import FIRST_SECONDS, Admission, Queued
+from lora_server.control.admission.room import Room
+from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
+from lora_server.wire import lora_server_pb2 as pb
+from tests.support.controllers import ToldShard, kept, make_controller
+from tests.support.serving import until
+
+SHARDS = range(2)
+
+
+class Model:
+    """All of it from scratch at every look: who holds what, who waits since when."""
+
+    def __init__(self, capacity, sizes, most):
+        self.capacity, self.sizes, self.most = capacity, sizes, most
+        self.holds, self.queue, self.now = [], [], 0.0
+        self.first_since = {}  # key -> when it was first seen to be the first that does not fit
+
+    def active(self):
+        return {handle for _, _, handle in self.holds}
+
+    def fits(self, handles):
+        return all(sum(self.sizes[one][shard] for one in handles) <= self.capacity[shard] for shard in SHARDS) and (
+            not self.most or len(handles) <= self.most
+        )
+
+    def admit(self):
+        """One pass over the queue, which changes what fits as it goes."""
+        gives_way = None
+        for entry in list(self.queue):
+            _, key, handles = entry
+            keeps_its_own = set(handles) <= self.active() - (gives_way or set())
+            if gives_way and not keeps_its_own:
+                continue
+            if self.fits(self.active() | set(handles)):
+                self.queue.remove(entry)
+                self.holds += [(*key, handle) for handle in handles]
+            elif gives_way is None:
+                gives_way = self.gives_way(key, set(handles))
+
+    def gives_way(self, key, handles):
+        """Coldest first: until it would fit, and one more for each further while."""
+        whiles = (self.now - self.first_since.setdefault(key, self.now)) // FIRST_SECONDS
+        times = Counter(handle for _, _, handle in self.holds if handle not in handles)
+        coldest, chosen = sorted(times, key=lambda one: (times[one], one)), set()
+        if whiles:
+            while not self.fits((self.active() - chosen) | handles):
+                chosen.add(coldest[len(chosen)])
+            chosen.update(coldest[: len(chosen) + int(whiles) - 1])
+        return chosen
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_admission_is_what_its_rule_says(seed):
+    """Never over capacity, in the order of the rule, nobody starves, no ticket is lost, every place comes back."""
+    dice = random.Random(seed)
+    handles = range(1, 9)
+    sizes = {handle: {shard: dice.randint(0, 5) for shard in SHARDS} for handle in handles}
+    model = Model(dict.fromkeys(SHARDS, 10), sizes, dice.choice([0, 0, 3]))
+    told, numbers = set(), iter(range(1, 10_000))
+
+    def changed(more, fewer, _):
+        assert not told & set(more) and set(fewer) <= told
+        told.difference_update(fewer)
+        told.update(more)
+
+    room = Room(model.most)
+    admission = Admission(lambda names: [int(name) for name in names], room, changed=changed, clock=lambda: model.now)
+    for shard in SHARDS:
+        room.set_capacity(shard, 10)
+        for handle in handles:
+            room.set_size(handle, shard, sizes[handle][shard])
+
+    def check():
+        waits = [key for _, key, _ in model.queue]
+        assert list(admission._queue) == waits
+        assert room.active == told == model.active() and model.fits(room.active)
+        for position, (_, key, wanted) in enumerate(model.queue, start=1):
+            answer = admission.acquire(*key, [str(one) for one in wanted])
+            assert isinstance(answer, Queued) and answer.position == position and answer.reason
+        for client, number, _ in model.holds:
+            assert isinstance(admission.acquire(client, number, ["1"]), list), "asked again, it is the same"
+
+    for _ in range(250):
+        model.now += dice.choice([0.0, 0.1, 0.3])
+        action, client = dice.random(), dice.randint(1, 4)
+        if action < 0.5:
+            number, wanted = next(numbers), dice.sample(handles, dice.choice([1, 1, 2]))
+            if model.fits(set(wanted)):
+                model.queue.append((model.now, (client, number), wanted))
+                admission.acquire(client, number, [str(one) for one in wanted])
+            else:
+                with pytest.raises(AdapterLoadError, match="together"):
+                    admission.acquire(client, number, [str(one) for one in wanted])
+        elif action < 0.8 and model.holds:
+            client, number, _ = dice.choice(model.holds)
+            given = [hold for hold in model.holds if hold[:2] == (client, number)]
+            model.holds = [hold for hold in model.holds if hold not in given]
+            admission.release(client, [hold[2] for hold in given])
+            admission.settle(client, [number])
+        elif action < 0.9 and model.queue + model.holds:
+            client, number = dice.choice([key for _, key, _ in model.queue] + [hold[:2] for hold in model.holds])
+            model.queue = [one for one in model.queue if one[1] != (client, number)]
+            model.holds = [hold for hold in model.holds if hold[:2] != (client, number)]
+            admission.cancel(client, [number, number])
+        elif action > 0.97:
+            model.queue = [one for one in model.queue if one[1][0] != client]
+            model.holds = [hold for hold in model.holds if hold[0] != client]
+            admission.forget_client(client)
+        model.admit()
+        check()
+    for _, key, _ in list(model.queue):  # those who hold let go, others come for ever: the first is served all the same
+        for _ in range(len(handles) + 2):
+            if not admission.is_queued(*key):
+                break
+            model.now += FIRST_SECONDS
+            for hold in list(model.holds):
+                model.holds.remove(hold)
+                admission.release(hold[0], [hold[2]])
+                model.admit()
+                number, wanted = next(numbers), [dice.choice(handles)]
+                model.queue.append((model.now, (9, number), wanted))
+                admission.acquire(9, number, [str(one) for one in wanted])
+                model.admit()
+        assert not admission.is_queued(*key)
+    check()
+    for client in (1, 2, 3, 4, 9):
+        admission.forget_client(client)
+    assert not room.active and not told and not admission._tickets and not admission.num_queued
+    assert not +room._used
+
+
+def test_who_is_first_gets_its_place_though_others_are_always_in_use():
+    """The coldest gives way, and the next one where that does not help; nobody else waits for it."""
+    admission, now = limited(hot=4, idle=4, new=4)
+    hot, idle, new = 1, 2, 3
+    numbers = iter(range(1, 100))
+    for _ in range(2):
+        admission.acquire(1, next(numbers), ["hot"])
+    admission.acquire(2, 1, ["idle"])  # and never lets go
+    assert isinstance(admission.acquire(3, 1, ["new"]), Queued)
+    now[0] = FIRST_SECONDS
+    assert admission.acquire(1, next(numbers), ["hot"]) == [hot], "the other one is to give way"
+    assert isinstance(admission.acquire(4, 1, ["idle"]), Queued)
+    now[0] = 2 * FIRST_SECONDS
+    assert admission.acquire(1, (late := next(numbers)), ["hot"]) == Queued(3, "those who came earlier go first")
+    admission.release(1, [hot, hot])
+    assert admission.is_queued(3, 1)
+    admission.release(1, [hot])
+    assert admission.room.active == {idle, new}
+    assert admission.acquire(4, 1, ["idle"]) == [idle] and admission.is_queued(1, late)
+
+
+def limited(**sizes):
+    """An admission with a pool of 10 bytes on one shard, and a clock to turn."""
+    time_of = [0.0]
+    admission = Admission(lambda names: [sorted(sizes).index(name) + 1 for name in names], clock=lambda: time_of[0])
+    admission.room.set_capacity(0, 10)
+    for handle, name in enumerate(sorted(sizes), start=1):
+        if sizes[name] is not None:
+            admission.room.set_size(handle, 0, sizes[name])
+    return admission, time_of
+
+
+def test_a_small_one_goes_first_only_until_the_head_has_waited():
+    admission, now = limited(a=6, big=8, small=2)
+    assert admission.acquire(1, 1, ["a"]) == [1]
+    assert admission.acquire(2, 1, ["big"]).reason == (
+        "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
+    )
+    assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
+    now[0] = FIRST_SECONDS
+    assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
+    assert admission.acquire(4, 2, []) == [], "nothing is had at once"
+    admission.release(1, [1])
+    assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
+    assert admission.counters.immediate == 2 and admission.counters.queued == 1
+    assert admission.counters.waits.sum_ns == FIRST_SECONDS * 1e9
+
+
+def test_nobody_waits_for_one_that_no_shard_has_measured():
+    admission, now = limited(a=6, new=None)
+    assert admission.acquire(1, 1, ["new"]).reason == "shard 0 has not looked at its files yet"
+    now[0] = 5.0
+    assert admission.acquire(2, 1, ["a"]) == [1]
+    admission.room.set_size(2, 0, 4)
+    admission.admit()
+    assert admission.acquire(1, 1, ["new"]) == [2]
+
+
+def make_served(memory=None, **fields):
+    """A controller of three adapters of 4 bytes each, and a shard with a pool of 10."""
+    controller = make_controller(settled=memory is None, **fields)
+    shard = ToldShard(controller, memory, pool_bytes=10)
+    if memory is None:
+        controller.adapters.adopt([kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0)
+        controller.adapters.settle()
+    controller.adapters.on_moved(0, [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)])
+    return controller, shard
+
+
+def join(controller):
+    lease, _ = controller.clients.join("test")
+    return lease.proof
+
+
+def test_who_waits_is_told_as_soon_as_there_is_a_place():
+    controller, shard = make_served()
+    clients, told = controller.clients, []
+    shard.lives()
+    one, other = join(controller), join(controller)
+    assert clients.acquire(one, ["a", "b"], 1)[1] is None
+    records, queued = clients.acquire(other, ["c"], 1)
+    assert [record.handle for record in records] == [3] and queued.position == 1
+    assert clients.wait_admitted(other, [1], 0.01) == []
+
+    def wait():
+        while not clients.wait_admitted(other, [1], 1.0):
+            pass
+        told.append(time.monotonic())
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    began = time.monotonic()
+    clients.release(one, [1])
+    waiter.join(20)
+    assert told and told[0] - began < 5
+    assert clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
+    until(lambda: shard.memory.active == {2, 3}, "the shard knows who stays")
+    assert [one.holders for one in controller.adapters.listings()] == [0, 1, 1]
+    clients.leave(other)
+    until(lambda: shard.memory.active == {2}, "a dead client's place")
+    shard.close()
+
+
+def test_more_clients_than_threads_wait_by_asking(monkeypatch):
+    monkeypatch.setattr("lora_server.control.clients.MAX_WAITERS", 0)
+    controller, shard = make_served()
+    shard.lives()
+    one = join(controller)
+    controller.clients.acquire(one, ["a", "b"], 1)
+    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
+    assert controller.clients.wait_admitted(one, [2], 100.0) == [], "at once"
+    shard.close()
+
+
+def test_a_shard_that_comes_back_and_a_new_controller_know_who_is_active():
+    controller, shard = make_served()
+    shard.lives()
+    clients = controller.clients
+    one, other = join(controller), join(controller)
+    assert clients.acquire(one, ["a", "b"], 1)[1] is None and clients.acquire(other, ["c"], 1)[1] is not None
+    shard.close()
+    controller.arrivals.depart(shard.handle)
+    fresh = ToldShard(controller, pool_bytes=10)
+    until(lambda: fresh.memory.active == {1, 2}, "a shard that was started anew")
+    fresh.close()
+    successor, shard = make_served(shard.memory)
+    assert successor.arrivals.settled.is_set()
+    assert successor.adapters.admission.room.active == {1, 2}, "as the shard was told, until the clients have spoken"
+    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
+    successor.clients.restore(one, [2])
+    assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
+    successor.clients.restore(other, [])
+    assert successor.clients.acquire(other, ["c"], 1)[1] is None
+    until(lambda: shard.memory.active == {2, 3}, "what was not restored is nobody's")
+    shard.close()
+
+
+def test_who_waits_for_one_that_is_removed_is_told():
+    controller, shard = make_served()
+    shard.lives()
+    one = join(controller)
+    controller.clients.acquire(one, ["a", "b"], 1)
+    assert controller.clients.acquire(one, ["c"], 2)[1] is not None
+    controller.adapters.remove("c")
+    with pytest.raises(UnknownAdapterError, match="adapter 'c': not registered here"):
+        controller.clients.acquire(one, ["c"], 2)
+    with pytest.raises(AdapterLoadError, match="more than --max-active-adapters 1"):
+        limited_to_one = make_controller(most_active=1)
+        limited_to_one.adapters.adopt([kept("a", 1), kept("b", 2)], (), 0)
+        limited_to_one.adapters.acquire(1, ["a", "b"])
+    shard.close()
+
+
+def test_pinned_ones_have_a_place_though_nobody_uses_them():
+    controller, shard = make_served(most_active=2)
+    shard.lives()
+    one = join(controller)
+    controller.adapters._set_pinned(controller.adapters.get("a").record, True)
+    until(lambda: shard.memory.active == {1}, "it stays")
+    assert controller.clients.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
+    assert "4 are needed" in controller.clients.acquire(one, ["c"], 2)[1].reason.replace(" B", "")
+    with pytest.raises(AdapterLoadError, match=r"8 bytes are needed together .* of which 4 are pinned"):
+        controller.clients.acquire(one, ["b", "c"], 3)
+    controller.adapters.unpin("a")
+    assert controller.clients.acquire(one, ["c"], 2)[1] is None
+    shard.close()
+
+
+def test_without_a_ticket_it_is_now_or_an_error():
+    admission, _ = limited(a=6, b=6)
+    assert admission.acquire(1, 0, ["a"]) == [1]
+    with pytest.raises(AdmissionError, match=r"adapters \['b'\]: no place now: shard 0's pool"):
+        admission.acquire(1, 0, ["b"])
+    assert admission.num_queued == 0 and admission.acquire(1, 0, ["a"]) == [1]
+
+
+def test_a_cancel_that_comes_before_what_it_cancels_leaves_no_hold():
+    admission, _ = limited(a=6)
+    admission.cancel(1, [7])
+    with pytest.raises(AdmissionError, match="not wanted any more"):
+        admission.acquire(1, 7, ["a"])
+    assert not admission.room.active
+    admission.settle(1, [7])
+    assert not admission._tickets

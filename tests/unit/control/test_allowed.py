@@ -1,0 +1,172 @@
+"""What may be added by name: below the server's roots, links followed, and nothing is told of what lies elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+
+from lora_server.config import ServeConfig, load
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.adapters.origins import opened
+from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
+from lora_server.errors import AdapterSourceError, ConfigError, LoraServerError
+from lora_server.placement import Layout
+from tests.support.adapter_files import spec_of
+from tests.support.controllers import ToldShard
+from tests.support.workload import spec_of as model_spec
+from tests.support.workload import workload
+
+
+@pytest.fixture
+def places(tmp_path):
+    """A root, and a place outside of it that has an adapter."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for directory in (root / "law", outside / "secret"):
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_text("{}")
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+    return root, outside
+
+
+def said(allowed, uri):
+    with pytest.raises(AdapterSourceError) as refused:
+        allowed.check(str(uri))
+    return str(refused.value).partition(": got ")[2]
+
+
+def test_nothing_is_told_of_what_lies_elsewhere(places):
+    root, outside = places
+    allowed = Allowed((str(root),))
+    (root / "up").symlink_to(outside / "secret")
+    (root / "nowhere").symlink_to(outside / "missing")
+    (root / "law" / "link").symlink_to(outside)
+    texts = {
+        said(allowed, uri)
+        for uri in (
+            outside / "secret",
+            outside / "missing",
+            outside,
+            root / "up",
+            root / "nowhere",
+            root / "law" / ".." / ".." / "outside",
+            root / "law" / "link" / "secret",
+            f"{root}-and-more",
+            f"file://{outside}/secret",
+            "/root/.ssh",
+            "/",
+            "~nobody/x",
+            "relative",
+        )
+    }
+    (text,) = texts
+    assert "--adapter-root" in text and str(root) in text and str(outside) not in text
+    for good in (root, root / "law", root / "missing", root / "law" / ".." / "law", f"file://{root}/law"):
+        allowed.check(str(good))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "part-1.safetensors"])
+def test_files_are_no_way_out(places, name):
+    root, outside = places
+    file = root / "law" / name
+    file.unlink(missing_ok=True)
+    for target in (outside / "secret" / "adapter_config.json", outside / "missing"):
+        file.symlink_to(target)
+        assert "a link that leads elsewhere" in said(Allowed((str(root),)), root / "law")
+        file.unlink()
+    file.symlink_to(root / "law" / "blob")  # as in a hub's cache
+    Allowed((str(root),)).check(str(root / "law"))
+
+
+def test_urls(places):
+    allowed = Allowed((), ("s3://adapters/mine", "hf://org", "https://host/a"))
+    for good in ("s3://adapters/mine/law", "S3://adapters/mine", "hf://org/name@main", "https://host/a/b/"):
+        allowed.check(good)
+    for bad in (
+        "s3://adapters/mine-not",
+        "s3://adapters",
+        "s3://adapters/mine@x/law",
+        "https://host/a/../b",
+        "https://host/a/%2e%2e/b",
+        "http://169.254.169.254/latest",
+    ):
+        assert "--allow-source" in said(allowed, bad)
+    Allowed().check("http://anywhere/law")
+    assert "none was given" in said(Allowed(), places[0])
+
+
+@pytest.mark.parametrize("uri", ["", "a\0b", "file://[::1", "file://", "http://[::1", "://", "s3://", "file:///x\0y"])
+def test_what_is_no_source(uri):
+    with pytest.raises(LoraServerError), opened(uri, spec_of(), None, 1.0):
+        pass
+
+
+def test_a_link_to_itself_and_a_parent_that_may_not_be_read(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    Allowed((str(tmp_path),)).check(str(tmp_path / "loop"))
+    for uri in (tmp_path / "loop", tmp_path / "loop" / "law", tmp_path / ("x" * 300)):
+        with pytest.raises(LoraServerError), opened(str(uri), spec_of(), None, 1.0):
+            pass
+
+
+def config(**flags):
+    return ServeConfig(base_model="mixtral-8x7b", **flags)
+
+
+def test_the_roots_of_a_server(places, monkeypatch):
+    root, outside = places
+    monkeypatch.chdir(outside)
+    link = outside / "link"
+    link.symlink_to(root)
+    assert Allowed.of(config()).roots == (str(outside),)
+    assert Allowed.of(config(adapters=link)).roots == (str(root), str(outside))
+    assert Allowed.of(config(adapters=root, listen="10.0.0.1:7400")).roots == (str(root),)
+    assert Allowed.of(config(listen="0.0.0.0:7400")).roots == ()
+    assert Allowed.of(config(adapters=root, adapter_root=[outside / "secret"])).roots == (str(outside / "secret"),)
+    monkeypatch.chdir("/")
+    assert Allowed.of(config()).roots == (), "a service's directory is no place for adapters"
+
+
+def test_flags_and_variables(tmp_path, monkeypatch):
+    monkeypatch.setenv("LORA_SERVER_ADAPTER_ROOT", f"{tmp_path},/b")
+    monkeypatch.setenv("LORA_SERVER_ALLOW_SOURCE", "s3://a")
+    found = load({"base_model": "mixtral-8x7b"})
+    assert ([*map(str, found.adapter_root)], found.allow_source) == ([str(tmp_path), "/b"], ("s3://a",))
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps({"base_model": "mixtral-8x7b", "adapter-root": ["/c", "/d"]}))
+    assert [*map(str, load({"adapter_root": [tmp_path]}, file).adapter_root)] == [str(tmp_path)]
+    monkeypatch.delenv("LORA_SERVER_ADAPTER_ROOT")
+    assert [*map(str, load({}, file).adapter_root)] == ["/c", "/d"]
+    for source in ("https://me:word@host/", "adapters", "file:///x"):
+        with pytest.raises(ConfigError, match="--allow-source"):
+            Allowed.of(config(allow_source=[source]))
+
+
+def fail(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path, monkeypatch):
+    paths = workload("mixtral").paths
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "linked").symlink_to(paths["qv"])
+    agreement = Agreement(model_spec("mixtral"), Layout(1, 1), "float32", "independent", 64)
+    adapters = (controller := Controller(agreement, allowed=Allowed((str(root),)))).adapters
+    shard = ToldShard(controller)
+    shard.lives()
+    with pytest.raises(AdapterSourceError, match="--adapter-root"):
+        adapters.add("out", str(root / "linked"), 5.0)
+    assert len(adapters) == 0
+    (root / "law").mkdir()
+    (root / "law" / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr("lora_server.control.adapters.origins.validate_adapter", fail)
+    with pytest.raises(AdapterSourceError, match="cannot be read: Input/output error"):
+        adapters.add("law", str(root / "law"), 5.0)
+    monkeypatch.undo()
+    adapters.register_directory({"linked": root / "linked"})  # who may write there is believed
+    assert adapters.get("linked").record.path == str(paths["qv"].resolve())
+    shard.close()

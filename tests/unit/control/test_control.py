@@ -1,0 +1,263 @@
+"""Leases, registry and shards of the control plane."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry, check_name
+from lora_server.control.members.leases import Leases
+from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
+from lora_server.errors import (
+    AdapterExistsError,
+    AdapterFormatError,
+    LeaseError,
+    ServerUnavailableError,
+    ShardUnavailableError,
+    UnknownAdapterError,
+)
+from lora_server.placement import Layout
+from lora_server.spec import Invocation, Site
+from lora_server.wire import lora_server_pb2 as pb
+from tests.support.controllers import kept, make_controller
+from tests.support.serving import until
+
+
+def test_a_record_survives_its_journey():
+    record = Record.decode(kept("law", 7).record)
+    assert (record.sites, record.invocation, record.warnings) == ((Site(0, "qkv"),), Invocation((1, 2)), ("careful",))
+    assert Record.decode(record.encode()) == record
+
+
+def test_a_name_that_is_taken_by_another_version_is_refused():
+    registry = Registry()
+    registry.add(Record.decode(kept("law", 1).record))
+    assert registry.existing("law", "v1").handle == 1 and registry.existing("code", "v1") is None
+    with pytest.raises(AdapterExistsError, match="adapters update law SOURCE"):
+        registry.existing("law", "v2")
+    assert registry.next_handle() == FIRST_HANDLE, "handles are never used twice, and fit a shard's kernel"
+
+
+NAMES, CLIENTS = st.sampled_from(["law", "code", "art"]), st.integers(1, 3)
+
+
+class AdaptersMachine(RuleBasedStateMachine):
+    """Against the obvious model: holds, listed names, handles that exist while needed, clients yet to speak."""
+
+    @initialize()
+    def start(self):
+        self.adapters = make_controller().adapters
+        self.listed, self.holds, self.alive, self.silent, self.next = {}, [], set(), {}, 1
+
+    @rule(name=NAMES)
+    def add(self, name):
+        if name not in self.listed:
+            self.adapters.adopt([kept(name, self.next)], (), 0)
+            self.listed[name] = self.next
+            self.alive.add(self.next)
+            self.next += 1
+
+    @rule(client=CLIENTS, names=st.lists(NAMES, max_size=3, unique=True))
+    def acquire(self, client, names):
+        if set(names) <= set(self.listed):
+            got = [one.handle for one in self.adapters.acquire(client, names)[0]]
+            assert got == [self.listed[name] for name in names]
+            self.holds += [(client, handle) for handle in got]
+        else:
+            with pytest.raises(UnknownAdapterError):
+                self.adapters.acquire(client, names)
+
+    @rule(client=CLIENTS)
+    def release_one(self, client):
+        own = [hold for hold in self.holds if hold[0] == client]
+        if own:
+            self.holds.remove(own[0])
+            self.adapters.release(client, [own[0][1]])
+
+    @rule(client=CLIENTS)
+    def forget(self, client):
+        self.holds = [hold for hold in self.holds if hold[0] != client]
+        self.silent.pop(client, None)
+        self.adapters.forget_client(client)
+
+    @rule(name=NAMES)
+    def remove(self, name):
+        if name in self.listed:
+            holders = {client for client, handle in self.holds if handle == self.listed[name]}
+            del self.listed[name]
+            assert self.adapters.remove(name) == len(holders)
+
+    @rule(client=st.integers(4, 5), name=NAMES, times=st.integers(1, 2))
+    def a_client_of_an_earlier_controller(self, client, name, times):
+        if name in self.listed and client not in self.silent:
+            self.adapters.expect(client)
+            self.silent[client] = [self.listed[name]] * times
+
+    @rule(client=st.integers(4, 5))
+    def speaks(self, client):
+        if client in self.silent:
+            assert self.adapters.is_unknown(client)
+            handles = self.silent.pop(client)
+            self.adapters.restore(client, handles)
+            own = [hold for hold in self.holds if hold[0] == client and hold[1] == handles[0]]
+            self.holds += [(client, handles[0])] * max(0, len(handles) - len(own))
+
+    @invariant()
+    def what_is_needed_exists_and_nothing_else(self):
+        needed = set(self.listed.values()) | {handle for _, handle in self.holds}
+        self.alive = self.alive if self.silent else self.alive & needed
+        assert {one.record.handle for one in self.adapters.listings()} == self.alive
+        for one in self.adapters.listings():
+            assert one.holders == len({client for client, handle in self.holds if handle == one.record.handle})
+            assert (one.state == "draining") == (one.record.handle not in self.listed.values())
+
+
+TestAdapters = AdaptersMachine.TestCase
+
+
+@pytest.mark.parametrize("name", ["", " ", "-x", "a\nb", "x" * 201, "a b"])
+def test_bad_names(name):
+    with pytest.raises(AdapterFormatError, match="adapter name"):
+        check_name(name)
+
+
+@given(st.integers(1, 20))
+def test_leases_are_unique_and_end_once(count):
+    leases = Leases(seconds=60)
+    granted = [leases.grant("test") for _ in range(count)]
+    assert len({lease.client for lease in granted}) == len({lease.key for lease in granted}) == count
+    for lease in granted:
+        assert leases.renew(lease.proof) == lease.client
+        with pytest.raises(LeaseError, match="join again"):
+            leases.renew(lease.proof._replace(epoch=lease.epoch + 1))
+        with pytest.raises(LeaseError, match="join again"):
+            leases.renew(lease.proof._replace(key=bytes(32)))
+        assert not leases.end(lease.client, lease.epoch + 1)
+        assert leases.end(lease.client, lease.epoch)
+        assert not leases.end(lease.client, lease.epoch)
+    assert len(leases) == 0
+
+
+def test_silent_leases_expire_and_renewed_ones_do_not():
+    leases = Leases(seconds=0.05)
+    silent, lively = leases.grant("silent"), leases.grant("lively")
+    expired = []
+
+    def sweep():
+        leases.renew(lively.proof)
+        expired.extend(leases.take_expired())
+        return expired
+
+    until(sweep, "the silent one expires", 5)
+    assert expired == [silent]
+
+
+def test_a_stall_of_the_controllers_own_ends_no_lease():
+    leases = Leases(seconds=0.2)
+    lease = leases.grant("engine")
+    time.sleep(0.3)  # it stalls for longer than a lease lasts
+    leases.excuse(0.3)
+    assert leases.take_expired() == [] and leases.renew(lease.proof)
+
+
+def handle_of(shard, pid=1, epoch=0):
+    return ShardHandle(pb.Registration(shard=shard, pid=pid, instance=str(pid), epoch=epoch))
+
+
+def test_the_table_knows_who_is_missing():
+    table = ShardTable(Layout(2, 1), "independent")
+    with pytest.raises(ServerUnavailableError, match=r"\[0, 1\] of ep2-pp1 are not up"):
+        table.require_up()
+    first = handle_of(0)
+    table.arrive(first)
+    with pytest.raises(ServerUnavailableError, match="pid 1 of node 0; is a node rank used twice"):
+        table.arrive(handle_of(0, pid=2))
+    table.arrive(handle_of(1))
+    assert sorted(table.require_up()) == [0, 1]
+    pending = first.send(pb.ShardCommand(drop=1))
+    assert table.depart(first)
+    with pytest.raises(ShardUnavailableError, match="shard 0"):
+        wait_all([pending], 1, "a drop")
+    assert table.missing() == [0]
+
+
+def arrived(table, handle, settled=True):
+    table.arrive(handle, settled)
+    return handle
+
+
+def test_a_rank_has_one_claimant():
+    """Whoever was replaced while it was away is turned away; whoever comes back itself is welcome."""
+    table = ShardTable(Layout(1, 1), "independent")
+    first = arrived(table, handle_of(0, pid=1))
+    again = arrived(table, handle_of(0, pid=1, epoch=first.epoch))
+    assert again.epoch == first.epoch, "its old stream is still there"
+    assert arrived(table, handle_of(0, pid=1)).epoch == first.epoch, "it was never told its claim"
+    again = arrived(table, handle_of(0, pid=1, epoch=first.epoch))
+    assert not table.depart(first) and table.live() == {0: again}
+    assert table.depart(again)
+    second = arrived(table, handle_of(0, pid=2))
+    assert second.epoch > first.epoch and table.restarts[0] == 1
+    with pytest.raises(LeaseError, match="pid 1 of node 0 was replaced"):
+        table.arrive(handle_of(0, pid=1, epoch=first.epoch))
+
+
+def test_a_restarted_controller_finds_the_right_claimant():
+    old, new = 7, 8
+    table = ShardTable(Layout(1, 1), "independent")
+    orphan = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
+    assert orphan.epoch == old, "a controller that knows nothing believes the first"
+    pending = orphan.send(pb.ShardCommand(drop=1))
+    assert arrived(table, handle_of(0, pid=2, epoch=new), settled=False).epoch == new, "until a newer one comes"
+    assert isinstance(pending.error, ShardUnavailableError)
+    table = ShardTable(Layout(1, 1), "independent")
+    usurper = arrived(table, handle_of(0, pid=3), settled=False)
+    holder = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
+    assert holder.epoch > usurper.epoch, "one that had the rank goes before one that waited for it"
+    with pytest.raises(LeaseError, match="pid 3"):
+        table.arrive(handle_of(0, pid=3, epoch=usurper.epoch), settled=False)
+    with pytest.raises(ServerUnavailableError, match="served by pid 1"):
+        table.arrive(handle_of(0, pid=4), settled=True)
+
+
+def test_a_leader_without_followers_is_not_up():
+    table = ShardTable(Layout(2, 1), "leader")
+    leader = handle_of(0)
+    table.arrive(leader)
+    table.arrive(handle_of(1))
+    assert table.missing() == [0]
+    table.update(leader, pb.ShardStats(followers=1))
+    assert table.missing() == []
+
+
+def test_a_command_that_is_never_answered_has_a_deadline():
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
+        wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
+    assert time.monotonic() - began < 5
+
+
+def test_what_drains_and_what_is_pinned_is_known_without_a_search():
+    """After any order of changes; the slow way is the oracle."""
+    choice, registry = random.Random(7), Registry()
+    for _ in range(2000):
+        handles = [one.handle for one in registry.records()]
+        what = choice.choice(["add", "add", "add unlisted", "pin", "unpin", "unlist", "remove"])
+        if what.startswith("add"):
+            record = Record.decode(kept(choice.choice("abcdef"), registry.next_handle()).record)
+            registry.add(record, listed=what == "add")
+        elif handles:
+            record = registry.by_handle(choice.choice(handles))
+            if what in ("pin", "unpin"):
+                registry.update(replace(record, pinned=what == "pin"))
+            elif what == "remove":
+                registry.remove(record.handle)
+            elif registry.is_listed(record):
+                registry.unlist(record.name)
+        records = registry.records()
+        assert registry.unlisted == {one.handle for one in records if not registry.is_listed(one)}
+        assert registry.pinned == {one.handle for one in registry.listed() if one.pinned}

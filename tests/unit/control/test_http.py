@@ -1,0 +1,179 @@
+"""Whatever is sent to the HTTP port: at most one line of log each, everybody else is answered, and it closes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from lora_server.control.http.limits import MAX_CONNECTIONS
+from lora_server.control.http.server import HttpServer
+from tests.support.hostile_http import HOSTILE, attack, opened, request
+from tests.support.serving import until
+
+PER_KIND = 100
+SERVE = """
+import sys
+from lora_server import logs
+from lora_server.control.http.server import HttpServer
+logs.configure()
+server = HttpServer("127.0.0.1", 0, lambda: "not yet", None)
+print(server.port, flush=True)
+sys.stdin.read()
+server.close()
+"""
+
+
+class Numbers(Collector):
+    def collect(self):
+        yield GaugeMetricFamily("the_answer", "A number", 42)
+        yield GaugeMetricFamily("long", "x" * 2000, 1)
+
+
+@contextlib.contextmanager
+def serving(not_ready=lambda: ""):
+    server = HttpServer("127.0.0.1", 0, not_ready, Numbers())
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def get(port, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read()
+    finally:
+        connection.close()
+
+
+# -- what it answers
+
+
+def test_paths_codes_and_types():
+    text, reasons = "text/plain; charset=utf-8", ["shards not up: [1]", ""]
+    with serving(lambda: reasons[0]) as server:
+        assert get(server.port, "/livez") == (200, text, b"ok\n")
+        assert get(server.port, "/readyz") == (503, text, b"shards not up: [1]\n")
+        del reasons[0]
+        assert get(server.port, "/readyz?verbose=1") == (200, text, b"ok\n")
+        for path in ("/", "/livez/", "/nowhere", "//livez", "/%ff"):
+            assert get(server.port, path) == (404, text, b"try /livez, /readyz, /metrics\n"), path
+        assert get(server.port, "/livez", "POST")[0] == 405
+
+
+def test_metrics_in_every_form():
+    with serving() as server:
+        code, kind, body = get(server.port, "/metrics")
+        assert (code, kind.startswith("text/plain; version=")) == (200, True)
+        assert b"\nthe_answer 42.0\n" in body
+        packed = get(server.port, "/metrics", **{"Accept-Encoding": "gzip"})
+        assert (packed[:2], gzip.decompress(packed[2])) == ((code, kind), body)
+        assert get(server.port, "/metrics", Accept="application/openmetrics-text")[2].endswith(b"# EOF\n")
+        assert get(server.port, "/metrics", Accept="text/plain;version=x")[0] in (200, 400), "new clients parse it"
+
+
+def test_a_taken_port_is_an_error_of_the_constructor():
+    with serving() as server:
+        with pytest.raises(OSError, match="in use"):
+            HttpServer("127.0.0.1", server.port, lambda: "", None)
+    HttpServer("127.0.0.1", server.port, lambda: "", None).close()
+
+
+# -- who does not behave
+
+
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """(port, what it has logged so far) of a process, since what is written to stderr counts."""
+    log = tmp_path_factory.mktemp("http") / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream
+        )
+    yield int(process.stdout.readline()), log.read_text
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_request_costs_one_line_at_most(child, kind):
+    port, logged = child
+    rng, before = random.Random(kind), len(logged().splitlines())
+    for _ in range(PER_KIND):
+        attack(port, HOSTILE[kind](rng), rng.choice(["read", "close", "reset"]))
+    assert get(port, "/livez")[0] == 200
+    assert "Traceback" not in logged()
+    assert len(logged().splitlines()) - before <= PER_KIND
+
+
+def test_slow_clients_delay_neither_others_nor_the_end():
+    with serving() as server, contextlib.ExitStack() as stack:
+        for payload in (b"", b"GET /livez HT", b"POST /livez HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1"):
+            for _ in range(20):
+                stack.enter_context(opened(server.port, payload))
+        assert get(server.port, "/livez")[0] == 200
+        began = time.monotonic()
+        server.close()
+        server.close()
+        assert time.monotonic() - began < 8
+        with pytest.raises(ConnectionError):
+            opened(server.port)
+
+
+def test_too_many_connections_are_refused_and_then_end(monkeypatch):
+    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 2.0)
+    with serving() as server, contextlib.ExitStack() as stack:
+        for _ in range(2 * MAX_CONNECTIONS):
+            stack.enter_context(opened(server.port, b"GET /livez HT"))
+
+        def answered():
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return get(server.port, "/livez")[0] == 200
+
+        until(answered, "the slow ones have ended")
+
+
+def test_an_answer_that_nobody_reads_ends(monkeypatch):
+    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 1.0)
+    length = 1 << 24  # more than the kernel keeps for a reader
+    with serving(lambda: "x" * length) as server, opened(server.port, request(path=b"/readyz")) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 503")
+        until(lambda: not server._server.server_state.connections, "the server has dropped it")
+        assert sum(map(len, iter(lambda: connection.recv(1 << 20), b""))) < length
+
+
+def test_a_question_that_blocks_delays_neither_others_nor_the_end():
+    asked, answer = threading.Semaphore(0), threading.Event()
+
+    def not_ready():
+        asked.release()
+        answer.wait(60)
+        return ""
+
+    try:
+        with serving(not_ready) as server, contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(opened(server.port, request(path=b"/readyz")))
+            for _ in range(4):
+                assert asked.acquire(timeout=20)
+            assert get(server.port, "/livez")[0] == 200
+            assert b"the_answer" in get(server.port, "/metrics")[2]
+            assert not asked.acquire(blocking=False), "four at a time"
+            began = time.monotonic()
+            server.close()
+            assert time.monotonic() - began < 8
+    finally:
+        answer.set()

@@ -1,0 +1,268 @@
+"""Files of adapters go from node 0 to shards of other nodes: whole and right or not at all, and in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from lora_server.adapters import WEIGHTS, open_adapter
+from lora_server.control.controller import Controller
+from lora_server.control.members.agreement import Agreement
+from lora_server.control.rpc import files as sending
+from lora_server.control.rpc.files import FilesService
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
+from lora_server.daemon import files as asking
+from lora_server.daemon.files import Node0
+from lora_server.errors import (
+    AdapterSourceError,
+    PermissionDeniedError,
+    ServerBusyError,
+    ServerUnavailableError,
+    UnknownAdapterError,
+)
+from lora_server.placement import Layout
+from lora_server.sources.cache import DiskCache
+from lora_server.sources.fetch import Fetcher
+from lora_server.units import Size
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
+from lora_server.wire.rpc import call, open_channel, translate
+from tests.support.controllers import ToldShard
+from tests.support.far import left
+from tests.support.serving import HANG_SECONDS, until
+from tests.support.workload import spec_of
+
+URL = "node0:///law"
+
+
+class Node:
+    """Node 0 with one adapter, `law`, and a node that has a cache and the name of a registered shard."""
+
+    def __init__(self, adapter, tmp_path, stack):
+        self.adapter = tmp_path / "law"
+        shutil.copytree(adapter, self.adapter)
+        agreement = Agreement(spec_of("mixtral"), Layout.parse("ep1-pp1"), "float32", "independent", 64)
+        self.controller = Controller(agreement)
+        self.controller.adapters.sends = True
+        self.shard = ToldShard(self.controller)
+        self.record = self.controller.adapters.register("law", str(self.adapter))[0]
+        self.control, self.address = None, "127.0.0.1:0"
+        self.serve()
+        self.cache = tmp_path / "cache"
+        node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance)
+        self.proof = node0.proof
+        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), node0.files)
+        stack.callback(self.shard.close)
+        stack.callback(self.die)
+
+    def serve(self):
+        """At the same address as before."""
+        self.control = ControlServer(self.controller, self.address, Doorkeeper(""))
+        self.address = f"127.0.0.1:{self.control.port}"
+
+    def die(self):
+        """As a controller that is killed."""
+        if self.control is not None:
+            self.control.close(0.0)
+        self.control = None
+
+    def fetch(self, at_piece=lambda: None):
+        return self.fetcher.fetch(URL, self.record.version, HANG_SECONDS, lambda: bool(at_piece()))
+
+    def read(self, channel, proof=None, version="", name=WEIGHTS):
+        request = pb.ReadRequest(proof=proof or self.proof, version=version or self.record.version, name=name)
+        return rpc.ShardsStub(channel).Read(request, timeout=HANG_SECONDS)
+
+
+@pytest.fixture
+def node(tiny_adapters, tmp_path):
+    with ExitStack() as stack:
+        yield Node(tiny_adapters["all"], tmp_path, stack)
+
+
+def is_right(lease, node):
+    with lease, open_adapter(lease.path, spec_of("mixtral")) as adapter:
+        return adapter.version() == node.record.version
+
+
+def beat(node, channel):
+    lease = node.controller.clients.leases.grant("engine")
+    request = pb.HeartbeatRequest(proof=pb.Proof(**lease.proof._asdict()))
+    return call(rpc.ClientsStub(channel).Heartbeat, request, server=node.address, seconds=HANG_SECONDS)
+
+
+def test_it_comes_once_and_is_looked_at_before_each_use(node):
+    assert is_right(node.fetch(), node) and is_right(node.fetch(), node)
+    assert node.fetcher.use().fetches == 1
+    (kept,) = node.cache.glob(f"{node.record.version}.*")
+    with (kept / WEIGHTS).open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0\0\0\0")
+    assert is_right(node.fetch(), node)
+    assert node.fetcher.use().fetches == 2
+
+
+class Dying:
+    """Node 0 sends the weights up to each of these parts, and no more until it is killed: once some of it has come."""
+
+    def __init__(self, node, monkeypatch, parts, comes_back):
+        self.node, self.comes_back, self.deaths = node, comes_back, 0
+        nbytes = (node.adapter / WEIGHTS).stat().st_size
+        self.limits, self.killed = [nbytes * part for part in parts], threading.Event()
+        self.begun, read = [], FilesService.read  # where calls began
+
+        def note(service, request, *more):
+            if request.name == WEIGHTS:
+                self.begun.append(request.begin)
+            return read(service, request, *more)
+
+        monkeypatch.setattr(FilesService, "read", note)
+        monkeypatch.setattr(sending, "PIECE_BYTES", 1 << 12)
+        monkeypatch.setattr(sending, "_piece", self.piece)
+        node.die()
+        node.serve()
+
+    def piece(self, file, at, real=sending._piece):
+        if file.name == WEIGHTS and self.limits and at >= self.limits[0]:
+            assert self.killed.wait(HANG_SECONDS)
+        return real(file, at)
+
+    def at_piece(self):
+        for coming in self.node.cache.glob(f"fetching-*/{WEIGHTS}"):
+            if self.limits and len(self.begun) > self.deaths and coming.stat().st_size > self.begun[-1]:
+                self.deaths += 1
+                self.node.die()
+                self.limits.pop(0)
+                self.killed.set()
+                self.killed = threading.Event()
+                if self.comes_back:
+                    self.node.serve()
+
+
+def test_a_broken_transfer_goes_on_behind_what_came(node, monkeypatch):
+    dying = Dying(node, monkeypatch, (0.25, 0.5, 0.75), comes_back=True)
+    assert is_right(node.fetch(dying.at_piece), node)
+    assert dying.deaths == 3 and len(dying.begun) == 4
+    assert dying.begun == sorted(set(dying.begun)), "what came is not sent again"
+
+
+def test_half_of_it_is_never_used(node, monkeypatch):
+    """Node 0 is not back in time: nothing is left, and the next that asks gets all."""
+    monkeypatch.setattr(asking, "AWAY_SECONDS", 0.2)
+    monkeypatch.setattr(asking, "MAX_PAUSE", 0.1)
+    dying = Dying(node, monkeypatch, (0.5,), comes_back=False)
+    with pytest.raises(AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
+        node.fetch(dying.at_piece)
+    assert dying.deaths == 1 and left(node.cache) == []
+    monkeypatch.setattr(asking, "AWAY_SECONDS", HANG_SECONDS)
+    node.serve()
+    assert is_right(node.fetch(), node)
+
+
+def test_what_changed_on_node_0_is_refused(node, tiny_adapters):
+    shutil.rmtree(node.adapter)
+    shutil.copytree(tiny_adapters["down"], node.adapter)
+    with pytest.raises(AdapterSourceError, match="changed since it was registered"):
+        node.fetch()
+    shutil.rmtree(node.adapter)
+    with pytest.raises(AdapterSourceError, match="cannot be read any more"):
+        node.fetch()
+    node.controller.adapters.sends = False
+    with pytest.raises(UnknownAdapterError, match="no files of it to send"):
+        node.fetch()
+    assert left(node.cache) == []
+
+
+@pytest.mark.parametrize("method", ["Files", "Read"])
+def test_only_a_registered_shard_gets_anything(node, method):
+    request = pb.FilesRequest if method == "Files" else pb.ReadRequest
+    more = {} if method == "Files" else {"name": WEIGHTS}
+    proofs = {"": PermissionDeniedError, "1": PermissionDeniedError, node.proof.instance[:-1]: PermissionDeniedError}
+
+    def ask(channel, proof, version=node.record.version, **other):
+        sent = request(proof=proof, version=version, **(more | other))
+        try:
+            got = getattr(rpc.ShardsStub(channel), method)(sent, timeout=HANG_SECONDS)
+            return [got] if method == "Files" else list(got)
+        except grpc.RpcError as error:
+            raise translate(error, node.address) from None
+
+    with open_channel(node.address) as channel:
+        assert ask(channel, node.proof)
+        for instance, refusal in proofs.items():
+            with pytest.raises(refusal, match="not of the registered process"):
+                ask(channel, pb.ShardProof(shard=0, instance=instance))
+        with pytest.raises(ServerUnavailableError, match="shard 1 is not registered"):
+            ask(channel, pb.ShardProof(shard=1, instance=node.proof.instance))
+        with pytest.raises(UnknownAdapterError):
+            ask(channel, node.proof, version="0" * 64)
+        if method == "Read":
+            for name in ("", "..", "../law/adapter_config.json", "README.md", "/etc/passwd"):
+                with pytest.raises(AdapterSourceError, match="expected one of"):
+                    ask(channel, node.proof, name=name)
+        node.shard.close()
+        node.controller.arrivals.depart(node.shard.handle)
+        with pytest.raises(ServerUnavailableError, match="not registered"):
+            ask(channel, node.proof)
+
+
+def test_transfers_that_stand_still_hold_no_client_up(node, monkeypatch):
+    """As many as may be wait for their shards, and one for them: heartbeats are answered, another is refused."""
+    monkeypatch.setattr(sending, "MOST_WAITING", 1)
+    os.truncate(node.adapter / WEIGHTS, 256 << 20)  # sparse; more than a connection takes that nobody reads
+    sender = node.control.files
+    with ExitStack() as stack, open_channel(node.address) as channel:
+        channels = [stack.enter_context(open_channel(node.address, apart=True)) for _ in range(sending.MOST_AT_ONCE)]
+        transfers = [node.read(one) for one in channels]
+        assert all(next(one).data for one in transfers)
+        waiting = node.read(stack.enter_context(open_channel(node.address, apart=True)))
+        until(lambda: sender.under_way == sending.MOST_AT_ONCE + 1, "one waits", HANG_SECONDS)
+        for _ in range(50):
+            assert not beat(node, channel).forgot
+        with pytest.raises(grpc.RpcError) as refused:
+            next(node.read(channel))
+        assert isinstance(translate(refused.value, node.address), ServerBusyError)
+        assert sender.under_way == sending.MOST_AT_ONCE + 1, "all stand still yet"
+        transfers[0].cancel()
+        assert next(waiting).data
+        for one in (*transfers, waiting):
+            one.cancel()
+        until(lambda: sender.under_way == 0, "all ended", HANG_SECONDS)
+
+
+def test_who_takes_nothing_loses_its_place(node, monkeypatch):
+    monkeypatch.setattr(sending, "PIECE_SECONDS", 0.2)
+    os.truncate(node.adapter / WEIGHTS, 256 << 20)
+    with open_channel(node.address) as channel:
+        stopped = node.read(channel)
+        until(lambda: node.control.files.under_way == 1, "it is sent", HANG_SECONDS)
+        until(lambda: node.control.files.under_way == 0, "it ended", HANG_SECONDS)
+        with pytest.raises(grpc.RpcError) as ended:
+            list(stopped)
+        error = translate(ended.value, node.address)
+        assert isinstance(error, ServerUnavailableError) and "took no piece" in str(error)
+
+
+def test_a_disk_that_stands_still_holds_no_client_up(node):
+    """A pipe that nobody writes to, in a file's place."""
+    pipe = node.adapter / WEIGHTS
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with open_channel(node.address) as channel:
+        reading = node.read(channel)
+        until(lambda: node.control.files.under_way == 1, "it is read", HANG_SECONDS)
+        for _ in range(50):
+            assert not beat(node, channel).forgot
+        opened = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)))
+        opened.start()
+        with pytest.raises(grpc.RpcError) as ended:
+            next(reading)
+        opened.join(HANG_SECONDS)
+        assert isinstance(translate(ended.value, node.address), AdapterSourceError)

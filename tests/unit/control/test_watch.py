@@ -1,0 +1,319 @@
+"""A followed directory: what comes, changes and goes in it, and what must never be taken from it."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from structlog.testing import capture_logs
+
+from lora_server import config
+from lora_server.adapters import validate_adapter
+from lora_server.control.adapters.registry import FIRST_HANDLE
+from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
+from lora_server.registry.database import FILE, Database
+from lora_server.registry.versions import Ledger
+from tests.support.followed import SETTLE, Followed, make_contents
+from tests.support.serving import until
+from tests.support.workload import spec_of
+
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory, tiny_adapters):
+    return make_contents(tmp_path_factory.mktemp("contents"), {"v1": tiny_adapters["all"], "v2": tiny_adapters["down"]})
+
+
+@pytest.fixture
+def followed(tmp_path, contents):
+    one = Followed(tmp_path, contents)
+    yield one
+    one.close()
+
+
+def events(lines):
+    return [(line["event"], line.get("name", "")) for line in lines if line["event"].startswith("adapter ")]
+
+
+def test_what_comes_changes_and_goes(followed):
+    with capture_logs() as lines:
+        followed.put("law", "v1")
+        followed.link("code", "v1")
+        followed.put("bad", "dora")
+        followed.look()
+        assert (followed.served(), followed.first_done) == ({}, 0), "nothing before it has settled"
+        followed.settle()
+        assert followed.served() == {"law": "v1", "code": "v1"} and "DoRA" in followed.refused()["bad"]
+        assert followed.first_done == 1 and followed.controller.not_ready() == ""
+        followed.put("law", "v2")
+        followed.link("code", "v2")
+        followed.put("bad", "v1")
+        followed.settle()
+        assert followed.served() == {"law": "v2", "code": "v2", "bad": "v1"} and followed.refused() == {}
+        for name in ("law", "code", "bad"):
+            followed.delete(name)
+        followed.settle()
+        assert followed.served() == {} and followed.adapters.listings() == [] and followed.first_done == 1
+    expected = [("registered", "code"), ("registered", "law"), ("not refused any more", "bad"), ("registered", "bad")]
+    expected += [("replaced", "code"), ("replaced", "law"), ("refused", "bad")]
+    expected += [("removed", name) for name in ("bad", "code", "law")]
+    assert sorted(events(lines)) == sorted((f"adapter {what}", name) for what, name in expected)
+
+
+def test_a_pin_is_the_names_and_survives_a_new_version_and_a_controller(followed):
+    def pinned():
+        kept = {load.handle: load.pinned for load in followed.shard.memory.loads.values()}
+        assert kept == {one.record.handle: one.record.pinned for one in followed.adapters.listings()}
+        return {one.record.name: one.record.pinned for one in followed.adapters.listings()}
+
+    followed.put("law", "v1")
+    followed.put("code", "v1")
+    followed.settle()
+    until(lambda: {one.state for one in followed.adapters.listings()} == {"ready"}, "no load is under way any more")
+    followed.shard.failure = "it takes 5 bytes"
+    with pytest.raises(AdapterLoadError, match="'law' was not pinned: it takes 5 bytes"):
+        followed.adapters.pin("law", 10)
+    followed.shard.failure = ""
+    assert pinned() == {"law": False, "code": False} and followed.adapters.get("law").error == ""
+    followed.adapters.pin("law", 10)
+    followed.put("law", "v2")
+    followed.settle()
+    until(lambda: followed.shard.memory.loads.keys() == {FIRST_HANDLE, FIRST_HANDLE + 2}, "the old one is dropped")
+    assert followed.served() == {"law": "v2", "code": "v1"} and pinned() == {"law": True, "code": False}
+    followed.restart()
+    assert pinned() == {"law": True, "code": False}
+    followed.adapters.unpin("law")
+    assert pinned() == {"law": False, "code": False}
+    with pytest.raises(UnknownAdapterError):
+        followed.adapters.pin("nobody", 10)
+
+
+@pytest.mark.parametrize("first", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_slow_copy_is_taken_when_it_is_whole(followed, first):
+    """A look after every chunk, each after a pause just too short to settle."""
+    source, target = followed.contents["v1"], followed.directory / "law"
+    target.mkdir()
+    for file in sorted(source.glob("adapter_*"), key=lambda path: path.name != first):
+        data = file.read_bytes()
+        for end in range(0, len(data) + 1, max(1, len(data) // 7)):
+            (target / f"{file.name}.part").write_bytes(data[:end])
+            followed.look()
+            followed.now += SETTLE - 0.1
+        (target / f"{file.name}.part").write_bytes(data)
+        (target / f"{file.name}.part").rename(target / file.name)
+        followed.look()
+        assert followed.adapters.listings() == [] and followed.refused() == {}
+    followed.settle()
+    assert followed.served() == {"law": "v1"}
+
+
+def test_a_copy_that_stalls_is_refused_and_then_taken(followed):
+    source, target = followed.contents["v1"], followed.directory / "law"
+    shutil.copytree(source, target)
+    weights = (target / "adapter_model.safetensors").read_bytes()
+    (target / "adapter_model.safetensors").write_bytes(weights[:-8])
+    followed.settle()
+    assert "damaged or truncated" in followed.refused()["law"] or "bytes" in followed.refused()["law"]
+    (target / "adapter_model.safetensors").write_bytes(weights)
+    followed.settle()
+    assert followed.served() == {"law": "v1"} and followed.refused() == {}
+
+
+def test_files_that_change_while_they_are_read_are_not_taken(followed):
+    followed.put("law", "v1")
+    followed.put("bad", "dora")
+    for name in ("law", "bad"):
+        followed.adapters.follow(name, followed.directory / name, "another stamp")
+    assert followed.served() == {} and followed.refused() == {}
+
+
+@pytest.mark.parametrize("name", [".law", "law.tmp", "law.partial", "law~", "lost+found"])
+def test_hidden_and_temporary_names_are_nobodys(followed, name):
+    followed.put(name, "v1")
+    followed.settle()
+    assert followed.adapters.listings() == [] and followed.refused() == {}
+    (followed.directory / name).rename(followed.directory / "law")
+    followed.settle()
+    assert followed.served() == {"law": "v1"}
+
+
+def test_what_is_held_stays_until_it_is_released(followed):
+    followed.put("law", "v1")
+    followed.settle()
+    ((old,), _) = followed.adapters.acquire(7, ["law"])
+    followed.put("law", "v2")
+    followed.settle()
+    ((new,), _) = followed.adapters.acquire(8, ["law"])
+    assert new.version == followed.versions["v2"] and new.handle > old.handle
+    states = {one.record.handle: (one.state, one.holders) for one in followed.adapters.listings()}
+    assert states == {old.handle: ("draining", 1), new.handle: ("ready", 1)}
+    followed.adapters.release(7, [old.handle])
+    assert [one.record.handle for one in followed.adapters.listings()] == [new.handle]
+
+
+def refusal_beside(followed, words):
+    """What served before serves on, and says why the directory's content does not."""
+    (listing,) = [one for one in followed.adapters.listings() if one.record.name == "law"]
+    assert (listing.state, followed.kinds[listing.record.version]) == ("ready", "v1")
+    assert words in listing.warnings[-1] and "serves on" in listing.warnings[-1]
+    assert followed.refused()["law"] == listing.warnings[-1]
+    return listing.record.handle
+
+
+def test_newer_content_that_is_refused_leaves_the_older_serving(followed):
+    followed.put("law", "v1")
+    followed.settle()
+    until(lambda: followed.adapters.get("law").state == "ready", "the shard has it")
+    for kind, words in (("dora", "DoRA"), ("half", "no such file")):
+        followed.put("law", kind)
+        followed.settle()
+        handle = refusal_beside(followed, words)
+    followed.shard.failure = "no room"
+    followed.put("law", "v2")
+    followed.settle()
+    assert refusal_beside(followed, "no room") == handle, "a shard that cannot load it refuses it too"
+    followed.delete("law")
+    (followed.directory / "law").symlink_to("nowhere")
+    followed.settle()
+    assert refusal_beside(followed, "none at this path") == handle
+    followed.shard.failure = ""
+    followed.put("law", "v2")
+    followed.settle()
+    assert followed.served() == {"law": "v2"} and followed.refused() == {}
+
+
+def test_a_name_that_was_given_by_hand_is_not_the_watchers(followed):
+    followed.adapters.register("law", str(followed.contents["v1"]))
+    followed.put("law", "v2")
+    followed.settle()
+    assert followed.served() == {"law": "v1"} and "by hand" in followed.refused()["law"]
+    followed.delete("law")
+    followed.settle()
+    assert followed.served() == {"law": "v1"} and followed.refused() == {}
+    followed.put("law", "v2")
+    followed.settle()
+    followed.adapters.remove("law")
+    followed.settle()
+    assert followed.served() == {}, "the name was removed, so it is away"
+    followed.adapters.register("law", str(followed.directory / "law"))
+    followed.settle()
+    followed.put("law", "v1")
+    followed.settle()
+    assert followed.served() == {"law": "v1"}, "what was added from the directory is followed"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_was_removed_by_hand_stays_away_until_it_changes(followed, restarts):
+    followed.put("law", "v1")
+    followed.put("bad", "dora")
+    followed.settle()
+    followed.touch("law")
+    followed.settle()
+    for name in ("law", "bad"):
+        followed.adapters.remove(name)
+    if restarts:
+        followed.restart()
+    followed.settle()
+    assert followed.served() == {} and followed.refused() == {}
+    with pytest.raises(UnknownAdapterError, match=r"was removed; .* when it changes"):
+        followed.adapters.remove("law")
+    followed.touch("law")
+    followed.settle()
+    assert followed.served() == {"law": "v1"} and followed.refused() == {}
+
+
+def test_a_restarted_controller_goes_on_and_registers_nothing_twice(followed):
+    followed.put("law", "v1")
+    followed.put("code", "v1")
+    followed.put("bad", "dora")
+    followed.settle()
+    followed.put("code", "v2")
+    followed.settle()
+    handles = {one.record.name: one.record.handle for one in followed.adapters.listings()}
+    refused = followed.refused()
+    followed.restart()
+    with capture_logs() as lines:
+        followed.settle()
+    assert {one.record.name: one.record.handle for one in followed.adapters.listings()} == handles
+    assert events(lines) == [] and followed.refused() == refused and followed.first_done == 1
+    followed.delete("law")
+    followed.put("bad", "v1")
+    followed.restart()
+    followed.settle()
+    assert followed.served() == {"code": "v2", "bad": "v1"} and followed.refused() == {}
+
+
+@pytest.mark.parametrize("how", ["gone", "unmounted"])
+def test_a_directory_that_is_lost_loses_no_adapter(followed, how):
+    followed.put("law", "v1")
+    followed.settle()
+    away = followed.directory.rename(followed.directory.parent / "away")
+    if how == "unmounted":
+        followed.directory.mkdir()
+    with capture_logs() as lines:
+        for _ in range(3):
+            followed.settle()
+        assert followed.served() == {"law": "v1"}
+        if how == "unmounted":
+            followed.directory.rmdir()
+        away.rename(followed.directory)
+        followed.settle()
+    said = [line["event"] for line in lines]
+    assert said == ["the followed directory is lost", "the followed directory is back"]
+    followed.delete("law")
+    followed.settle()
+    assert followed.served() == {}, "the same directory, and empty: all were removed"
+
+
+@pytest.mark.parametrize("require_all", [False, True])
+def test_only_what_is_refused_at_the_start_keeps_a_server_unready(tmp_path, contents, require_all):
+    followed = Followed(tmp_path, contents, require_all_adapters=require_all)
+    followed.put("bad", "dora")
+    followed.settle()
+    assert ("'bad' was refused" in followed.controller.not_ready()) == require_all
+    followed.restart()
+    assert ("'bad' was refused" in followed.controller.not_ready()) == require_all
+    followed.put("bad", "v1")
+    followed.put("later", "dora")
+    followed.settle()
+    assert list(followed.refused()) == ["later"] and followed.controller.not_ready() == ""
+    followed.close()
+
+
+def test_the_next_server_reads_what_was_touched_and_nothing_else(tmp_path, contents, monkeypatch):
+    """A whole restart, whose shards know nothing: by the stamps of the files. Pins are the ledger's."""
+    read, database = [], Database(f"sqlite:///{tmp_path / FILE}")
+
+    def note(path, spec):
+        read.append(path.name)
+        return validate_adapter(path, spec)
+
+    monkeypatch.setattr("lora_server.control.adapters.followed.validate_adapter", note)
+    followed = Followed(tmp_path, contents, ledger=Ledger(database, spec_of("mixtral").to_json()))
+    for name in ("law", "code", "art", "bad"):
+        followed.put(name, "dora" if name == "bad" else "v1")
+    followed.settle()
+    followed.adapters.pin("law", SECONDS)
+    followed.put("art", "v2")
+    followed.settle()
+    assert sorted(read) == ["art", "art", "bad", "code", "law"]
+    followed.shard.close()
+    followed.shard = None
+    read.clear()
+    followed.touch("code")
+    followed.start()
+    followed.settle()
+    assert sorted(read) == ["bad", "code"] and "DoRA" in followed.refused()["bad"]
+    assert followed.served() == {"law": "v1", "code": "v1", "art": "v2"} and followed.first_done == 2
+    assert [one.record.name for one in followed.adapters.listings() if one.record.pinned] == ["law"]
+    followed.put("law", "v2")
+    followed.settle()
+    assert followed.served()["law"] == "v2" and followed.adapters.get("law").record.pinned
+    followed.close()
+    database.close()
+
+
+def test_nothing_to_follow_is_refused():
+    with pytest.raises(ConfigError, match="watch: got no --adapters"):
+        config.load({"base_model": "mixtral-8x7b", "watch": True})

@@ -1,0 +1,119 @@
+"""An adapter that comes back: its files are opened, not parsed again, unless somebody touched them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+import torch
+
+from lora_server.adapters import open_adapter
+from lora_server.demo import tiny
+from lora_server.errors import AdapterLoadError
+from lora_server.memory import manifest
+from lora_server.memory.entry import State
+from lora_server.placement import Layout, Placement
+from lora_server.spec import Site
+from tests.support.serving import until
+from tests.support.stores import SECONDS, cpu_store, gather, load
+from tests.support.workload import spec_of
+
+QKV = Site(0, "qkv")
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """Two of one outline, and one of another."""
+    model = tiny.make_model("mixtral")
+    for name, rank in (("one", 4), ("other", 4), ("third", 2)):
+        tiny.make_adapter(model, tmp_path / name, lora_rank=rank, seed=rank, targets="all")
+    return tmp_path
+
+
+@pytest.fixture
+def store(adapters):
+    """With room for one adapter of three; all of them were looked at."""
+    placement = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1"))
+    weights = adapters / "one" / "adapter_model.safetensors"
+    made = cpu_store(placement, 0, torch.float32, round(weights.stat().st_size * 1.4))
+    for handle, name in enumerate(("one", "other", "third"), start=1):
+        assert load(made, handle, adapters / name, eager=False).result() is None
+    yield made
+    made.close()
+
+
+def bring(store, handle):
+    """As a loop does it; whether its first layer came, or failed."""
+    if (pin := store.pin([handle], 0, "a step", time.monotonic() + SECONDS)) is not None:
+        store.unpin(pin)
+    until(lambda: store.missing([handle], 0) is None, f"handle {handle}")
+    store.forget("a step")
+    return store.state(handle, 0)
+
+
+def come_back(store):
+    """The first makes room for the second, and comes anew."""
+    assert bring(store, 2) is State.READY
+    until(lambda: store.state(1, 0) is State.DISK, "eviction")
+    return bring(store, 1)
+
+
+def test_a_cold_load_reads_no_header(store, adapters):
+    """It is damaged where no stamp can see it, and nobody notices."""
+    file, config = adapters / "one" / "adapter_model.safetensors", adapters / "one" / "adapter_config.json"
+    right = expected(adapters / "one")
+    for touched in (file, config):
+        status = touched.stat()
+        with touched.open("r+b") as stream:
+            stream.write(b"\xff" * 20)
+        os.utime(touched, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert come_back(store) is State.READY
+    (segment,) = gather(store, QKV, (1, 0))
+    for pair, (part, a, b) in zip(segment.block.pairs, right, strict=True):
+        assert (pair.scale, pair.out_begin) == (part.scale, part.out_begin)
+        assert torch.equal(pair.a_RK, a.float()) and torch.equal(pair.b_OR, b.float())
+
+
+def expected(path):
+    with open_adapter(path, spec_of("mixtral")) as adapter:
+        return adapter.read(QKV, 0)
+
+
+@pytest.mark.parametrize("change", ["weights", "config", "another directory"])
+def test_changed_content_is_refused_as_ever(change, store, adapters):
+    one = adapters / "one"
+    if change == "weights":
+        file = one / "adapter_model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif change == "config":
+        config = one / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1234}))
+    else:
+        shutil.rmtree(one)
+        (adapters / "third").rename(one)
+    assert come_back(store) is State.FAILED
+    assert isinstance(store.error(1), AdapterLoadError) and "content changed" in str(store.error(1))
+
+
+def test_touched_files_of_the_same_content_are_read_once_more_and_known_again(store, adapters):
+    os.utime(adapters / "one" / "adapter_model.safetensors")
+    before = store._entries[1].files
+    assert come_back(store) is State.READY
+    assert store._entries[1].files != before
+
+
+def test_adapters_of_one_outline_share_what_is_kept_and_that_has_an_end(store, adapters, monkeypatch):
+    kept = store._loader._manifests
+    assert len(kept._kept) == 2
+    assert 0 < kept.nbytes < 20_000
+    monkeypatch.setattr(manifest, "KEPT_BYTES", limit := kept.nbytes)
+    tiny.make_adapter(tiny.make_model("mixtral"), adapters / "fourth", lora_rank=3, seed=3, targets="all")
+    assert load(store, 4, adapters / "fourth", eager=False).result() is None
+    assert kept.get(store._entries[1].files.outline) is None
+    assert 0 < kept.nbytes <= limit
+    assert come_back(store) is State.READY

@@ -1,0 +1,273 @@
+"""Adapters from far, out of real servers, into a disk cache that other processes use as well."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lora_server.adapters import open_adapter
+from lora_server.errors import AdapterFormatError, AdapterSourceError, ConfigError
+from lora_server.sources.cache import DiskCache
+from lora_server.sources.remote import canonical, is_remote
+from lora_server.sources.retries import may_pass
+from lora_server.units import Size
+from tests.support.far import SECONDS, far_server, fetcher_of, left, size_of
+from tests.support.sources import ROOT
+from tests.support.workload import spec_of
+
+
+@pytest.fixture
+def far(tmp_path):
+    with far_server(tmp_path / "far") as server:
+        yield server
+
+
+def version_of(path):
+    with open_adapter(path, spec_of("mixtral")) as adapter:
+        return adapter.version()
+
+
+def test_what_is_fetched_is_what_lies_there_and_comes_once(far, tiny_adapters, tmp_path):
+    url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
+    fetcher = fetcher_of(cache)
+    with fetcher.fetch(url) as lease:
+        assert lease.version == version_of(tiny_adapters["all"]) == version_of(lease.path)
+    far.put("law", tiny_adapters["down"])
+    with fetcher_of(cache).fetch(url, lease.version) as again:
+        assert again.path == lease.path, "what was registered is what is served, whatever lies there now"
+    use, nbytes = fetcher.use(), size_of(tiny_adapters["all"])
+    assert (use.bytes, use.fetches, use.fetched_bytes, use.fetch_failures) == (nbytes, 1, nbytes, 0)
+    assert far.got == {"/law/adapter_model.safetensors": 1}
+
+
+def test_other_content_than_was_registered_is_refused(far, tiny_adapters, tmp_path):
+    url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
+    fetcher_of(cache).fetch(url).close()
+    version = version_of(tiny_adapters["all"])
+    shutil.rmtree(cache)
+    far.put("law", tiny_adapters["down"])
+    with pytest.raises(AdapterSourceError, match=r"changed since it was registered: got version .* add it again"):
+        fetcher_of(cache).fetch(url, version)
+    assert left(cache) == []
+
+
+def test_files_that_somebody_wrote_over_are_fetched_again(far, tiny_adapters, tmp_path):
+    url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
+    with fetcher_of(cache).fetch(url) as lease:
+        file, version = lease.path / "adapter_model.safetensors", lease.version
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with fetcher_of(cache).fetch(url, version) as lease:
+        assert version_of(lease.path) == version
+    os.utime(file)  # touched, and not changed
+    fetcher_of(cache).fetch(url, version).close()
+    assert far.got.total() == 2
+
+
+REFUSED = {
+    "no config": ("adapter_config.json", AdapterSourceError, r"got no adapter_config\.json there"),
+    "no weights": ("adapter_model.safetensors", AdapterFormatError, "no such file"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_adapter_is_refused(far, tiny_adapters, tmp_path, name):
+    missing, error, text = REFUSED[name]
+    url = far.put("law", tiny_adapters["all"])
+    (far.directory / "law" / missing).unlink()
+    with pytest.raises(error, match=rf"{url}: .*{text}"):
+        fetcher_of(tmp_path / "cache").fetch(url)
+    if name == "no weights":
+        (far.directory / "law" / "adapter_model.bin").touch()
+        with pytest.raises(error, match="a pickle file, which can run code"):
+            fetcher_of(tmp_path / "cache").fetch(url)
+
+
+def test_what_may_pass_is_tried_again_and_nothing_else(far, tiny_adapters, tmp_path):
+    url, fetcher = far.put("law", tiny_adapters["down"]), fetcher_of(tmp_path / "cache")
+    far.statuses = [503, 503, 429, 429]  # to HEAD, then to GET
+    fetcher.fetch(url).close()
+    far.statuses = [403] * 9
+    with pytest.raises(AdapterSourceError, match="403"):
+        fetcher.fetch(url)
+    assert len(far.statuses) == 7
+    far.statuses, far.cut = [], True
+    with pytest.raises(AdapterSourceError, match="cannot be fetched: ClientPayloadError"):
+        fetcher.fetch(url)
+    assert far.got.total() == 1 + 5 and fetcher.use().fetch_failures == 2
+    assert not may_pass(FileNotFoundError()) and not may_pass(PermissionError()) and may_pass(TimeoutError())
+
+
+def test_processes_and_threads_of_a_host_fetch_once(far, tiny_adapters, tmp_path):
+    url, version, cache = far.put("law", tiny_adapters["all"]), version_of(tiny_adapters["all"]), tmp_path / "cache"
+    far.open.clear()
+    with ThreadPoolExecutor(4) as pool:
+        coming = [pool.submit(fetcher_of(cache).fetch, url, version) for _ in range(4)]
+        assert far.stalled.wait(SECONDS)
+        far.open.set()
+        leases = [one.result(SECONDS) for one in coming]
+    assert len({lease.path for lease in leases}) == 1 and far.got.total() == 1
+    for lease in leases:
+        lease.close()
+
+
+FETCH = """
+import sys
+from pathlib import Path
+from lora_server.sources.cache import DiskCache
+from lora_server.sources.fetch import Fetcher
+from lora_server.spec import ModelSpec
+from lora_server.units import Size
+cache, url, spec = sys.argv[1:]
+Fetcher(DiskCache(Path(cache), Size(nbytes=1 << 30)), ModelSpec.from_json(spec)).fetch(url)
+"""
+
+
+def test_a_fetch_that_is_killed_leaves_nothing_that_is_used(far, tiny_adapters, tmp_path):
+    url, version, cache = far.put("law", tiny_adapters["all"]), version_of(tiny_adapters["all"]), tmp_path / "cache"
+    far.open.clear()
+    command = [sys.executable, "-c", FETCH, str(cache), url, spec_of("mixtral").to_json()]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        assert far.stalled.wait(SECONDS)
+        (partial,) = left(cache)
+        os.kill(process.pid, signal.SIGKILL)
+    far.open.set()
+    assert partial.startswith("fetching-") and fetcher_of(cache).cache.versions() == frozenset()
+    assert fetcher_of(cache).cache.take(version) is None
+    with fetcher_of(cache).fetch(url, version) as lease:
+        assert version_of(lease.path) == version and left(cache) == [lease.path.name]
+
+
+def test_a_fetch_ends_at_its_deadline_and_when_nobody_wants_it(far, tiny_adapters, tmp_path):
+    url, fetcher = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache")
+    with pytest.raises(AdapterSourceError, match="not fetched within its time"):
+        fetcher.fetch(url, seconds=0)
+    with pytest.raises(AdapterSourceError, match="not wanted any more"):
+        fetcher.fetch(url, cancelled=lambda: True)
+    assert left(tmp_path / "cache") == []
+
+
+def test_what_is_larger_than_the_cache_is_refused(far, tiny_adapters, tmp_path):
+    url = far.put("law", tiny_adapters["all"])
+    with pytest.raises(AdapterSourceError, match=r"--disk-cache-size is 10 B: give the disk cache more"):
+        fetcher_of(tmp_path / "cache", 10).fetch(url)
+
+
+def test_other_file_systems(tiny_adapters, tmp_path):
+    class OurFiles(DirFileSystem):
+        protocol = "ourfiles"
+
+        def __init__(self, **options):
+            super().__init__(path=str(tiny_adapters["all"].parent), fs=LocalFileSystem(), **options)
+
+    fsspec.register_implementation("ourfiles", OurFiles, clobber=True)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tiny_adapters["all"]), "/org/law", recursive=True)
+    fetcher = fetcher_of(tmp_path / "cache")
+    for url in (f"ourfiles://{tiny_adapters['all'].name}", "memory://org/law"):
+        with fetcher.fetch(canonical(url)) as lease:
+            assert lease.version == version_of(tiny_adapters["all"])
+    assert len(left(tmp_path / "cache")) == 1, "the same content lies there once"
+
+
+def test_a_bucket(tiny_adapters, tmp_path, monkeypatch):
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        bucket = fsspec.filesystem("s3", skip_instance_cache=True)
+        bucket.mkdir("adapters")
+        bucket.put(f"{tiny_adapters['down']}/", "adapters/law/", recursive=True)
+        fetcher = fetcher_of(tmp_path / "cache")
+        with fetcher.fetch("s3://adapters/law") as lease:
+            assert lease.version == version_of(tiny_adapters["down"])
+        with pytest.raises(AdapterSourceError, match="got no adapter_config"):
+            fetcher.fetch("s3://adapters/code")
+    finally:
+        server.stop()
+
+
+def test_sources_that_cannot_be_say_why(tmp_path, monkeypatch):
+    fetcher = fetcher_of(tmp_path / "cache")
+    with pytest.raises(AdapterSourceError, match=r"got scheme 'nowhere', expected a path, file://, or .* s3://"):
+        fetcher.fetch("nowhere://law")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(AdapterSourceError, match=r"gs://a/law: .*install lora-server\[gs\] on every node"):
+        fetcher.fetch("gs://a/law")
+    for url in ("https://me:secret@host/law", "https://host/law?token=secret", "simplecache://x::s3://a/law"):
+        with pytest.raises(AdapterSourceError, match="expected that of a directory") as caught:
+            canonical(url)
+        assert "secret" not in str(caught.value)
+    assert canonical("HF://org/law@main/") == "hf://org/law@main"
+    assert [is_remote(one) for one in ("s3://a/b", "/a/b", "a:b", "file:///a", "FILE:///a")] == [True, *[False] * 4]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--disk-cache .*: cannot be made or written to"):
+        DiskCache(tmp_path / "file", Size())
+
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["fetch", "take", "close", "die"]), st.integers(0, 9)), max_size=40)
+
+
+@settings(max_examples=40, deadline=None)
+@given(OPERATIONS)
+def test_the_cap_holds_and_what_is_in_use_stays(tmp_path_factory, operations):
+    """Against the obvious model: least recently used first, never what is in use, never more than the cap."""
+    directory, capacity = tmp_path_factory.mktemp("cache"), 100
+    cache, held, claims, model = DiskCache(directory, Size(nbytes=capacity)), [], [], {}
+
+    def used():
+        return sum(10 * (one % 5 + 1) for one in model) + sum(claim.nbytes for claim in claims)
+
+    for operation, number in operations:
+        version, nbytes = f"{number:x}" * 8, 10 * (number % 5 + 1)
+        if operation == "take":
+            lease = cache.take(version)
+            assert (lease is not None) == (number in model)
+            if lease is not None:
+                model[number] = model.pop(number)
+                held.append((number, lease))
+        elif operation == "close" and held:
+            held.pop(number % len(held))[1].close()
+        elif operation == "die" and len(claims) < 2:
+            claim = cache.claim(f"d{len(claims)}", 10) if used() + 10 <= capacity else None
+            claims += [claim] if claim is not None else []
+        elif operation == "fetch" and number not in model:
+            busy = {one for one, _ in held}
+            going, missing = [], used() + nbytes - capacity
+            for one in [one for one in model if one not in busy]:
+                if missing > 0:
+                    going.append(one)
+                    missing -= 10 * (one % 5 + 1)
+            claim = cache.claim(version, nbytes)
+            assert (claim is not None) == (missing <= 0)
+            if claim is not None:
+                cache.keep(claim, version, "stamp").close()
+                model = {one: None for one in model if one not in going} | {number: None}
+        assert cache.nbytes() == used() <= capacity
+        assert cache.versions() == {f"{one:x}" * 8 for one in model}
+        assert all(lease.path.exists() for _, lease in held)
+    for claim in claims:
+        os.close(claim.descriptor)  # as a process that was killed
+    for _, lease in held:
+        lease.close()
+    assert cache.claim("", capacity) is not None and len(left(directory)) == 1

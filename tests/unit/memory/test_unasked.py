@@ -1,0 +1,167 @@
+"""What comes before anybody asks is the same on every shard, however late each of them is, and says so."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+
+import pytest
+import torch
+
+from lora_server.control.admission.residency import Residency
+from lora_server.control.admission.room import Room
+from lora_server.control.admission.unasked import Bring, Unasked
+from lora_server.control.members.shards import wait_all
+from lora_server.demo import tiny
+from lora_server.demo.launch import running_server
+from lora_server.placement import Layout, Placement
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import open_channel
+from tests.support.serving import cli, status, until
+from tests.support.stores import cpu_store, load
+from tests.support.told_stores import LAYOUT, PLACEMENT, ToldServer
+from tests.support.workload import workload
+
+TARGETS = ("all", "experts", "gate_up", "attention", "qv")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    """Ten adapters of many sizes; what some take on some shards is nothing."""
+    model, root = tiny.make_model("mixtral"), tmp_path_factory.mktemp("adapters")
+    for number in range(10):
+        rank, targets = 3 + 5 * number % 7, TARGETS[number % len(TARGETS)]
+        tiny.make_adapter(model, root / f"a{number}", lora_rank=rank, seed=number, targets=targets)
+    return {path.name: path for path in sorted(root.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def sizes(paths):
+    """By name: what it takes on each shard."""
+    found = {name: [] for name in paths}
+    for shard in range(LAYOUT.num_shards):
+        store = cpu_store(PLACEMENT, shard, torch.float32)
+        for handle, (name, path) in enumerate(paths.items(), start=1):
+            assert load(store, handle, path).result() is None
+            found[name].append(store._entries[handle].size)
+        store.close()
+    return found
+
+
+def half(sizes):
+    """What half of all of them take, on the shard where that is the most."""
+    return [max(map(sum, zip(*sizes.values(), strict=True))) // 2] * LAYOUT.num_shards
+
+
+def who_comes(order, sizes, capacities):
+    """The rule, the slow way: in this order, whoever fits every shard beside those before it."""
+    chosen = []
+    for name in order:
+        together = [sum(sizes[one][shard] for one in [*chosen, name]) for shard in range(LAYOUT.num_shards)]
+        if all(taken <= capacity for taken, capacity in zip(together, capacities, strict=True)):
+            chosen.append(name)
+    return set(chosen)
+
+
+@contextlib.contextmanager
+def server_of(capacities, seed):
+    server = ToldServer(capacities, seed)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def check_even(server, sizes):
+    """Every adapter is `ready` and whole on all shards, or `disk`, and on none or without room on the others."""
+    states, whole = server.at_rest(), server.whole()
+    free = [store.store.tier.pool.free for store in server.stores]
+    for name, state in states.items():
+        has = [name in names for names in whole]
+        assert (state == "ready") == all(has) and state in ("ready", "disk"), (name, state, has)
+        fits = all(has[shard] or sizes[name][shard] <= free[shard] for shard in range(LAYOUT.num_shards))
+        assert state == "ready" or not any(has) or not fits, (name, has)
+    return {name for name, state in states.items() if state == "ready"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_shard_has_those_that_fit_all_of_them_first_come_first(seed, paths, sizes):
+    dice = random.Random(seed)
+    order = dice.sample(sorted(paths), len(paths))
+    capacities = [round(one * dice.uniform(0.5, 1.5)) for one in half(sizes)]
+    with server_of(capacities, 100 * seed) as server:
+        server.controller.adapters.register_directory({name: paths[name] for name in order})
+        pages = [store.store.tier.pool.capacity for store in server.stores]
+        assert check_even(server, sizes) == who_comes(order, sizes, pages)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shard_that_was_started_anew_takes_what_its_peers_have(seed, paths, sizes):
+    """Not what was registered first."""
+    with server_of(half(sizes), 1000 + 100 * seed) as server:
+        adapters = server.controller.adapters
+        adapters.register_directory(paths)
+        before = check_even(server, sizes)
+        absent = sorted(set(paths) - before)[-1]
+        adapters.pin(absent, 30)
+        adapters.unpin(absent)
+        assert absent in {name for name, state in server.at_rest().items() if state == "ready"}
+        peers = set.intersection(*server.whole())
+        server.restart(seed)
+        server.at_rest()
+        assert peers <= server.whole()[seed] and before - peers, "some had to go for who was asked for"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_that_is_added_while_others_load_makes_the_same_room_everywhere(seed, paths, sizes):
+    with server_of(half(sizes), 2000 + 100 * seed) as server:
+        adapters, (*first, late) = server.controller.adapters, paths
+        adapters.register_directory({name: paths[name] for name in first})
+        _, loads, _ = adapters.register(late, str(paths[late]), eager=True)
+        wait_all(loads, 30, "the add")
+        assert late in check_even(server, sizes)
+        for name in first[:3]:
+            adapters.remove(name)
+        check_even(server, sizes)
+        for store in server.stores:
+            store.store.check_integrity()
+
+
+def test_what_a_peer_has_comes_before_what_nobody_has():
+    """Though that was registered first, and both would fit alone."""
+    placement, room = Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")), Room()
+    residency = Residency(placement)
+    unasked = Unasked(residency, room)
+    for shard, (first, second) in enumerate([(6, 4), (10, 4)]):
+        room.set_capacity(shard, 10)
+        room.set_size(1, shard, first)
+        room.set_size(2, shard, second)
+    residency.of(2).layers[0] = len(placement.layers(0))
+    unasked.note(2, 0)
+    unasked.offer([1, 2])
+    assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
+
+
+def test_a_server_with_room_for_half_of_them(tmp_path):
+    """Nothing stays `loading`, nothing is on a few shards alone, and a shard that dies changes nothing of it."""
+    served = workload("mixtral")
+    flags = ["--base-model", str(served.base), "--adapters", str(served.adapters)]
+    with running_server(tmp_path / "log", [*flags, "--layout", "ep2-pp2", "--device-pool", "256KiB"]) as server:
+        expected = dict.fromkeys(served.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
+        until(lambda: _states(server.address) == expected, "all that fit together are there")
+        shown = json.loads(cli("adapters", "show", "per-expert", "--server", server.address, "--json").stdout)
+        assert [one["device_layers"] for one in shown["shards"]] == [0] * LAYOUT.num_shards
+        os.kill(status(server.address).shards[2].pid, signal.SIGKILL)
+        until(lambda: [one.restarts for one in status(server.address).shards] == [0, 0, 1, 0], "it is started anew")
+        until(lambda: _states(server.address) == expected, "it has what its peers have")
+
+
+def _states(address):
+    """Of each adapter, by name."""
+    with open_channel(address) as channel:
+        listed = rpc.AdaptersStub(channel).List(pb.ListAdaptersRequest(), timeout=5)
+    return {one.name: one.state for one in listed.adapters}

@@ -1,0 +1,280 @@
+"""Which step comes next: decode first without starving prefill, and followers in their leader's order."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from lora_server.errors import ProtocolError
+from lora_server.ports import TcpPort
+from lora_server.shard.coordination import Follower, Independent, Leader
+from lora_server.shard.orders import MAX_STRANGERS
+from lora_server.shard.schedule import PendingStep
+from lora_server.transport.address import parse
+from lora_server.transport.base import Connection
+from lora_server.transport.frames import HEADER, MESSAGE, STEP, frame
+from lora_server.wire import messages, slot
+from lora_server.wire.messages import Challenge, Follow, Lead, Order
+from lora_server.wire.slot import RequestHeader
+from tests.support.rig import LOADED, Client, healthy, make_rig
+from tests.support.serving import until
+
+
+class Peer(Connection):
+    """Only a name: the scheduler never touches a region."""
+
+    def __init__(self, client, epoch=1):
+        self.client, self.epoch = client, epoch
+
+    def respond(self, seq, nbytes):
+        raise AssertionError("a scheduler does not answer")
+
+
+def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, epoch=1):
+    header = RequestHeader._make([0] * len(RequestHeader._fields))._replace(step_class=step_class, budget_us=60_000_000)
+    return PendingStep(Peer(client, epoch), seq, header, received, 0, pin=None if blocked else 1)
+
+
+@pytest.fixture
+def leader():
+    found = Leader("127.0.0.1")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def make_follower(leader):
+    followers = []
+
+    def make():
+        follower = Follower(lambda: None, 4)
+        follower.follow(leader.address, leader.badge)
+        followers.append(follower)
+        until(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
+        return follower
+
+    yield make
+    for follower in followers:
+        follower.close()
+
+
+def pending(*steps):
+    return {one.connection.client: one for one in steps}
+
+
+def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
+    first, *_ = [make_follower() for _ in range(3)]
+    assert leader.followers == 3
+    first.close()
+    until(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
+
+
+STRANGE = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
+    HEADER.pack(STEP, 0, 0),
+    b"".join(frame(MESSAGE, b"\xc1")),
+    b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), bytes(32))))),
+    b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32),
+]
+
+
+def test_strangers_hear_no_order_and_end_nobody(leader, make_follower, monkeypatch):
+    """They could end the leader over its ZeroMQ port, fill its memory, and hear whose step is next."""
+    monkeypatch.setattr("lora_server.shard.orders.HANDSHAKE_SECONDS", 2.0)
+    follower, host_port = make_follower(), parse(leader.address)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(host_port)) for _ in range(2 * len(STRANGE))]
+        for stranger, said in zip(strangers, STRANGE * 2, strict=True):
+            stranger.settimeout(30)
+            stranger.sendall(said)
+        order_of(leader, 5)
+        until(lambda: len(follower._queue) == 1, "the follower to hear it")
+        for stranger in strangers:
+            heard = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := stranger.recv(4096):
+                    heard += more
+            assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
+    assert leader.followers == 1
+    make_follower()
+    assert leader.followers == 2, "others are let in"
+
+
+def test_strangers_without_number_keep_no_follower_out(leader, make_follower):
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * MAX_STRANGERS):
+            stack.enter_context(socket.create_connection(parse(leader.address)))
+        make_follower()
+    assert leader.followers == 1
+
+
+def test_a_follower_that_takes_no_orders_is_cut_off(leader):
+    """Its connection fills up; nothing is queued for it in the leader."""
+    with socket.create_connection(parse(leader.address)) as stopped:
+        stopped.settimeout(30)
+        challenge = messages.decode(stopped.recv(4096)[HEADER.size :], Challenge)
+        proof = messages.proof(leader.badge, b"follower", challenge.nonce, bytes(32))
+        stopped.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), proof)))))
+        until(lambda: leader.followers == 1, "it to be let in")
+
+        def cut_off():
+            for _ in range(1000):
+                order_of(leader, 1)
+            return leader.followers == 0
+
+        until(cut_off, "the leader to give it up")
+
+
+def test_a_follower_believes_no_leader_without_the_badge():
+    """And does not wait for one that says nothing."""
+    follower = Follower(lambda: None, 4)
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        false.settimeout(60)
+        follower.follow(f"tcp://127.0.0.1:{false.getsockname()[1]}", b"badge")
+        for attempt in range(2):
+            with false.accept()[0] as peer:
+                peer.settimeout(30)
+                peer.sendall(b"".join(frame(MESSAGE, messages.encode(Challenge(bytes(32))))))
+                assert peer.recv(4096), "its proof"
+                lie = [
+                    *frame(MESSAGE, messages.encode(Lead(bytes(32)))),
+                    *frame(MESSAGE, messages.encode(Order(1, 1, 1, 1))),
+                ]
+                peer.sendall(b"".join(lie)) if attempt else peer.sendall(b"x" * 4096)
+                with contextlib.suppress(ConnectionResetError):
+                    assert peer.recv(4096) == b"", "it goes"
+    follower.close()
+    assert not follower._queue
+
+
+def test_orders_of_steps_that_never_come_go(leader, make_follower):
+    """A client that pushes to the leader alone, under deadlines of an hour."""
+    follower = make_follower()
+    for seq in range(1, 101):
+        assert leader.next(pending(step(1, seq=seq))).seq == seq
+    order_of(leader, 2)
+    until(lambda: len(follower._queue) == 101, "the orders to arrive")
+    assert follower.next(pending(step(2))).connection.client == 2
+    assert len(follower._queue) == 4, "as many as its slots"
+    assert follower.next(pending(step(1, seq=98))).seq == 98
+
+
+def order_of(leader, *clients):
+    """Let the leader pick these clients' steps, one after another."""
+    for client in clients:
+        assert leader.next(pending(step(client))).connection.client == client
+
+
+def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
+    follower = make_follower()
+    order_of(leader, 3, 1, 2)
+    until(lambda: len(follower._queue) == 3, "the orders to arrive")
+    here = pending(step(1, slot.DECODE, 1), step(2, slot.DECODE, 2), step(3, slot.PREFILL, 3))
+    served = []
+    while (picked := follower.next(here)) is not None:
+        served.append(picked.connection.client)
+        del here[picked.connection.client]
+    assert served == [3, 1, 2]
+    assert follower.next(pending(step(4))) is None, "what the leader has not ordered waits"
+
+
+def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, make_follower):
+    follower = make_follower()
+    order_of(leader, 1, 2, 3)
+    until(lambda: len(follower._queue) == 3, "the orders to arrive")
+    assert follower.next({}) is None, "nothing to do before somebody moves"
+    blocked, late = step(1, blocked=True), step(2)
+    assert follower.next(pending(blocked, step(3))).connection.client == 3
+    assert follower.next(pending(blocked)) is None
+    blocked.pin = 1
+    assert follower.next(pending(blocked, late)) is blocked
+    assert follower.next(pending(late)) is late
+
+
+@pytest.mark.parametrize("other", [None, {"seq": 2}, {"epoch": 2}])
+def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follower):
+    follower, began = make_follower(), time.monotonic()
+    for client in (1, 2):
+        refused = step(client)
+        refused.header, refused.refusal = refused.header._replace(budget_us=50_000), ProtocolError("bad")
+        assert leader.next(pending(refused)) is refused, "the followers' parts of it are served"
+    until(lambda: len(follower._queue) == 2, "the orders to arrive")
+    here = pending(step(1, **other)) if other else {}
+    until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
+    assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
+
+
+def test_what_a_follower_refuses_waits_for_no_order(make_follower):
+    refused = step(1)
+    refused.refusal = ProtocolError("bad")
+    assert make_follower().next(pending(step(2), refused)) is refused
+
+
+def test_in_leader_mode_what_is_begun_is_finished(leader, make_follower):
+    """The order says what is begun, and followers may be late: a small step passes a large one before, not within."""
+    follower, large, small = make_follower(), step(1), step(2)
+    large.header = large.header._replace(num_rows=256)
+    order_of(leader, 1, 2)
+    until(lambda: len(follower._queue) == 2, "the orders to arrive")
+    for coordinator in (leader, follower):
+        large.work = iter(())
+        assert coordinator.next(pending(large, small)) is large
+        large.work = None
+        assert coordinator.next(pending(small)) is small
+    assert Independent().next(pending(large, small)) is small
+    large.work = iter(())
+    assert Independent().next(pending(large, small)) is small
+
+
+def test_a_leader_that_comes_back_at_its_address_is_followed_anew(leader, make_follower):
+    follower, port = make_follower(), TcpPort(int(leader.address.rpartition(":")[2]), "a stage")
+    leader.close()
+    successor = Leader("127.0.0.1", port=port)
+    try:
+        assert successor.address == leader.address and successor.badge != leader.badge
+        follower.follow(successor.address, successor.badge)
+        until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
+    finally:
+        successor.close()
+
+
+def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
+    follower, successor = make_follower(), Leader("127.0.0.1")
+    order_of(leader, 1)
+    until(lambda: follower._queue, "the order to arrive")
+    follower.follow(successor.address, successor.badge)
+    assert not follower._queue
+    until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
+    order_of(leader, 2)
+    order_of(successor, 3)
+    until(lambda: follower._queue, "the order to arrive")
+    assert follower.next(pending(step(2), step(3))).connection.client == 3
+    successor.close()
+
+
+def test_a_stage_of_real_shards_serves_alike(leader, make_follower, tiny_adapters):
+    """Two shards with all weights, one leads: the same client's step is served on both."""
+    rigs = [make_rig(), make_rig()]
+    rigs[0].shard.coordinator, rigs[1].shard.coordinator = leader, make_follower()
+    for rig in rigs:
+        assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+    pairs = [[Client(rig.shard, client) for rig in rigs] for client in (1, 2)]
+    for led, following in pairs * 5:
+        following_seq = following.push(following.request())
+        assert rigs[1].shard.serve_once() is False, "not before the leader says so"
+        healthy(led)
+        following.answer(following_seq)
+    for rig in rigs:
+        rig.shard.store.close()
+
+
+def test_independent_picks_from_what_is_pending():
+    coordinator = Independent()
+    assert coordinator.next({}) is None
+    assert coordinator.next(pending(step(1), step(2, received=-1))).connection.client == 2
+    coordinator.close()

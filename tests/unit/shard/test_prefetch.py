@@ -1,0 +1,157 @@
+"""What clients say that they will need: in which order it is said, who is believed, what it does on a shard."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOST, SPACING_SECONDS, Lookahead
+from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, SPACING_US
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
+from lora_server.daemon.shard_commands import STEP_SECONDS
+from lora_server.errors import LeaseError
+from lora_server.transport.session import MAX_PREFETCHED
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
+from tests.support.controllers import ToldShard, kept, make_controller
+from tests.support.serving import until
+
+
+class Told(ToldShard):
+    """Also writes down the prefetches that reached it."""
+
+    def _run(self):
+        self.prefetches = []
+        for command in self.handle.commands():
+            if command.HasField("prefetch"):
+                asked = command.prefetch
+                self.prefetches.append((asked.client, [(need.handle, need.in_us) for need in asked.needs]))
+            self.handle.finish(pb.Done(command=command.id))
+
+
+@pytest.fixture
+def rig():
+    """A controller with one shard, a client that holds handles 3 and 5, and one that holds nothing."""
+    controller = make_controller()
+    controller.adapters.adopt([kept("law", 3), kept("art", 5), kept("code", 7)], (), 7)
+    shard = Told(controller)
+    shard.lives()
+    lease, _ = controller.clients.join("an engine")
+    controller.clients.acquire(lease.proof, ["law", "art"])
+    yield controller.clients, shard, lease
+    shard.close()
+
+
+def soon_after(clients):
+    """As if a client had been quiet for long enough."""
+    clients.prefetches._quiet_until.clear()
+
+
+def test_only_who_shows_its_lease_is_heard(rig):
+    """By way of the real call: there is no other way in."""
+    clients, shard, lease = rig
+    control, other = (
+        ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper(b"secret")),
+        clients.leases.grant("another"),
+    )
+    address = f"127.0.0.1:{control.port}"
+    with open_channel(address) as channel:
+
+        def say(**wrong):
+            proof = {"client": lease.client, "epoch": lease.epoch, "key": lease.key} | wrong
+            request = pb.PrefetchRequest(proof=pb.Proof(**proof), needs=[pb.Need(handle=3)])
+            call(rpc.ClientsStub(channel).Prefetch, request, server=address, seconds=60)
+
+        forged = (
+            {"key": other.key},
+            {"key": b""},
+            {"epoch": lease.epoch + 1},
+            {"client": 99},
+            {"client": other.client},
+        )
+        for wrong in forged:
+            with pytest.raises(LeaseError):
+                say(**wrong)
+        assert shard.prefetches == []
+        say()
+        until(lambda: shard.prefetches, "the good one arrives", 60)
+    control.close(1.0)
+    assert shard.prefetches == [(lease.client, [(3, 0)])]
+
+
+def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
+    clients, shard, lease = rig
+    ignored, asked = clients.prefetches.ignored, lease.proof
+    with capture_logs() as lines:
+        clients.prefetch(asked, dict.fromkeys(range(MAX_PREFETCHED + 1), 0))
+        assert ignored["too much"] == 1 and shard.prefetches == []
+        clients.prefetch(asked, {7: 0, 3: 2**61, 99: 0, 5: 7})
+        began = time.monotonic()
+        for _ in range(1000):
+            clients.prefetch(asked, {3: 0})
+    most = 2 + (time.monotonic() - began) / MIN_SECONDS
+    until(lambda: shard.prefetches, "the first", 60)
+    assert shard.prefetches[0] == (lease.client, [(5, 7), (3, MAX_AHEAD_US)])
+    assert ignored["not held"] == 1 and ignored["too often"] >= 1000 - most
+    assert len(shard.prefetches) <= most and len(lines) < 20
+
+
+def test_who_announces_many_has_others_first_ones_in_between(rig):
+    """Whatever it says: one that announced 399 as needed at once went before all that others announced later."""
+    clients, shard, lease = rig
+    clients.prefetch(lease.proof, {3: 0, 5: 0})
+    until(lambda: shard.prefetches, "it", 60)
+    assert shard.prefetches == [(lease.client, [(3, 0), (5, SPACING_US)])]
+
+
+def test_who_lets_go_of_all_that_it_announced_needs_nothing(rig):
+    clients, shard, lease = rig
+    clients.prefetch(lease.proof, {3: 0, 5: 0})
+    clients.release(lease.proof, [3])
+    clients.release(lease.proof, [5])
+    until(lambda: len(shard.prefetches) == 2, "the second", 60)
+    assert shard.prefetches[1] == (lease.client, [])
+    clients.leave(lease.proof)
+    soon_after(clients)
+    with pytest.raises(LeaseError):
+        clients.prefetch(lease.proof, {3: 0})
+    clients.prefetches.receive(lease.proof, {3: 0})  # it left in between
+    assert not clients.prefetches._announced
+
+
+def test_the_queue_is_told_in_order_when_it_changes_and_no_more_often_than_allowed():
+    sent, clock = [], [0.0]
+    ahead = Lookahead(sent.append, lambda: clock[0])
+
+    def later(seconds):
+        clock[0] += seconds
+
+    ahead.arrived(4)
+    ahead.arrived(6)  # too soon: the queue has it
+    assert sent == [{4: 0.0}] and ahead.is_due()
+    ahead.follow([6, 4, 6, 9])
+    assert list(sent[-1].items()) == [(6, 0.0), (4, SPACING_SECONDS), (9, 2 * SPACING_SECONDS)]
+    assert not ahead.is_due()
+    later(EVERY_SECONDS)
+    assert ahead.is_due()
+    ahead.follow([6, 4, 9])
+    assert len(sent) == 2, "nothing changed"
+    later(AGAIN_SECONDS)
+    ahead.follow([6, 4, 9])
+    assert len(sent) == 3, "before the server forgets it"
+    ahead.follow([4, 9])
+    assert list(sent[-1]) == [4, 9], "what started waits no more"
+    later(EVERY_SECONDS)
+    ahead.arrived(6)
+    assert list(sent[-1]) == [4, 9, 6], "the rest waits on"
+    ahead.follow(range(1000))
+    assert list(sent[-1]) == list(range(MOST))
+    ahead.follow([])
+    later(AGAIN_SECONDS)
+    ahead.follow([])
+    assert sent[-1] == {} and len(sent) == 7, "an empty queue is said once"
+    assert AGAIN_SECONDS < STEP_SECONDS and MIN_SECONDS < EVERY_SECONDS and MOST <= MAX_PREFETCHED

@@ -1,0 +1,209 @@
+"""A real Shard over inproc links: what unknown, late and failing steps do, and to whom."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+
+import pytest
+import torch
+
+from lora_server.errors import (
+    AdapterError,
+    AdapterFormatError,
+    PermissionDeniedError,
+    ProtocolError,
+    ShardUnavailableError,
+    StepTimeoutError,
+    UnknownAdapterError,
+)
+from lora_server.spec import Site
+from lora_server.wire import slot
+from tests.support.rig import LAYER0, LOADED, SECONDS, Client, healthy, loaded_rig, make_rig
+
+pytestmark = pytest.mark.usefixtures("quiet")
+ABSENT = 8
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_adapters):
+    with loaded_rig(tiny_adapters["all"]) as rig:
+        yield rig
+
+
+@pytest.fixture
+def rig():
+    rig = make_rig()
+    yield rig
+    rig.gate.open()
+    rig.shard.store.close()
+
+
+@pytest.mark.parametrize("word", [slot.signal(1, 2**40), slot.signal(1, 2**48 - 1)])
+def test_wild_signals_cut_a_client_off_and_delay_nobody(loaded, word):
+    """A client that signals beyond its slots breaks the contract; the others do not notice."""
+    wild, good = Client(loaded.shard, 1), Client(loaded.shard, 2)
+    wild.push(wild.request())
+    wild.link.region.request_signal[0] = word
+    for _ in range(5):
+        healthy(good)
+    assert [connection.client for connection in loaded.shard.port.connections] == [2]
+    wild.link.close(), good.link.close()
+
+
+def test_windows_and_dtypes(loaded):
+    client = Client(loaded.shard, 1)
+    _, whole = client.send(client.request())
+    whole = torch.frombuffer(bytearray(whole), dtype=torch.float32).view(2, -1)
+    header, part = client.send(client.request(windows=((10, 30), (100, 101))))
+    part = torch.frombuffer(bytearray(part), dtype=torch.float32).view(2, -1)
+    assert header.width == 21
+    torch.testing.assert_close(part, torch.cat([whole[:, 10:30], whole[:, 100:101]], 1))
+    header, _ = client.send(client.request(maps=False))
+    assert header.num_rows == 2 and header.width == 192
+    client.link.close()
+
+
+def test_an_unknown_handle_is_named(loaded):
+    client, counters = Client(loaded.shard, 1), loaded.shard.counters
+    failed, steps = counters.failed, counters.steps
+    with pytest.raises(UnknownAdapterError, match=rf"shard 0 client 1 slot 1 seq 1 .*handle {ABSENT}"):
+        client.send(client.request(handle=ABSENT))
+    healthy(client)
+    assert (counters.failed, counters.steps) == (failed + 1, steps + 1)
+    client.link.close()
+
+
+def test_a_step_may_name_what_its_client_holds_alone(loaded, monkeypatch):
+    """A forged handle reads no weights, delays nobody, and what is held is told in time."""
+    monkeypatch.setattr("lora_server.shard.loop.HELD_NS", 50_000_000)
+    port, forger, other = loaded.shard.port, Client(loaded.shard, 1), Client(loaded.shard, 2)
+    port.hold(1, [], anew=True)
+    with pytest.raises(PermissionDeniedError, match=rf"shard 0 client 1 .*handle {LOADED}, which this client does not"):
+        forger.send(forger.request())
+    seq = forger.push(forger.request())
+    healthy(other)
+    port.hold(1, [LOADED])  # what it acquired is told a moment later
+    forger.answer(seq)
+    port.hold(1, [], [LOADED])
+    with pytest.raises(PermissionDeniedError):
+        forger.send(forger.request())
+    port.borrow(1, 2)  # as a worker does from its scheduler
+    forger.send(forger.request())
+    port.revoke(2)
+    with pytest.raises(PermissionDeniedError):
+        forger.send(forger.request())
+    port.hold(1, [LOADED])
+    seq = forger.push(forger.request())
+    loaded.shard._receive()
+    struct.pack_into("<I", forger.link.region.request(seq), slot.HEADER_BYTES, ABSENT)  # the memory is the client's
+    with pytest.raises(ProtocolError, match="its segments changed after it was pushed"):
+        forger.answer(seq)
+    for client in (forger, other):
+        client.link.close()
+
+
+@pytest.mark.parametrize("site", [LAYER0, Site(1, "gate_up"), Site(0, "qkv")])
+def test_a_step_at_the_wrong_shard_is_refused_and_not_answered_with_zeros(site, tiny_adapters):
+    owner, *others = (make_rig("ep2-pp2", index) for index in range(4))
+    if site.layer:
+        owner, *others = others[1], owner, others[0], others[2]
+    for rig in (owner, *others):
+        assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+    for rig in (owner, *others):
+        client = Client(rig.shard, 1)
+        memory = client.request(site, maps=False, rows=1)
+        if site.projection == "qkv":
+            struct.pack_into("<I", memory, slot.HEADER_BYTES + 4, 0)
+        if rig is owner:
+            client.send(memory)
+        else:
+            with pytest.raises(ProtocolError, match="placements differ"):
+                client.send(memory)
+        rig.shard.store.close()
+
+
+def test_a_step_waits_for_its_layer_while_others_are_served(rig, tiny_adapters):
+    assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+    rig.gate.shut(), rig.gate.arrived.clear()
+    rig.load(ABSENT, tiny_adapters["all"])
+    assert rig.gate.arrived.wait(SECONDS), "layer 0 is here, layer 1 is not"
+    early, waits, other = (Client(rig.shard, client) for client in (1, 2, 3))
+    early.send(early.request(handle=ABSENT))
+    seq = waits.push(waits.request(Site(1, "gate_up"), handle=ABSENT))
+    for _ in range(10):
+        healthy(other)
+    assert waits.link.responded() == 0
+    rig.gate.open()
+    waits.answer(seq)
+    assert waits.send(waits.request(handle=ABSENT))[1] == early.send(early.request(handle=ABSENT))[1]
+
+
+def test_a_waiting_step_prefetches_its_adapter(rig, tiny_adapters):
+    rig.gate.shut()
+    rig.load(1, tiny_adapters["all"])
+    assert rig.gate.arrived.wait(SECONDS)
+    for handle in (2, 3, 4):
+        rig.load(handle, tiny_adapters["down"])
+    client = Client(rig.shard, 1)
+    seq = client.push(client.request(Site(3, "down"), handle=4, maps=False))
+    assert rig.shard.serve_once() is False
+    rig.gate.open()
+    client.answer(seq)
+    assert [loaded for loaded in rig.gate.loaded if loaded[0] != 1][:1] == [(4, 1)], "its layer is the first"
+
+
+@pytest.mark.parametrize("ends", ["timeout", "drop", "failure", "leaves", "revoked"])
+def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
+    rig.gate.shut()
+    path = tiny_adapters["all"]
+    if ends == "failure":
+        (tmp_path / "adapter_config.json").write_text("{}")
+        rig.load(LOADED, tiny_adapters["down"])
+        assert rig.gate.arrived.wait(SECONDS)
+        path = tmp_path
+    rig.load(ABSENT, path)
+    assert rig.gate.arrived.wait(SECONDS)
+    client = Client(rig.shard, 1)
+    budget = 0.05 if ends == "timeout" else SECONDS
+    seq, began = (
+        client.push(client.request(Site(3, "down"), handle=ABSENT, maps=False, budget=budget)),
+        time.monotonic(),
+    )
+    assert rig.shard.serve_once() is False
+    if ends == "timeout":
+        with pytest.raises(StepTimeoutError, match=rf"shard 0 client 1 .*handle {ABSENT} .*deadline"):
+            client.answer(seq)
+        assert 0.05 <= time.monotonic() - began < 5
+    elif ends == "drop":
+        rig.shard.store.drop(ABSENT)
+        with pytest.raises(UnknownAdapterError, match=f"handle {ABSENT}"):
+            client.answer(seq)
+    elif ends == "failure":
+        rig.gate.open()
+        with pytest.raises(AdapterError) as caught:
+            client.answer(seq)
+        assert isinstance(caught.value, AdapterFormatError) and str(tmp_path) in str(caught.value)
+    else:
+        client.link.close() if ends == "leaves" else rig.shard.port.revoke(1)
+        assert rig.shard.serve_once() is False and not rig.shard._pending
+        if ends == "revoked":
+            with pytest.raises(ShardUnavailableError):
+                client.answer(seq)
+
+
+def test_the_loop_stops_and_wakes(loaded, tiny_adapters):
+    """`run` in a thread: it is woken by the doorbell and ends when it is told to."""
+    stop, client = threading.Event(), Client(loaded.shard, 5)
+    client.link._pump = lambda: time.sleep(1e-4)
+    thread = threading.Thread(target=loaded.shard.run, args=(stop.is_set,))
+    thread.start()
+    for _ in range(20):
+        seq = client.push(client.request())
+        loaded.shard.port.ring()
+        client.answer(seq)
+    client.link.close()
+    stop.set(), loaded.shard.port.ring()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
