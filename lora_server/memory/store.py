@@ -70,18 +70,14 @@ class WeightStore(Filling):
         not looked at yet, or far."""
         with self._changed:
             entry = self._entries.get(handle)
-            if (
-                entry is None
-                or entry.size is None
-                or entry.failure is not None
-                or entry.far
-                or entry.is_whole()
-                or not self._room.take(entry, time.monotonic())
-            ):
+            if entry is None or entry.size is None or entry.failure is not None or entry.far or entry.is_whole():
                 done(None)
-                return
-            self._turns.bring(entry, done)
-            self._changed.notify()
+            elif self._room.take(entry, time.monotonic()):
+                self._turns.bring(entry, done)
+                self._changed.notify()
+            else:  # reported again after the answer: the controller counts other memory as free than there is
+                done(None)
+                self._moved.add(handle)
 
     def keep(self, handle: int, done: Done) -> None:
         """Bring an adapter in, and let it never make room until `unkeep`; `done` is called as by an eager `load`.

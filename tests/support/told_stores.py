@@ -105,7 +105,7 @@ class ToldServer:
         self.stores[shard] = self._store(shard)
 
     def at_rest(self) -> dict[str, str]:
-        """The state of each adapter, by name, when nobody loads anything any more."""
+        """The state of each adapter, by name, when nothing loads any more, and nothing is left to decide."""
 
         def states() -> dict[str, str]:
             for store in self.stores:
@@ -113,8 +113,7 @@ class ToldServer:
             return {one.record.name: one.state for one in self.controller.adapters.listings()}
 
         def rests() -> bool:
-            unasked = self.controller.adapters._unasked
-            return not (unasked._offered or unasked._bringing or "loading" in states().values())
+            return "loading" not in states().values() and self.controller.adapters._unasked.is_settled
 
         until(rests, "nobody loads")
         return states()

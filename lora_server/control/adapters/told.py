@@ -130,7 +130,8 @@ class ToldAdapters:
     def _brought(self, handle: int, shard: int, error: LoraServerError | None) -> None:
         """Or not: then it comes when somebody asks."""
         with self._lock:
-            self._unasked.answered(handle, shard)
+            if self._registry.by_handle(handle) is not None:
+                self._unasked.answered(handle, shard)
             self._bring_unasked()
 
     def _load_everywhere(self, record: Record, eager: bool) -> list[PendingCommand]:
@@ -263,6 +264,7 @@ class ToldAdapters:
                     if one.measured:
                         self._room.set_size(one.handle, shard, one.bytes)
                     self._unasked.note(one.handle, shard)
+            self._unasked.heard(shard)
             self._bring_unasked()
             if self.admission.num_queued:
                 self._admit()
@@ -314,3 +316,4 @@ class ToldAdapters:
                 self._residency.forget(handle)
                 self._room.forget(handle)
                 self._shards.broadcast(pb.ShardCommand(drop=handle))
+        self._bring_unasked()

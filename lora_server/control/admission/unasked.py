@@ -1,18 +1,19 @@
-"""What shards bring in before anybody asks for it: the same on all of them, since a step needs all.
+"""Decide what shards load before any request asks for it: the same adapters on all of them, since a step needs all.
 
-A shard alone cannot tell: an adapter takes another size on each, and each is at another point of its work. So shards
-look at files, and say how much each adapter takes; here it is decided who comes, one after the other:
+A shard alone cannot tell: an adapter takes a different size on each, and each is at another point of its work. So
+shards look at files and report how much each adapter takes; here it is decided which adapters come, one by one:
 
 1. what some shards have and others lost, or never had, by handle;
-2. what was registered, and all that there is when a shard came anew, in that order.
+2. what was registered, and everything there is when a shard starts anew, in that order.
 
-Who fits every shard that lacks it, beside all that is there or on its way, is brought to these. For who does not,
-nobody makes room: it comes when somebody asks. Each is decided once, and not while anybody waits for another.
+An adapter that fits every shard that lacks it, beside all that is there or on its way, is loaded on these. For one that
+does not fit, nothing is evicted: it is loaded when a request asks. Each is decided once, and not while a request waits
+for any adapter. Those of 1 are decided again whenever memory becomes free on a shard, or a shard could not load one.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ Place = tuple[int, int]  # handle, shard
 
 
 class Bring(NamedTuple):
-    """These shards are to bring it in."""
+    """The shards that are to load an adapter."""
 
     handle: int
     shards: list[int]
@@ -37,61 +38,85 @@ class Unasked:
         self._offered: dict[int, None] = {}  # handles, in their order; not decided yet
         self._uneven: set[int] = set()  # handles that some shards may have, and others not; not decided since
         self._bringing: dict[int, set[int]] = {}  # by handle: shards that have not answered yet
-        self._asked: set[Place] = set()  # somebody waits for it
-        self._taken: dict[Place, int] = {}  # bytes of what is there, or on its way
+        self._refused: set[Place] = set()  # it fits, the shard did not load it, and has reported nothing since
+        self._asked: set[Place] = set()  # a request waits for it
+        self._taken: defaultdict[int, dict[int, int]] = defaultdict(dict)  # bytes there, or on their way, by shard
         self._used: Counter[int] = Counter()  # the same, by shard
+        self._freed = False  # memory became free since the last decision
 
     def offer(self, handles: Iterable[int]) -> None:
-        """To be decided, unless they are already."""
+        """Decide these, too, unless they are decided already."""
         self._offered |= dict.fromkeys(handles)
 
     def is_brought(self, handle: int) -> bool:
-        """Whether a shard was told to, and has not answered."""
+        """Whether a shard was told to load it, and has not answered."""
         return handle in self._bringing
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is on its way, and nothing is left to decide."""
+        return not (self._offered or self._uneven or self._bringing or self._refused or self._asked or self._freed)
+
     def asked(self, handle: int, shard: int) -> None:
-        """Somebody waits for it there, until `note` hears otherwise."""
+        """A request waits for it there, until `note` says otherwise."""
         self._asked.add((handle, shard))
 
     def note(self, handle: int, shard: int) -> None:
-        """What the shard has of it, or is bringing, or how much that takes, may be another than before."""
-        resident, place, before = self._residency.of(handle), (handle, shard), self._taken.pop((handle, shard), None)
-        comes = shard in resident.coming
+        """What the shard has of it, or is loading, or how much that takes, may have changed."""
+        resident, taken = self._residency.of(handle), self._taken[handle]
+        before, comes = taken.pop(shard, None), shard in resident.coming
         if resident.layers.get(shard) or comes or shard in self._bringing.get(handle, ()):
-            self._taken[place] = self._room.size_on(handle, shard) or 0
-        self._used[shard] += self._taken.get(place, 0) - (before or 0)
+            taken[shard] = self._room.size_on(handle, shard) or 0
+        more = taken.get(shard, 0) - (before or 0)
+        self._used[shard] += more
+        self._freed |= more < 0
+        if not comes:
+            self._asked.discard((handle, shard))
         if handle in self._bringing:
             return
-        (self._asked.add if comes else self._asked.discard)(place)
-        if (before is None) != (place not in self._taken):
+        if comes:
+            self._asked.add((handle, shard))
+        if (before is None) != (shard not in taken):
             self._uneven.add(handle)
 
     def answered(self, handle: int, shard: int) -> None:
-        """It is there, or does not come."""
+        """The shard has loaded it, or does not."""
         shards = self._bringing.get(handle, set())
         shards.discard(shard)
         if not shards:
             self._bringing.pop(handle, None)
+            self._uneven.add(handle)
         self.note(handle, shard)
+        if shard in self._residency.lacking(handle) and self._fits(handle, shard):
+            self._refused.add((handle, shard))
+
+    def heard(self, shard: int) -> None:
+        """The shard has reported what takes its memory: what it refused is decided again."""
+        refused = {place for place in self._refused if place[1] == shard}
+        self._refused -= refused
+        self._uneven.update(handle for handle, _ in refused)
 
     def forget(self, handle: int) -> None:
-        """The adapter is gone, and others may have room now to be completed."""
+        """The adapter is gone, and others may fit now."""
         self._offered.pop(handle, None)
         self._uneven.discard(handle)
         self._bringing.pop(handle, None)
-        for shard in self._used:
-            self._asked.discard((handle, shard))
-            self._used[shard] -= self._taken.pop((handle, shard), 0)
-        self._uneven.update(other for other, _ in self._taken)
+        for places in (self._asked, self._refused):
+            places.difference_update([place for place in places if place[0] == handle])
+        self._used.subtract(self._taken.pop(handle, {}))
+        self._freed = True
 
     def decide(self, may_come: Callable[[int], bool]) -> list[Bring]:
-        """Whom to bring now, where all shards are up. They count as on their way until they are `answered`."""
+        """What to load now, where all shards are up. It counts as on its way until it is `answered`."""
         found = list[Bring]()
         if self._asked:
             return found
+        if self._freed:
+            self._freed = False
+            everywhere = self._residency.num_shards
+            self._uneven.update(handle for handle, shards in self._taken.items() if 0 < len(shards) < everywhere)
         for handle in sorted(self._uneven):
-            somewhere = any((handle, shard) in self._taken for shard in self._used)
-            if somewhere and not self._decide(handle, may_come, found):
+            if self._taken[handle] and not self._decide(handle, may_come, found):
                 return found
             self._uneven.discard(handle)
         while self._offered:
@@ -102,14 +127,15 @@ class Unasked:
         return found
 
     def _decide(self, handle: int, may_come: Callable[[int], bool], found: list[Bring]) -> bool:
-        """False where nobody knows yet how much it takes."""
+        """Return False while a shard has not measured it yet."""
         resident = self._residency.of(handle)
         if handle in self._bringing or not may_come(handle) or resident.error or resident.remote:
             return True
         if self._room.unmeasured([handle]) is not None:
             return False
         lacking = self._residency.lacking(handle)
-        if lacking and all(self._fits(handle, shard) for shard in lacking):
+        refused = any((handle, shard) in self._refused for shard in lacking)
+        if lacking and not refused and all(self._fits(handle, shard) for shard in lacking):
             self._bringing[handle] = set(lacking)
             for shard in lacking:
                 self.note(handle, shard)
@@ -117,5 +143,5 @@ class Unasked:
         return True
 
     def _fits(self, handle: int, shard: int) -> bool:
-        used = self._used[shard] - self._taken.get((handle, shard), 0)
+        used = self._used[shard] - self._taken[handle].get(shard, 0)
         return used + (self._room.size_on(handle, shard) or 0) <= self._room.capacity_of(shard)

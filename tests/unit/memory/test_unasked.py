@@ -131,18 +131,52 @@ def test_one_that_is_added_while_others_load_makes_the_same_room_everywhere(seed
             store.store.check_integrity()
 
 
-def test_what_a_peer_has_comes_before_what_nobody_has():
+def decided(sizes, capacities):
+    """Two shards, each with the layers of its own stage alone, and what is decided for them."""
+    room = Room()
+    residency = Residency(Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")))
+    for shard, capacity in enumerate(capacities):
+        room.set_capacity(shard, capacity)
+    for handle, by_shard in sizes.items():
+        for shard, size in enumerate(by_shard):
+            room.set_size(handle, shard, size)
+    return residency, Unasked(residency, room)
+
+
+def has(residency, unasked, handle, shard, whole=True):
+    """The shard reports that it has all of it, or none."""
+    residency.of(handle).layers[shard] = PLACEMENT.spec.layers * whole
+    unasked.note(handle, shard)
+    unasked.heard(shard)
+
+
+def test_an_adapter_that_a_peer_has_is_loaded_before_one_that_no_shard_has():
     """Though that was registered first, and both would fit alone."""
-    placement, room = Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")), Room()
-    residency = Residency(placement)
-    unasked = Unasked(residency, room)
-    for shard, (first, second) in enumerate([(6, 4), (10, 4)]):
-        room.set_capacity(shard, 10)
-        room.set_size(1, shard, first)
-        room.set_size(2, shard, second)
-    residency.of(2).layers[0] = len(placement.layers(0))
-    unasked.note(2, 0)
+    residency, unasked = decided({1: (6, 10), 2: (4, 6)}, (10, 10))
+    has(residency, unasked, 2, 0)
     unasked.offer([1, 2])
+    assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
+
+
+def test_an_adapter_that_one_of_several_shards_refused_is_loaded_there_once_it_reports():
+    """The refusal comes before its peer's answer, and is not repeated before the shard reports."""
+    residency, unasked = decided({1: (4, 4)}, (10, 10))
+    unasked.offer([1])
+    assert unasked.decide(lambda handle: True) == [Bring(1, [0, 1])]
+    unasked.answered(1, 1)
+    has(residency, unasked, 1, 0)
+    unasked.answered(1, 0)
+    assert unasked.decide(lambda handle: True) == [] and not unasked.is_settled
+    unasked.heard(1)
+    assert unasked.decide(lambda handle: True) == [Bring(1, [1])]
+
+
+def test_memory_that_an_eviction_leaves_completes_an_adapter_that_other_shards_have():
+    residency, unasked = decided({1: (8, 8), 2: (4, 4)}, (10, 10))
+    for handle, shard in [(1, 1), (2, 0)]:
+        has(residency, unasked, handle, shard)
+    assert unasked.decide(lambda handle: True) == [], "neither fits beside the other"
+    has(residency, unasked, 1, 1, whole=False)
     assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
 
 
