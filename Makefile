@@ -9,7 +9,7 @@ VENV_BUILD := .venv-build
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
+.PHONY: demo test test-fast test-all stress lint docs browser postgres bench chaos gpu gpu-carry gpu-build mutants proto clean test-vllm serve-vllm bench-vllm
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) deploy/environment.py $(VENV) 1.6 -c constraints.txt -e '.[dev]'
@@ -18,10 +18,29 @@ $(VENV)/ready: pyproject.toml constraints.txt
 demo: $(VENV)/ready
 	$(BIN)/lora-server demo $(ARGS)
 
-# two processes more than cores, since many tests wait for leases and deadlines; whole files each, their fixtures are dear
+# two processes more than cores, since many tests wait for other processes; whole files each, their fixtures are dear
 TEST_PROCESSES ?= $(shell echo $$(( $$(nproc) < 5 ? $$(nproc) + 2 : 6 )))
+PYTEST = $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 30 --durations-min 5
+
+# what a change can break on a CPU: all tests but those that are marked `long`
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --durations 30 --durations-min 5 $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+# no server, no engine; of memory alone: ARGS="tests/unit/memory"
+test-fast: $(VENV)/ready
+	$(PYTEST) -m "not long" $(or $(ARGS),tests/unit tests/property)
+
+# every test, a little chaos, and some sabotages of the device protocol
+test-all: $(VENV)/ready
+	$(PYTEST) $(ARGS)
+	$(BIN)/python -m tests.chaos --short
+	$(BIN)/python -m tests.support.gpu.gpu_mutants --short
+
+# every test N times in random orders, on a machine at three times its cores in load; vLLM's, too, where its environment
+# is. Some of them: ARGS="tests/served tests/vllm"
+N ?= 1
+stress: $(VENV)/ready
+	$(BIN)/python -m tests.stress --runs $(N) -n $(TEST_PROCESSES) $(ARGS)
 
 # what the page's tests look at it with; without one they skip
 browser:

@@ -1,0 +1,87 @@
+"""`make stress N=10`: every test N times in random orders, beside processes that keep the machine at three times its
+cores in load; prints each test that ever failed, and in which runs.
+
+`ARGS` are pytest's: paths, -k, -m. Paths below tests/vllm run in vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lora_server.demo import children
+
+LOAD = 3  # busy processes per core
+VLLM = Path("tests/vllm")
+SPIN = "x = 1.0\nwhile True:\n    for _ in range(1000): x = x * 1.0000001 % 7.0"
+OURS = [sys.executable, "-m", "pytest", "--dist", "loadfile"]
+IN_VLLM_S = [".venv-vllm/bin/python", *OURS[1:], "-n", "2", "-c", f"{VLLM}/pytest.ini", "--rootdir=."]
+
+
+def main() -> int:
+    """The exit code: 0 where no test failed, 1 where one did."""
+    parser = argparse.ArgumentParser(prog="python -m tests.stress", description=__doc__)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1, 10**6), help="of the first order"
+    )
+    parser.add_argument("-n", "--processes", default="4")
+    given, rest = parser.parse_known_args()
+    paths = [one for one in rest if one.startswith("tests")]
+    options = [one for one in rest if one not in paths]
+    ours = [one for one in paths if VLLM not in (Path(one), *Path(one).parents)]
+    suites = []
+    if ours or not paths:
+        suites.append([*OURS, "-n", given.processes, *(ours or ["tests"])])
+    if len(ours) < len(paths) or (not paths and Path(IN_VLLM_S[0]).exists()):
+        suites.append([*IN_VLLM_S, *([one for one in paths if one not in ours] or [str(VLLM)])])
+    busy = [children.start([sys.executable, "-c", SPIN]) for _ in range(LOAD * (os.cpu_count() or 1))]
+    failed, console = defaultdict[str, list[int]](list), Console()
+    try:
+        for seed in range(given.seed, given.seed + given.runs):
+            for command in suites:
+                console.print(f"[bold]order {seed}[/bold], load {os.getloadavg()[0]:.1f}: {' '.join(command[3:])}")
+                for name in _failures([*command, *options], seed):
+                    failed[name].append(seed)
+    finally:
+        for one in busy:
+            children.stop(one)
+    _show(failed, given.runs, console)
+    return 1 if failed else 0
+
+
+def _failures(command: list[str], seed: int) -> list[str]:
+    """Names of the tests that failed in one run; of the command, where it ended without a report."""
+    with tempfile.TemporaryDirectory(prefix="stress-") as scratch:
+        report = Path(scratch, "report.xml")
+        command = [*command, "-p", "tests.shuffle", "--shuffle", str(seed), "-p", "no:cacheprovider"]
+        code = children.start([*command, f"--junitxml={report}"], env={**os.environ, "PYTHONPATH": "."}).wait()
+        if not report.exists() or code not in (0, 1):
+            return [f"the run itself: exit code {code}"]
+        cases = ElementTree.parse(report).getroot().iter("testcase")
+        bad = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
+        return [f"{one.get('classname')}::{one.get('name')}" for one in bad]
+
+
+def _show(failed: dict[str, list[int]], runs: int, console: Console) -> None:
+    if not failed:
+        console.print(f"no test failed in {runs} run{'s' * (runs > 1)}")
+        return
+    table = Table("test", "failed", "in the orders")
+    for name, seeds in sorted(failed.items(), key=lambda one: -len(one[1])):
+        table.add_row(name, f"{len(seeds)} of {runs}", ", ".join(map(str, seeds)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    with children.ending_on_signals():
+        sys.exit(main())
