@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from lora_server.errors import AdapterExistsError, ConfigError
 from lora_server.registry.database import Database
 from lora_server.registry.versions import EARLIER, HANDLES, Ledger, Seen, Version
-from tests.support.postgres import database_of
+from tests.support.postgres import DATABASES, database_of
 
 MODEL = '{"name": "tiny"}'
 NAMES = st.sampled_from(["law", "acme/law", "code"])
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(scope="module", params=DATABASES)
 def url(request, tmp_path_factory):
     with database_of(request.param, tmp_path_factory.mktemp("registry")) as found:
         yield found
@@ -103,13 +103,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.database.close()
 
 
-def test_it_is_what_a_dictionary_would_be(url):
+def test_a_ledger_equals_a_dictionary(url):
     machine = type("Machine", (LedgerMachine,), {"url": url})
     limits = settings(max_examples=4, stateful_step_count=20, deadline=None, database=None)
     run_state_machine_as_test(machine, settings=limits)
 
 
-def test_handles_and_names_are_nobodys_twice_however_many_change_it(url):
+def test_concurrent_servers_give_each_handle_and_name_once(url):
     """Two servers of one database, two threads each: every name is given once."""
     opened = [Database(url) for _ in range(2)]
     ledgers, handles, winners = [Ledger(one, MODEL) for one in opened], [], []

@@ -1,6 +1,4 @@
-"""Fair queueing between tenants: by weight, whatever number of clients each has, and equal clients within one."""
-
-from __future__ import annotations
+"""Fair queueing between tenants: by weight, however many clients each has, and equally between its clients."""
 
 import itertools
 from collections import Counter
@@ -53,7 +51,7 @@ CLIENTS = st.lists(st.lists(ROWS, min_size=1, max_size=5), min_size=4, max_size=
 
 
 @given(weights=WEIGHTS, clients=CLIENTS, turns=st.integers(50, 150))
-def test_who_always_waits_gets_what_an_ideal_shard_gives(weights, clients, turns):
+def test_tenants_that_always_wait_get_an_ideal_shards_shares(weights, clients, turns):
     """One that serves all tenants at once, by weight, and all clients of a tenant at once (GPS), in exact fractions."""
     queue = Queue(weights)
     rows = {(t, c): rows for t in range(len(weights)) for c, rows in enumerate(clients[t])}
@@ -75,7 +73,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), ROWS, st.boole
 
 
 @given(weights=st.lists(st.sampled_from([1.0, 0.5, 4.0]), min_size=4, max_size=4), events=EVENTS)
-def test_while_two_wait_neither_gets_ahead(weights, events):
+def test_of_two_waiting_tenants_neither_gets_ahead(weights, events):
     """In every stretch in which both had a step there, looked at one by one: who comes and goes gains nothing."""
     queue, apart = Queue(weights), 2 * MOST * max(1 / Fraction(one) for one in weights)
     history = []  # of each pick: who waited, and what each tenant had had before
@@ -96,33 +94,7 @@ def test_while_two_wait_neither_gets_ahead(weights, events):
             assert max(since) - min(since) <= apart, (one, other)
 
 
-def test_many_clients_of_one_tenant_are_one_tenant():
-    queue, order = Queue([1.0, 1.0]), []
-    for client in range(16):
-        queue.push(0, client, 256)
-    queue.push(1, 0, 256)
-    for _ in range(40):
-        one = queue.pick()
-        order.append(one[0])
-        queue.push(*one, 256)
-    assert abs(order.count(0) - order.count(1)) <= 1
-
-
-def test_a_tenant_that_was_away_has_saved_nothing():
-    queue = Queue([1.0, 1.0])
-    for tenant in [0] + [1] * 50:
-        queue.push(tenant, 0, 256)
-        queue.pick()
-    order = []
-    queue.push(0, 0, 256), queue.push(1, 0, 256)
-    for _ in range(20):
-        one = queue.pick()
-        order.append(one[0])
-        queue.push(*one, 256)
-    assert abs(order.count(0) - order.count(1)) <= 2, order
-
-
-def test_a_small_step_passes_what_another_tenant_has_begun():
+def test_a_small_step_overtakes_another_tenants_begun_step():
     """And no more than a few are begun, of all tenants together."""
     queue = Queue([1.0] * 8)
     for tenant, rows in enumerate(range(256, 256 - 32 * MOST_BEGUN, -32)):
@@ -137,7 +109,7 @@ def test_a_small_step_passes_what_another_tenant_has_begun():
     assert queue.rule.pick(queue.waiting).connection.tenant == "7"
 
 
-def test_a_shard_knows_its_clients_tenants(tiny_adapters):
+def test_a_shard_knows_the_tenants_of_its_clients(tiny_adapters):
     with loaded_rig(tiny_adapters["all"]) as rig:
         client = Client(rig.shard, 1, tenant="law", weight=2.0)
         (connection,) = rig.shard.port.connections

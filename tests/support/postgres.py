@@ -18,6 +18,7 @@ from lora_server.demo import children
 from lora_server.registry.database import FILE
 from tests.support.serving import HANG_SECONDS, until
 
+DATABASES = ("sqlite", pytest.param("postgresql", marks=pytest.mark.long))  # for `database_of`
 OWNER = "postgres"  # who it runs as where we are root, whom it refuses
 
 

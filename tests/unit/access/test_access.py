@@ -1,8 +1,7 @@
-"""Tokens, tenants and what they come to: whose a lease is, what a name means, what is kept of it."""
-
-from __future__ import annotations
+"""Tokens and tenants: names, leases, limits and the audit."""
 
 import contextlib
+import stat
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lora_server.access import audit, tokens
+from lora_server.access.gate import Gate
 from lora_server.access.identity import OPERATOR, Role
 from lora_server.access.limits import Bucket
 from lora_server.access.names import Names
@@ -26,18 +26,11 @@ from lora_server.errors import (
     UnauthenticatedError,
     UnknownAdapterError,
 )
-from lora_server.registry.database import metadata
+from lora_server.registry.database import Database, metadata
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.gated import ADAPTERS, Gated
-from tests.support.postgres import database_of
+from tests.support.gated import ADAPTERS
+from tests.support.postgres import DATABASES, database_of
 from tests.support.serving import until
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def gated(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("gated")
-    with database_of(request.param, directory) as url, contextlib.ExitStack() as stack:
-        yield Gated(directory, stack, url)
 
 
 def as_(gated, tenant, role, service, method, request):
@@ -65,7 +58,7 @@ SHARED = st.dictionaries(NAMES, st.frozensets(st.sampled_from(["", "acme", "riva
 
 
 @given(tenant=st.sampled_from(["acme", "rival"]), name=NAMES, shared=SHARED)
-def test_a_name_never_means_what_a_tenant_does_not_see(tenant, name, shared):
+def test_a_name_never_means_an_adapter_that_the_tenant_does_not_see(tenant, name, shared):
     names = Names(frozenset({"acme", "rival", "gone"}), shared)
     own = names.own(tenant, name)
     assert names.owner(own) == tenant and names.own(tenant, own) == own, "what it adds is its own, however it says it"
@@ -77,12 +70,12 @@ def test_a_name_never_means_what_a_tenant_does_not_see(tenant, name, shared):
 
 
 @given(name=NAMES)
-def test_what_was_a_tenants_stays_hidden_when_the_tenant_is_gone(name):
+def test_names_of_a_removed_tenant_stay_hidden(name):
     names = Names(frozenset({"acme", "gone"}))
     assert names.sees("acme", f"gone/{name}") is False
 
 
-def test_each_sees_its_own_and_the_operators(gated):
+def test_a_tenant_sees_its_own_adapters_and_the_operators(gated):
     assert listed(gated, "acme") == ["acme/bot", "acme/taxes", "law", "org/art"]
     assert listed(gated, "rival") == ["law", "org/art", "rival/bot", "rival/secret"]
     assert listed(gated, "") == sorted(ADAPTERS)
@@ -100,7 +93,7 @@ def said(gated, tenant, name, role=Role.VIEWER):
     return str(refused.value)
 
 
-def test_another_tenants_reads_as_if_it_were_not_there(gated):
+def test_another_tenants_adapter_reads_as_if_it_did_not_exist(gated):
     """What an attacker read on 2026-11-21: "known: tenant-1/support-bot, ..."."""
     hidden, missing = said(gated, "acme", "rival/secret"), said(gated, "acme", "rival/nothing")
     assert hidden.replace("rival/secret", "rival/nothing") == missing
@@ -116,7 +109,7 @@ def test_another_tenants_reads_as_if_it_were_not_there(gated):
     assert get(gated, "", "law") == "law"
 
 
-def test_a_shared_adapter_is_seen_by_whom_it_is_shared_with(gated):
+def test_a_shared_adapter_is_seen_by_the_tenants_it_is_shared_with(gated):
     def share(tenant, name, whom="", stop=False):
         return as_(gated, tenant, Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name=name, tenant=whom, stop=stop))
 
@@ -150,7 +143,7 @@ def test_a_lease_is_for_the_token_that_it_was_made_with(gated):
     as_(gated, "acme", Role.ENGINE, "Clients", "Leave", pb.LeaveRequest(proof=proof))
 
 
-def test_nobody_restores_what_it_never_held(gated):
+def test_a_client_cannot_restore_holds_that_it_never_had(gated):
     """A client says what it holds after a restart alone, and then of what its tenant sees."""
     proof, every = gated.join("acme"), sorted(gated.handles.values())
     restore = pb.RestoreRequest(proof=proof, handles=every)
@@ -162,7 +155,7 @@ def test_nobody_restores_what_it_never_held(gated):
     assert gated.controller.adapters.holds(proof.client, every) == {gated.handles[name] for name in names}
 
 
-def test_an_engine_of_the_operator_acts_for_whom_it_says(gated):
+def test_an_engine_of_the_operator_acts_for_the_tenant_it_names(gated):
     proof = gated.join("")
     (held,) = acquire(gated, "", proof, "bot", on_behalf_of="rival")
     assert held.handle == gated.handles["rival/bot"]
@@ -211,7 +204,7 @@ def test_a_revoked_token_ends_its_leases_and_a_rotated_one_does_not(gated):
     assert {one.tenant for one in rows} == {"acme"} and not any(one.text for one in rows)
 
 
-def test_what_another_controller_changes_is_seen_here(gated):
+def test_changes_by_another_controller_are_seen_here(gated):
     """Of the same database, as of lora-server tokens --data-dir."""
     token, secret = gated.gate.store.create_token("rival", Role.ENGINE)
     until(lambda: gated.gate.is_good("rival", token.id), "it is known")
@@ -238,12 +231,12 @@ def test_what_another_controller_changes_is_seen_here(gated):
         ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), ConfigError),
     ],
 )
-def test_what_cannot_be_is_refused(gated, who, method, request_, error):
+def test_an_invalid_change_is_refused(gated, who, method, request_, error):
     with pytest.raises(error):
         as_(gated, who, Role.ADMIN, "Access", method, request_)
 
 
-def test_a_tenants_admin_cannot_revoke_anothers(gated):
+def test_a_tenants_admin_cannot_revoke_another_tenants_token(gated):
     theirs = tokens.parse(gated.tokens["rival", Role.VIEWER]).id
     with pytest.raises(ConfigError) as hidden:
         as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=theirs))
@@ -251,7 +244,7 @@ def test_a_tenants_admin_cannot_revoke_anothers(gated):
     gated.ask(gated.tokens["rival", Role.VIEWER], "Access", "WhoIs", pb.WhoIsRequest())
 
 
-def test_secrets_are_nowhere(gated):
+def test_secrets_are_neither_stored_nor_printed(gated):
     """Neither in the database, and its file, nor in what is printed of a token."""
     secret = tokens.parse(gated.tokens["acme", Role.ENGINE])
     rows = gated.database.read(lambda one: [str(one.execute(t.select()).all()) for t in metadata.sorted_tables])
@@ -263,10 +256,39 @@ def test_secrets_are_nowhere(gated):
     assert secret.secret not in repr(secret) and secret.digest not in repr(gated.gate._known.tokens[secret.id])
 
 
-def test_a_tenant_asks_as_its_token_says(gated, monkeypatch):
+def cli(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def make_beside(file, beside):
+    done = cli("tokens", "create", "--role", "admin", *beside, "--file", str(file))
+    assert done.exit_code == 0, done.output
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and tokens.parse(file.read_text().strip())
+    shown = cli("audit", *beside, "--json")
+    assert '"call": "Access/CreateToken"' in shown.stdout
+    made = cli("tenants", "set", "acme", "--max-bytes", "10GiB", *beside)
+    assert made.exit_code == 0 and "10.0 GiB" in made.stdout
+    listed = cli("tokens", "list", *beside)
+    assert "admin" in listed.stdout and "good" in listed.stdout
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_the_first_token_is_made_beside_the_database(tmp_path, kind):
+    with database_of(kind, tmp_path) as url:
+        beside = ["--data-dir", str(tmp_path)] if kind == "sqlite" else ["--registry", url]
+        make_beside(tmp_path / "admin", beside)
+        database = Database(url)
+        with contextlib.closing(database), contextlib.closing(Gate(database)) as gate:
+            assert gate.required and gate.identify((tmp_path / "admin").read_text().strip()).role is Role.ADMIN
+            assert gate.tenant("acme").max_bytes == 10 << 30
+    none = cli("tokens", "list", "--data-dir", str(tmp_path / "none"))
+    assert (none.exit_code, "got no directory" in none.stderr) == (2, True)
+
+
+def test_the_cli_shows_what_the_token_may_see(gated, monkeypatch):
     monkeypatch.setenv("LORA_SERVER_TOKEN", gated.tokens["acme", Role.VIEWER])
     told = {
-        command: CliRunner().invoke(app, [*command.split(), "--server", gated.address])
+        command: cli(*command.split(), "--server", gated.address)
         for command in ("status", "adapters list", "adapters show bot", "adapters show secret")
     }
     assert [one.exit_code for one in told.values()] == [0, 0, 0, 1]
@@ -277,7 +299,7 @@ def test_a_tenant_asks_as_its_token_says(gated, monkeypatch):
 # -- limits
 
 
-def test_a_tenant_has_as_much_as_it_may(gated, monkeypatch):
+def test_a_tenants_limits_are_enforced(gated, monkeypatch):
     store, gate = gated.gate.store, gated.gate
     gated.controller.clients.end_all()
     proof = gated.join("acme")
@@ -327,7 +349,7 @@ def test_a_bucket_gives_its_rate_and_no_more():
 # -- what is kept
 
 
-def test_changes_and_tries_are_kept_and_each_tenant_reads_its_own(gated):
+def test_changes_and_refusals_are_audited_and_each_tenant_reads_its_own(gated):
     with pytest.raises(PermissionDeniedError):
         as_(gated, "rival", Role.VIEWER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="secret"))
     as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", tenant="acme"))

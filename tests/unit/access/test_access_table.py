@@ -1,11 +1,9 @@
-"""Every entry point, every role of every tenant, and nobody: who may not gets nothing, whatever is asked for."""
-
-from __future__ import annotations
+"""Every entry point, every role of every tenant, and no token: a caller without the right gets nothing."""
 
 import base64
-import contextlib
 import itertools
 
+import grpc
 import pytest
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,8 +13,8 @@ from lora_server.access.rights import CHANGES, RIGHTS
 from lora_server.control.http import page
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.gated import ADAPTERS, TENANTS, Gated
-from tests.support.postgres import database_of
+from lora_server.wire.rpc import open_channel
+from tests.support.gated import ADAPTERS, TENANTS
 
 SERVICES = pb.DESCRIPTOR.services_by_name
 CALLS = {f"{service}/{one.name}": one for service in SERVICES for one in SERVICES[service].methods}
@@ -28,12 +26,6 @@ NOT_GOOD = {
     "one that was never made": "ls_0123456789ab_" + "a" * 43,
     "a bound too long": "ls_0123456789ab_" + "a" * 5000,
 }
-
-
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        yield Gated(tmp_path_factory.mktemp("gated"), stack)
 
 
 def test_the_table_has_every_entry_point_and_no_other():
@@ -54,21 +46,7 @@ def request_of(method):
 
 
 @pytest.mark.parametrize("call", sorted(set(CALLS) - STREAMS))
-def test_who_may_not_gets_nothing(gated, call):
-    check_who_may_not(gated, call)
-
-
-def test_who_may_not_gets_nothing_where_tokens_are_in_postgresql(tmp_path):
-    """A call of each service: what is behind the gate has no database of its own to ask."""
-    with database_of("postgresql", tmp_path) as url, contextlib.ExitStack() as stack:
-        gated = Gated(tmp_path, stack, url)
-        for call in ("Adapters/Add", "Clients/Acquire", "Server/Drain", "Access/ListTokens"):
-            check_who_may_not(gated, call)
-        with pytest.raises(LoraServerError, match="rival/secret"):  # and who may comes through
-            gated.ask(gated.tokens["acme", Role.VIEWER], "Adapters", "Get", pb.GetAdapterRequest(name="rival/secret"))
-
-
-def check_who_may_not(gated, call):
+def test_a_caller_without_the_right_gets_nothing(gated, call):
     """By their kind, errors say whether the gate was passed: what comes behind it is about the request."""
     service, method = call.split("/")
     request = request_of(CALLS[call])
@@ -93,7 +71,7 @@ FORGED = ("Clients/Heartbeat", "Clients/Acquire", "Clients/Await", "Clients/Rele
 
 
 @pytest.mark.parametrize("call", [*READS, *FORGED, "Clients/Join", "Adapters/Remove", "Adapters/Add", "Access/Share"])
-def test_who_may_is_never_told_of_another_tenants(gated, call):
+def test_a_caller_with_the_right_is_told_nothing_of_other_tenants(gated, call):
     """The same calls by those who may make them: no answer and no error has anything of another's in it."""
     service, method = call.split("/")
     request = request_of(CALLS[call])
@@ -109,11 +87,7 @@ def test_who_may_is_never_told_of_another_tenants(gated, call):
         assert "rival" not in said, (call, role)
 
 
-def test_a_stranger_is_no_shard_and_learns_whether_it_serves(gated):
-    import grpc
-
-    from lora_server.wire.rpc import open_channel
-
+def test_an_unauthenticated_caller_learns_only_whether_it_serves(gated):
     with open_channel(gated.address) as channel:
         told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert told.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -123,7 +97,7 @@ def test_a_stranger_is_no_shard_and_learns_whether_it_serves(gated):
         assert ended.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_files_are_for_shards_whatever_token_is_shown(gated):
+def test_files_are_for_shards_whatever_the_token(gated):
     """Of any tenant, and of the operator; tests/unit/control/test_node0_files.py has what a shard gets."""
     guesses = ("", "1", "of this run's nodes", gated.shard.memory.instance[::-1])
     for token, guess in itertools.product([*gated.tokens.values(), *NOT_GOOD.values()], guesses):
@@ -133,7 +107,7 @@ def test_files_are_for_shards_whatever_token_is_shown(gated):
 
 
 @pytest.mark.parametrize("path", sorted(path for path in RIGHTS if path.startswith("/")))
-def test_http_answers_those_who_may(gated, path):
+def test_http_answers_callers_with_the_right(gated, path):
     right = RIGHTS[path]
     for (tenant, role), token in gated.tokens.items():
         password = base64.b64encode(f"anything:{token}".encode()).decode()
