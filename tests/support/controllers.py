@@ -1,6 +1,4 @@
-"""A controller without sockets, and what shards and clients tell it."""
-
-from __future__ import annotations
+"""Controllers without sockets, and shards that answer them."""
 
 import threading
 
@@ -12,16 +10,24 @@ from lora_server.daemon.kept import Kept
 from lora_server.placement import Layout
 from lora_server.spec import Invocation, Site
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.serving import HANG_SECONDS
+from tests.support.workload import spec_of
 
 SPEC = spec.load("mixtral-8x7b")
 
 
-def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=0):
+def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=0, **more):
     agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
-    controller = Controller(agreement, restarted=restarted, max_active_adapters=most_active)
+    controller = Controller(agreement, restarted=restarted, max_active_adapters=most_active, **more)
     if settled:
         controller.arrivals.settled.set()
     return controller
+
+
+def make_tiny_controller(**settings):
+    """A controller of tiny-mixtral, whose adapters have files, with one shard."""
+    agreement = Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64)
+    return Controller(agreement, **settings)
 
 
 def kept(name, handle, version="v1", listed=True, pinned=False):
@@ -49,7 +55,7 @@ def registration(shard, pid=1, **fields):
 
 
 class ToldShard:
-    """What a shard process keeps for its controller, and answers it, no weights; `failure` answers loads and pins."""
+    """A shard process without weights; `failure` is its answer to loads and pins."""
 
     def __init__(self, controller, memory=None, **fields):
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
@@ -70,11 +76,11 @@ class ToldShard:
             self.handle.finish(pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure))
 
     def lives(self):
-        """As a report of its counters says."""
+        """Report its counters."""
         self.controller.shards.update(self.handle, pb.ShardStats())
 
     def close(self):
-        """Its stream ends, once it has everything."""
+        """End its stream, once all commands have been read."""
         self.handle.close()
-        self._thread.join(10)
+        self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()

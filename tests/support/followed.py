@@ -11,10 +11,7 @@ from pathlib import Path
 
 from lora_server.adapters import validate_adapter
 from lora_server.control.adapters.watch import Watcher
-from lora_server.control.controller import Controller
-from lora_server.control.members.agreement import Agreement
-from lora_server.placement import Layout
-from tests.support.controllers import ToldShard
+from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of
 
 SETTLE = 1.5
@@ -51,8 +48,7 @@ class Followed:
     def start(self) -> None:
         """A controller, which takes over what the shard of an earlier one kept."""
         memory = self.shard.memory if self.shard else None
-        agreement = Agreement(spec_of("mixtral"), Layout(1, 1), "float32", "independent", 64)
-        self.controller = Controller(agreement, restarted=memory is not None, **self.settings)
+        self.controller = make_tiny_controller(restarted=memory is not None, **self.settings)
         self.shard = ToldShard(self.controller, memory)
         self.adapters = self.controller.adapters
         self.watcher = Watcher(self.adapters, self.directory, threading.Event(), self._first, SETTLE)

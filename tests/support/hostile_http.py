@@ -6,9 +6,11 @@ import contextlib
 import socket
 import struct
 
+from tests.support.serving import HANG_SECONDS
+
 
 def opened(port, payload=b""):
-    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS)
     connection.sendall(payload)
     return connection
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from lora_server.control.controller import Controller
-from lora_server.control.members.agreement import Agreement
-from lora_server.placement import Layout
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
-from tests.support.controllers import ToldShard
+from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of, workload
 
 SECONDS = 30.0
@@ -32,18 +29,16 @@ def dies(server, monkeypatch, where, method, after):
 class Server:
     """A controller with a ledger, and one shard that lives on when it is killed."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, paths=None):
         self.directory, self.shard, self.database = directory, None, None
-        self.paths = workload("mixtral").paths
+        self.paths = paths or workload("mixtral").paths
         self.start()
 
     def start(self):
         self.database = Database(f"sqlite:///{self.directory / FILE}")
-        spec = spec_of("mixtral")
-        ledger = Ledger(self.database, spec.to_json())
-        agreement = Agreement(spec, Layout(1, 1), "float32", "independent", 64)
+        ledger = Ledger(self.database, spec_of("mixtral").to_json())
         memory = self.shard.memory if self.shard is not None else None
-        self.controller = Controller(agreement, restarted=memory is not None, ledger=ledger)
+        self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger)
         self.adapters = self.controller.adapters
         self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
         self.shard = ToldShard(self.controller, memory)

@@ -1,11 +1,9 @@
-"""Who is admitted, and who waits: against a slow, obvious model, and in a controller without sockets."""
-
-from __future__ import annotations
+"""Admission, against a slow and obvious model, and in a controller without sockets."""
 
 import random
 import threading
-import time
 from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 
@@ -14,7 +12,7 @@ from lora_server.control.admission.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.controllers import ToldShard, kept, make_controller
-from tests.support.serving import until
+from tests.support.serving import HANG_SECONDS, until
 
 SHARDS = range(2)
 
@@ -62,8 +60,8 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_admission_is_what_its_rule_says(seed):
-    """Never over capacity, in the order of the rule, nobody starves, no ticket is lost, every place comes back."""
+def test_admission_equals_the_model(seed):
+    """Capacity is never exceeded, the order is the rule's, no ticket starves or is lost, every place is returned."""
     dice = random.Random(seed)
     handles = range(1, 9)
     sizes = {handle: {shard: dice.randint(0, 5) for shard in SHARDS} for handle in handles}
@@ -141,27 +139,6 @@ def test_admission_is_what_its_rule_says(seed):
     assert not +room._used
 
 
-def test_who_is_first_gets_its_place_though_others_are_always_in_use():
-    """The coldest gives way, and the next one where that does not help; nobody else waits for it."""
-    admission, now = limited(hot=4, idle=4, new=4)
-    hot, idle, new = 1, 2, 3
-    numbers = iter(range(1, 100))
-    for _ in range(2):
-        admission.acquire(1, next(numbers), ["hot"])
-    admission.acquire(2, 1, ["idle"])  # and never lets go
-    assert isinstance(admission.acquire(3, 1, ["new"]), Queued)
-    now[0] = FIRST_SECONDS
-    assert admission.acquire(1, next(numbers), ["hot"]) == [hot], "the other one is to give way"
-    assert isinstance(admission.acquire(4, 1, ["idle"]), Queued)
-    now[0] = 2 * FIRST_SECONDS
-    assert admission.acquire(1, (late := next(numbers)), ["hot"]) == Queued(3, "those who came earlier go first")
-    admission.release(1, [hot, hot])
-    assert admission.is_queued(3, 1)
-    admission.release(1, [hot])
-    assert admission.room.active == {idle, new}
-    assert admission.acquire(4, 1, ["idle"]) == [idle] and admission.is_queued(1, late)
-
-
 def limited(**sizes):
     """An admission with a pool of 10 bytes on one shard, and a clock to turn."""
     time_of = [0.0]
@@ -173,7 +150,7 @@ def limited(**sizes):
     return admission, time_of
 
 
-def test_a_small_one_goes_first_only_until_the_head_has_waited():
+def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     admission, now = limited(a=6, big=8, small=2)
     assert admission.acquire(1, 1, ["a"]) == [1]
     assert admission.acquire(2, 1, ["big"]).reason == (
@@ -189,7 +166,7 @@ def test_a_small_one_goes_first_only_until_the_head_has_waited():
     assert admission.counters.waits.sum_ns == FIRST_SECONDS * 1e9
 
 
-def test_nobody_waits_for_one_that_no_shard_has_measured():
+def test_tickets_of_unmeasured_adapters_are_skipped():
     admission, now = limited(a=6, new=None)
     assert admission.acquire(1, 1, ["new"]).reason == "shard 0 has not looked at its files yet"
     now[0] = 5.0
@@ -199,15 +176,42 @@ def test_nobody_waits_for_one_that_no_shard_has_measured():
     assert admission.acquire(1, 1, ["new"]) == [2]
 
 
-def make_served(memory=None, **fields):
-    """A controller of three adapters of 4 bytes each, and a shard with a pool of 10."""
-    controller = make_controller(settled=memory is None, **fields)
-    shard = ToldShard(controller, memory, pool_bytes=10)
-    if memory is None:
-        controller.adapters.adopt([kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0)
-        controller.adapters.settle()
-    controller.adapters.on_moved(0, [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)])
-    return controller, shard
+def test_a_call_without_a_ticket_is_admitted_at_once_or_refused():
+    admission, _ = limited(a=6, b=6)
+    assert admission.acquire(1, 0, ["a"]) == [1]
+    with pytest.raises(AdmissionError, match=r"adapters \['b'\]: no place now: shard 0's pool"):
+        admission.acquire(1, 0, ["b"])
+    assert admission.num_queued == 0 and admission.acquire(1, 0, ["a"]) == [1]
+
+
+def test_a_cancel_that_precedes_its_ticket_leaves_no_hold():
+    admission, _ = limited(a=6)
+    admission.cancel(1, [7])
+    with pytest.raises(AdmissionError, match="not wanted any more"):
+        admission.acquire(1, 7, ["a"])
+    assert not admission.room.active
+    admission.settle(1, [7])
+    assert not admission._tickets
+
+
+@pytest.fixture
+def serve():
+    """Start controllers of three adapters of 4 bytes each, with one shard whose pool has 10 bytes."""
+    with ExitStack() as stack:
+
+        def start(memory=None, **fields):
+            controller = make_controller(settled=memory is None, **fields)
+            shard = ToldShard(controller, memory, pool_bytes=10)
+            stack.callback(shard.close)
+            if memory is None:
+                controller.adapters.adopt([kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0)
+                controller.adapters.settle()
+                shard.lives()
+            sizes = [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)]
+            controller.adapters.on_moved(0, sizes)
+            return controller, shard
+
+        yield start
 
 
 def join(controller):
@@ -215,58 +219,48 @@ def join(controller):
     return lease.proof
 
 
-def test_who_waits_is_told_as_soon_as_there_is_a_place():
-    controller, shard = make_served()
+def test_a_waiting_client_is_told_when_it_is_admitted(serve):
+    controller, shard = serve()
     clients, told = controller.clients, []
-    shard.lives()
     one, other = join(controller), join(controller)
     assert clients.acquire(one, ["a", "b"], 1)[1] is None
     records, queued = clients.acquire(other, ["c"], 1)
     assert [record.handle for record in records] == [3] and queued.position == 1
     assert clients.wait_admitted(other, [1], 0.01) == []
-
-    def wait():
-        while not clients.wait_admitted(other, [1], 1.0):
-            pass
-        told.append(time.monotonic())
-
-    waiter = threading.Thread(target=wait)
+    client = clients.renew(other)
+    waiter = threading.Thread(
+        target=lambda: told.extend(controller.adapters.wait_admitted(client, [1], 10 * HANG_SECONDS))
+    )
     waiter.start()
-    began = time.monotonic()
     clients.release(one, [1])
-    waiter.join(20)
-    assert told and told[0] - began < 5
-    assert clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
-    until(lambda: shard.memory.active == {2, 3}, "the shard knows who stays")
+    waiter.join(HANG_SECONDS)
+    assert told == [1] and clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
+    until(lambda: shard.memory.active == {2, 3}, "the shard knows which adapters are active")
     assert [one.holders for one in controller.adapters.listings()] == [0, 1, 1]
     clients.leave(other)
-    until(lambda: shard.memory.active == {2}, "a dead client's place")
-    shard.close()
+    until(lambda: shard.memory.active == {2}, "a client that left holds nothing")
 
 
-def test_more_clients_than_threads_wait_by_asking(monkeypatch):
+def test_clients_beyond_the_waiting_threads_are_answered_at_once(serve, monkeypatch):
     monkeypatch.setattr("lora_server.control.clients.MAX_WAITERS", 0)
-    controller, shard = make_served()
-    shard.lives()
+    controller, _ = serve()
     one = join(controller)
     controller.clients.acquire(one, ["a", "b"], 1)
     assert controller.clients.acquire(one, ["c"], 2)[1] is not None
-    assert controller.clients.wait_admitted(one, [2], 100.0) == [], "at once"
-    shard.close()
+    assert controller.clients.wait_admitted(one, [2], 100.0) == []
 
 
-def test_a_shard_that_comes_back_and_a_new_controller_know_who_is_active():
-    controller, shard = make_served()
-    shard.lives()
+def test_a_restarted_shard_and_a_new_controller_learn_which_adapters_are_active(serve):
+    controller, shard = serve()
     clients = controller.clients
     one, other = join(controller), join(controller)
     assert clients.acquire(one, ["a", "b"], 1)[1] is None and clients.acquire(other, ["c"], 1)[1] is not None
     shard.close()
     controller.arrivals.depart(shard.handle)
     fresh = ToldShard(controller, pool_bytes=10)
-    until(lambda: fresh.memory.active == {1, 2}, "a shard that was started anew")
+    until(lambda: fresh.memory.active == {1, 2}, "a shard that was restarted")
     fresh.close()
-    successor, shard = make_served(shard.memory)
+    successor, shard = serve(shard.memory)
     assert successor.arrivals.settled.is_set()
     assert successor.adapters.admission.room.active == {1, 2}, "as the shard was told, until the clients have spoken"
     assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
@@ -274,29 +268,24 @@ def test_a_shard_that_comes_back_and_a_new_controller_know_who_is_active():
     assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
     successor.clients.restore(other, [])
     assert successor.clients.acquire(other, ["c"], 1)[1] is None
-    until(lambda: shard.memory.active == {2, 3}, "what was not restored is nobody's")
-    shard.close()
+    until(lambda: shard.memory.active == {2, 3}, "a hold that was not restored is dropped")
 
 
-def test_who_waits_for_one_that_is_removed_is_told():
-    controller, shard = make_served()
-    shard.lives()
+def test_tickets_that_can_never_be_admitted_are_refused(serve):
+    controller, _ = serve()
     one = join(controller)
     controller.clients.acquire(one, ["a", "b"], 1)
     assert controller.clients.acquire(one, ["c"], 2)[1] is not None
     controller.adapters.remove("c")
     with pytest.raises(UnknownAdapterError, match="adapter 'c': not registered here"):
         controller.clients.acquire(one, ["c"], 2)
+    limited_to_one, _ = serve(most_active=1)
     with pytest.raises(AdapterLoadError, match="more than --max-active-adapters 1"):
-        limited_to_one = make_controller(most_active=1)
-        limited_to_one.adapters.adopt([kept("a", 1), kept("b", 2)], (), 0)
         limited_to_one.adapters.acquire(1, ["a", "b"])
-    shard.close()
 
 
-def test_pinned_ones_have_a_place_though_nobody_uses_them():
-    controller, shard = make_served(most_active=2)
-    shard.lives()
+def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
+    controller, shard = serve(most_active=2)
     one = join(controller)
     controller.adapters._set_pinned(controller.adapters.get("a").record, True)
     until(lambda: shard.memory.active == {1}, "it stays")
@@ -306,22 +295,3 @@ def test_pinned_ones_have_a_place_though_nobody_uses_them():
         controller.clients.acquire(one, ["b", "c"], 3)
     controller.adapters.unpin("a")
     assert controller.clients.acquire(one, ["c"], 2)[1] is None
-    shard.close()
-
-
-def test_without_a_ticket_it_is_now_or_an_error():
-    admission, _ = limited(a=6, b=6)
-    assert admission.acquire(1, 0, ["a"]) == [1]
-    with pytest.raises(AdmissionError, match=r"adapters \['b'\]: no place now: shard 0's pool"):
-        admission.acquire(1, 0, ["b"])
-    assert admission.num_queued == 0 and admission.acquire(1, 0, ["a"]) == [1]
-
-
-def test_a_cancel_that_comes_before_what_it_cancels_leaves_no_hold():
-    admission, _ = limited(a=6)
-    admission.cancel(1, [7])
-    with pytest.raises(AdmissionError, match="not wanted any more"):
-        admission.acquire(1, 7, ["a"])
-    assert not admission.room.active
-    admission.settle(1, [7])
-    assert not admission._tickets

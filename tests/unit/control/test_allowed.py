@@ -1,6 +1,4 @@
-"""What may be added by name: below the server's roots, links followed, and nothing is told of what lies elsewhere."""
-
-from __future__ import annotations
+"""Sources that may be added by name: below the server's roots, links followed; a refusal tells nothing of the rest."""
 
 import errno
 import json
@@ -11,14 +9,9 @@ import pytest
 from lora_server.config import ServeConfig, load
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.origins import opened
-from lora_server.control.controller import Controller
-from lora_server.control.members.agreement import Agreement
 from lora_server.errors import AdapterSourceError, ConfigError, LoraServerError
-from lora_server.placement import Layout
 from tests.support.adapter_files import spec_of
-from tests.support.controllers import ToldShard
-from tests.support.workload import spec_of as model_spec
-from tests.support.workload import workload
+from tests.support.controllers import ToldShard, make_tiny_controller
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def said(allowed, uri):
     return str(refused.value).partition(": got ")[2]
 
 
-def test_nothing_is_told_of_what_lies_elsewhere(places):
+def test_every_path_outside_gets_the_same_refusal(places):
     root, outside = places
     allowed = Allowed((str(root),))
     (root / "up").symlink_to(outside / "secret")
@@ -69,7 +62,7 @@ def test_nothing_is_told_of_what_lies_elsewhere(places):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "part-1.safetensors"])
-def test_files_are_no_way_out(places, name):
+def test_a_file_that_links_outside_is_refused(places, name):
     root, outside = places
     file = root / "law" / name
     file.unlink(missing_ok=True)
@@ -81,7 +74,7 @@ def test_files_are_no_way_out(places, name):
     Allowed((str(root),)).check(str(root / "law"))
 
 
-def test_urls(places):
+def test_urls_need_an_allowed_prefix(places):
     allowed = Allowed((), ("s3://adapters/mine", "hf://org", "https://host/a"))
     for good in ("s3://adapters/mine/law", "S3://adapters/mine", "hf://org/name@main", "https://host/a/b/"):
         allowed.check(good)
@@ -99,24 +92,23 @@ def test_urls(places):
 
 
 @pytest.mark.parametrize("uri", ["", "a\0b", "file://[::1", "file://", "http://[::1", "://", "s3://", "file:///x\0y"])
-def test_what_is_no_source(uri):
+def test_a_bad_uri_is_refused(uri):
     with pytest.raises(LoraServerError), opened(uri, spec_of(), None, 1.0):
         pass
 
 
-def test_a_link_to_itself_and_a_parent_that_may_not_be_read(tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_resolved_is_refused(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     Allowed((str(tmp_path),)).check(str(tmp_path / "loop"))
     for uri in (tmp_path / "loop", tmp_path / "loop" / "law", tmp_path / ("x" * 300)):
-        with pytest.raises(LoraServerError), opened(str(uri), spec_of(), None, 1.0):
-            pass
+        test_a_bad_uri_is_refused(str(uri))
 
 
 def config(**flags):
     return ServeConfig(base_model="mixtral-8x7b", **flags)
 
 
-def test_the_roots_of_a_server(places, monkeypatch):
+def test_roots_follow_from_the_servers_flags(places, monkeypatch):
     root, outside = places
     monkeypatch.chdir(outside)
     link = outside / "link"
@@ -130,7 +122,7 @@ def test_the_roots_of_a_server(places, monkeypatch):
     assert Allowed.of(config()).roots == (), "a service's directory is no place for adapters"
 
 
-def test_flags_and_variables(tmp_path, monkeypatch):
+def test_flags_precede_variables_and_variables_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("LORA_SERVER_ADAPTER_ROOT", f"{tmp_path},/b")
     monkeypatch.setenv("LORA_SERVER_ALLOW_SOURCE", "s3://a")
     found = load({"base_model": "mixtral-8x7b"})
@@ -149,14 +141,12 @@ def fail(*_):
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path, monkeypatch):
-    paths = workload("mixtral").paths
-    root = tmp_path / "root"
+def test_add_is_checked_and_the_directory_of_the_start_is_trusted(tmp_path, tiny_adapters, monkeypatch):
+    adapter, root = tiny_adapters["down"], tmp_path / "root"
     root.mkdir()
-    (root / "linked").symlink_to(paths["qv"])
-    agreement = Agreement(model_spec("mixtral"), Layout(1, 1), "float32", "independent", 64)
-    adapters = (controller := Controller(agreement, allowed=Allowed((str(root),)))).adapters
-    shard = ToldShard(controller)
+    (root / "linked").symlink_to(adapter)
+    controller = make_tiny_controller(allowed=Allowed((str(root),)))
+    adapters, shard = controller.adapters, ToldShard(controller)
     shard.lives()
     with pytest.raises(AdapterSourceError, match="--adapter-root"):
         adapters.add("out", str(root / "linked"), 5.0)
@@ -168,5 +158,5 @@ def test_add_looks_first_and_the_directory_of_the_start_is_believed(tmp_path, mo
         adapters.add("law", str(root / "law"), 5.0)
     monkeypatch.undo()
     adapters.register_directory({"linked": root / "linked"})  # who may write there is believed
-    assert adapters.get("linked").record.path == str(paths["qv"].resolve())
+    assert adapters.get("linked").record.path == str(adapter.resolve())
     shard.close()

@@ -1,20 +1,17 @@
 """Leases, registry and shards of the control plane."""
 
-import random
 import time
-from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry, check_name
+from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.errors import (
     AdapterExistsError,
-    AdapterFormatError,
     LeaseError,
     ServerUnavailableError,
     ShardUnavailableError,
@@ -27,15 +24,11 @@ from tests.support.controllers import kept, make_controller
 from tests.support.serving import until
 
 
-def test_a_record_survives_its_journey():
-    record = Record.decode(kept("law", 7).record)
+def test_a_name_that_is_taken_by_another_version_is_refused():
+    registry, record = Registry(), Record.decode(kept("law", 1).record)
     assert (record.sites, record.invocation, record.warnings) == ((Site(0, "qkv"),), Invocation((1, 2)), ("careful",))
     assert Record.decode(record.encode()) == record
-
-
-def test_a_name_that_is_taken_by_another_version_is_refused():
-    registry = Registry()
-    registry.add(Record.decode(kept("law", 1).record))
+    registry.add(record)
     assert registry.existing("law", "v1").handle == 1 and registry.existing("code", "v1") is None
     with pytest.raises(AdapterExistsError, match="adapters update law SOURCE"):
         registry.existing("law", "v2")
@@ -91,6 +84,11 @@ class AdaptersMachine(RuleBasedStateMachine):
             del self.listed[name]
             assert self.adapters.remove(name) == len(holders)
 
+    @rule(name=NAMES, pinned=st.booleans())
+    def pin(self, name, pinned):
+        if name in self.listed:
+            self.adapters._set_pinned(self.adapters.get(name).record, pinned)
+
     @rule(client=st.integers(4, 5), name=NAMES, times=st.integers(1, 2))
     def a_client_of_an_earlier_controller(self, client, name, times):
         if name in self.listed and client not in self.silent:
@@ -107,6 +105,13 @@ class AdaptersMachine(RuleBasedStateMachine):
             self.holds += [(client, handles[0])] * max(0, len(handles) - len(own))
 
     @invariant()
+    def sets_equal_a_full_scan(self):
+        registry = self.adapters._registry
+        records = registry.records()
+        assert registry.unlisted == {one.handle for one in records if not registry.is_listed(one)}
+        assert registry.pinned == {one.handle for one in registry.listed() if one.pinned}
+
+    @invariant()
     def what_is_needed_exists_and_nothing_else(self):
         needed = set(self.listed.values()) | {handle for _, handle in self.holds}
         self.alive = self.alive if self.silent else self.alive & needed
@@ -117,12 +122,7 @@ class AdaptersMachine(RuleBasedStateMachine):
 
 
 TestAdapters = AdaptersMachine.TestCase
-
-
-@pytest.mark.parametrize("name", ["", " ", "-x", "a\nb", "x" * 201, "a b"])
-def test_bad_names(name):
-    with pytest.raises(AdapterFormatError, match="adapter name"):
-        check_name(name)
+TestAdapters.settings = settings(max_examples=50, deadline=None)
 
 
 @given(st.integers(1, 20))
@@ -191,7 +191,7 @@ def arrived(table, handle, settled=True):
 
 
 def test_a_rank_has_one_claimant():
-    """Whoever was replaced while it was away is turned away; whoever comes back itself is welcome."""
+    """A process that was replaced while it was away is refused; one that comes back itself is accepted."""
     table = ShardTable(Layout(1, 1), "independent")
     first = arrived(table, handle_of(0, pid=1))
     again = arrived(table, handle_of(0, pid=1, epoch=first.epoch))
@@ -206,7 +206,7 @@ def test_a_rank_has_one_claimant():
         table.arrive(handle_of(0, pid=1, epoch=first.epoch))
 
 
-def test_a_restarted_controller_finds_the_right_claimant():
+def test_a_restarted_controller_believes_the_newest_claimant():
     old, new = 7, 8
     table = ShardTable(Layout(1, 1), "independent")
     orphan = arrived(table, handle_of(0, pid=1, epoch=old), settled=False)
@@ -224,7 +224,7 @@ def test_a_restarted_controller_finds_the_right_claimant():
         table.arrive(handle_of(0, pid=4), settled=True)
 
 
-def test_a_leader_without_followers_is_not_up():
+def test_a_leader_without_its_followers_is_missing():
     table = ShardTable(Layout(2, 1), "leader")
     leader = handle_of(0)
     table.arrive(leader)
@@ -235,29 +235,5 @@ def test_a_leader_without_followers_is_not_up():
 
 
 def test_a_command_that_is_never_answered_has_a_deadline():
-    began = time.monotonic()
     with pytest.raises(ServerUnavailableError, match=r"shard 0: loading did not finish within 0\.1 s"):
         wait_all([handle_of(0).send(pb.ShardCommand(drop=1))], 0.1, "loading")
-    assert time.monotonic() - began < 5
-
-
-def test_what_drains_and_what_is_pinned_is_known_without_a_search():
-    """After any order of changes; the slow way is the oracle."""
-    choice, registry = random.Random(7), Registry()
-    for _ in range(2000):
-        handles = [one.handle for one in registry.records()]
-        what = choice.choice(["add", "add", "add unlisted", "pin", "unpin", "unlist", "remove"])
-        if what.startswith("add"):
-            record = Record.decode(kept(choice.choice("abcdef"), registry.next_handle()).record)
-            registry.add(record, listed=what == "add")
-        elif handles:
-            record = registry.by_handle(choice.choice(handles))
-            if what in ("pin", "unpin"):
-                registry.update(replace(record, pinned=what == "pin"))
-            elif what == "remove":
-                registry.remove(record.handle)
-            elif registry.is_listed(record):
-                registry.unlist(record.name)
-        records = registry.records()
-        assert registry.unlisted == {one.handle for one in records if not registry.is_listed(one)}
-        assert registry.pinned == {one.handle for one in registry.listed() if one.pinned}

@@ -1,11 +1,10 @@
-"""What drains does so under the next controller, too, and no longer than it may."""
-
-from __future__ import annotations
+"""A drain goes on under the next controller, and ends at its deadline."""
 
 import pytest
 
+from lora_server.control.members.shards import ShardHandle
 from lora_server.errors import ServerUnavailableError, UnknownAdapterError
-from tests.support.controllers import make_controller
+from tests.support.controllers import make_controller, registration
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import until
 
@@ -13,16 +12,26 @@ LONG = 3600.0
 
 
 @pytest.fixture
-def server(tmp_path):
-    one = Server(tmp_path)
+def server(tmp_path, tiny_adapters):
+    one = Server(tmp_path, tiny_adapters)
     yield one
     one.close()
 
 
-def hold(server, name):
-    """A client has it, and the next controller does not know that before it says so."""
+def add_of_directory(server):
+    server.adapters.register_directory({"law": server.paths["all"]})
+    server.controller.arrivals.announce()
+
+
+def add(server):
+    server.adapters.add("law", str(server.paths["all"]), SECONDS)
+
+
+def hold(server, came=add):
+    """Have a client acquire the adapter `law`; the next controller does not know that before the client says so."""
+    came(server)
     lease, _ = server.controller.clients.join("engine")
-    ((record,), _) = server.adapters.acquire(lease.client, [name])
+    ((record,), _) = server.adapters.acquire(lease.client, ["law"])
     return lease.client, [record.handle]
 
 
@@ -43,32 +52,23 @@ def remove(server, seconds):
 
 
 def update(server, seconds):
-    server.adapters.update("law", str(server.paths["qv"]), SECONDS, seconds)
-
-
-def add_of_directory(server):
-    server.adapters.register_directory({"law": server.paths["fused"]})
-    server.controller.arrivals.announce()
-
-
-def add(server):
-    server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    server.adapters.update("law", str(server.paths["down"]), SECONDS, seconds)
 
 
 @pytest.mark.parametrize("came", [add, add_of_directory])
 @pytest.mark.parametrize("goes", [remove, update])
 def test_a_deadline_outlives_the_controller(server, came, goes):
-    came(server)
-    hold(server, "law")
+    client, handles = hold(server, came)
     goes(server, 0.05)
     server.kill()
     cut_off_in_time(server)
+    server.adapters.restore(client, handles)
+    assert not server.adapters.holds(client, handles), "it was cut off before the controller knew that it held it"
     until(lambda: len(server.shard.memory.loads) == len(states(server)) == (goes is update), "shards drop it", SECONDS)
 
 
-def test_what_has_time_left_or_as_long_as_it_needs_is_not_cut_off(server):
-    add(server)
-    client, handles = hold(server, "law")
+def test_a_hold_is_not_cut_off_before_its_deadline(server):
+    client, handles = hold(server)
     server.adapters.remove("law", LONG)
     server.kill()
     server.adapters.cut_off()
@@ -79,42 +79,29 @@ def test_what_has_time_left_or_as_long_as_it_needs_is_not_cut_off(server):
     assert not states(server)
 
 
-def test_a_controller_that_is_killed_before_its_shards_are_told(server, monkeypatch):
-    add(server)
-    hold(server, "law")
+@pytest.mark.parametrize(
+    ("method", "seconds", "removed"), [("_unlist", 0.05, True), ("_forget", 0.0, False)], ids=["told", "stored"]
+)
+def test_a_controller_that_is_killed_in_a_removal_did_all_of_it_or_nothing(
+    server, monkeypatch, method, seconds, removed
+):
+    """Before its shards are told, and before it is stored: then the deadline means nothing."""
+    hold(server)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, server.adapters, "_unlist", False)
-        server.adapters.remove("law", 0.05)
+        dies(server, patch, server.adapters, method, False)
+        server.adapters.remove("law", seconds)
     server.kill()
-    cut_off_in_time(server)
-    with pytest.raises(UnknownAdapterError):
-        server.adapters.get("law")
+    if removed:
+        cut_off_in_time(server)
+        with pytest.raises(UnknownAdapterError):
+            server.adapters.get("law")
+    else:
+        server.adapters.cut_off()
+        assert list(states(server).values()) == ["ready"]
 
 
-def test_a_deadline_of_what_was_not_removed_after_all_means_nothing(server, monkeypatch):
-    add(server)
-    hold(server, "law")
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, server.adapters, "_forget", False)
-        server.adapters.remove("law", 0.0)
-    server.kill()
-    server.adapters.cut_off()
-    assert list(states(server).values()) == ["ready"]
-
-
-def test_a_client_that_was_cut_off_while_nobody_knew_it_holds_nothing(server):
-    add(server)
-    client, handles = hold(server, "law")
-    server.adapters.remove("law", 0.0)
-    server.kill()
-    cut_off_in_time(server)
-    server.adapters.restore(client, handles)
-    assert not server.adapters.holds(client, handles)
-
-
-def test_a_server_that_drains_does_so_under_the_next_controller(server):
-    add(server)
-    client, handles = hold(server, "law")
+def test_a_draining_server_goes_on_draining_under_the_next_controller(server):
+    client, handles = hold(server)
     assert server.controller.drain.begin(0) == 1
     server.kill()
     assert server.controller.not_ready() == "draining"
@@ -127,17 +114,17 @@ def test_a_server_that_drains_does_so_under_the_next_controller(server):
     assert server.adapters.acquire(client, ["law"], ticket=1)[1] is None
     server.kill()
     assert server.controller.not_ready() != "draining"
-
-
-def test_a_server_that_is_started_anew_serves(server):
-    assert server.controller.drain.begin(0) == 0
+    assert server.controller.drain.begin(0) == 1
     server.shard.close()
     server.shard = None
     server.database.close()
     server.start()
-    assert not server.controller.drain.reason
+    assert not server.controller.drain.reason, "a new server, whose shards are new, does not drain"
 
 
-def test_nothing_is_drained_before_anybody_knows_who_holds_what():
-    with pytest.raises(ServerUnavailableError, match="waits for its shards"):
-        make_controller(settled=False).drain.begin(0)
+def test_nothing_is_drained_and_no_client_joins_before_all_shards_have_spoken():
+    controller = make_controller(settled=False)
+    controller.shards.arrive(ShardHandle(registration(0)), False)  # its state is still being read
+    for refused in (lambda: controller.drain.begin(0), lambda: controller.clients.join("early")):
+        with pytest.raises(ServerUnavailableError, match="waits for its shards"):
+            refused()

@@ -1,4 +1,4 @@
-"""Lines that others can cause at will: the first at once, the rest counted, none lost from the count."""
+"""Log lines: repeats that a client could cause are counted, and each line is one write."""
 
 import json
 import socket
@@ -40,44 +40,34 @@ def test_a_traceback_is_written_and_not_kept():
     assert "exc_info" in lines[0][1] and not any("exc_info" in one.fields for one in repeats._muted.values())
 
 
-def test_a_call_is_named_in_its_lines_in_either_form():
-    code = """
-import structlog
-from lora_server import logs
-log = structlog.get_logger()
-with structlog.contextvars.bound_contextvars(request="r-1"):
-    logs.bind_tenant("acme")
-    for form in ("json", "console"):
-        logs.configure(form=form)
-        log.info("asked", same=logs.request_id() == "r-1")
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, text=True, timeout=HANG_SECONDS
-    )
-    line, for_people = done.stderr.splitlines()
-    assert {"request": "r-1", "tenant": "acme", "event": "asked", "same": True}.items() <= json.loads(line).items()
-    assert "request=r-1" in for_people and "tenant=acme" in for_people and "\x1b" not in for_people
-
-
-def test_a_line_is_one_write_so_that_processes_do_not_mix_theirs():
-    """A datagram socket shows what each write holds."""
-    code = """
+LOGS = """
 import structlog
 from lora_server import logs
 logs.configure()
 log = structlog.get_logger()
-log.info("short")
-log.error("long", text="x" * 3000)
-try:
-    1 / 0
-except ZeroDivisionError:
-    log.exception("with a traceback")
+with structlog.contextvars.bound_contextvars(request="r-1"):
+    logs.bind_tenant("acme")
+    log.info("short", same=logs.request_id() == "r-1")
+    log.error("long", text="x" * 3000)
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        log.exception("with a traceback")
+    logs.configure(form="console")
+    log.info("for people")
 """
+
+
+def test_a_line_names_its_call_and_is_one_write():
+    """So that processes do not mix their lines; a datagram socket shows what each write holds."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
-        subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, timeout=HANG_SECONDS)
-        writes = [ours.recv(1 << 16, socket.MSG_DONTWAIT) for _ in range(3)]
+        subprocess.run([sys.executable, "-c", LOGS], stderr=theirs, check=True, timeout=HANG_SECONDS)
+        *writes, for_people = [ours.recv(1 << 16, socket.MSG_DONTWAIT) for _ in range(4)]
         with pytest.raises(BlockingIOError):
             ours.recv(1, socket.MSG_DONTWAIT)
-    assert [json.loads(write)["event"] for write in writes] == ["short", "long", "with a traceback"]
-    assert all(write.count(b"\n") == 1 and write.endswith(b"\n") for write in writes)
+    lines = [json.loads(write) for write in writes]
+    assert [line["event"] for line in lines] == ["short", "long", "with a traceback"] and lines[0]["same"]
+    assert all((line["request"], line["tenant"]) == ("r-1", "acme") for line in lines)
+    assert all(write.count(b"\n") == 1 and write.endswith(b"\n") for write in (*writes, for_people))
+    assert b"request=r-1" in for_people and b"tenant=acme" in for_people and b"\x1b" not in for_people

@@ -1,7 +1,5 @@
 """How often each adapter was held: sums that only grow, of a bounded number of names, and of all others."""
 
-from __future__ import annotations
-
 import random
 
 from lora_server.control.admission.holds import Holds

@@ -1,4 +1,4 @@
-"""NVSHMEM's world as its controller sees it: who has which place, when it is made, when it is over."""
+"""NVSHMEM's world as its controller sees it: which process has which place, when it is made, when it is over."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lora_server.control.members.world import World
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
 from lora_server.placement import Layout
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.serving import HANG_SECONDS
 
 UID_BYTES = 128
 ANY = pb.Place()
@@ -21,8 +22,8 @@ ANY = pb.Place()
 class Scene:
     """A world of two shards; each process of a shard has a handle of its own."""
 
-    def __init__(self, clients: int = 2, table: ShardTable | None = None, rest_seconds: float = 60.0) -> None:
-        self.table = table or ShardTable(Layout.parse("ep2-pp1"), "independent")
+    def __init__(self, clients: int = 2, rest_seconds: float = 60.0) -> None:
+        self.table = ShardTable(Layout.parse("ep2-pp1"), "independent")
         self.world = World(self.table, 2, clients, 4, rest_seconds)
         self.handles = dict[int, ShardHandle]()
 
@@ -36,6 +37,15 @@ class Scene:
         self.table.arrive(handle)
         return self.world.arrive(told)
 
+    @classmethod
+    def made(cls, clients: int = 2, rest_seconds: float = 60.0) -> Scene:
+        """Both shards and all engines are there; engines are clients 7 and up."""
+        scene = cls(clients, rest_seconds=rest_seconds)
+        scene.arrive(0), scene.arrive(1)
+        for client in range(7, 7 + clients):
+            scene.world.take(client, ANY)
+        return scene
+
     def told(self, shard: int) -> list[str]:
         """The kinds of commands that its newest process was sent, and nothing that comes later."""
         handle = self.handles[shard]
@@ -43,7 +53,7 @@ class Scene:
         return [str(command.WhichOneof("command")) for command in handle.commands()]
 
 
-def test_nobody_hears_the_unique_id_before_all_are_there():
+def test_the_unique_id_is_kept_until_all_are_there():
     scene = Scene()
     scene.arrive(1)
     places = [scene.world.take(7, ANY)]
@@ -72,10 +82,8 @@ def test_all_places_are_taken_and_a_complete_world_is_closed():
         scene.world.take(8, ANY)
 
 
-def test_a_process_comes_back_to_its_own_place_alone():
-    scene = Scene()
-    scene.arrive(0), scene.arrive(1)
-    scene.world.take(7, ANY), scene.world.take(8, ANY)
+def test_a_process_returns_only_to_its_own_place():
+    scene = Scene.made()
     own = scene.world.of(7)
     with pytest.raises(ServerUnavailableError, match="PE 2 still has the lease of client 7"):
         scene.world.take(9, own)
@@ -90,9 +98,8 @@ def test_a_process_comes_back_to_its_own_place_alone():
 
 def test_a_place_that_was_cut_off_rests():
     for seconds in (60.0, 0.0):
-        scene = Scene(clients=1, rest_seconds=seconds)
-        scene.arrive(0), scene.arrive(1)
-        own = scene.world.take(7, ANY)
+        scene = Scene.made(clients=1, rest_seconds=seconds)
+        own = scene.world.of(7)
         scene.world.give_back(7, rests=True)
         if seconds:
             with pytest.raises(ServerUnavailableError, match=r"may still be on its way; it may come back in \d+ s"):
@@ -102,10 +109,8 @@ def test_a_place_that_was_cut_off_rests():
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_shard_that_died_ends_the_world(dead):
-    scene = Scene()
-    scene.arrive(0), scene.arrive(1)
-    scene.world.take(7, ANY), scene.world.take(8, ANY)
+def test_a_dead_shard_ends_the_world(dead):
+    scene = Scene.made()
     before = scene.world.of(7)
     assert scene.arrive(dead) == {7, 8}, "their leases end"
     assert scene.told(1 - dead) == ["place", "stop"], "the other one starts anew"
@@ -115,7 +120,7 @@ def test_a_shard_that_died_ends_the_world(dead):
     assert [scene.told(shard) for shard in (0, 1)] == [["place"], ["place"]]
 
 
-def test_a_shard_that_died_while_it_is_gathered_ends_nothing():
+def test_a_shard_that_dies_before_the_world_is_complete_ends_nothing():
     scene = Scene()
     scene.arrive(0)
     scene.world.take(7, ANY)
@@ -125,18 +130,15 @@ def test_a_shard_that_died_while_it_is_gathered_ends_nothing():
     assert place.uid == scene.handles[0].registration.place.uid != old, "of the process that lives"
 
 
-def test_a_shard_whose_stream_broke_hears_of_its_place_again():
-    scene = Scene(clients=1)
-    scene.arrive(0), scene.arrive(1)
-    place = scene.world.take(7, ANY)
+def test_a_shard_whose_stream_broke_is_told_its_place_again():
+    scene = Scene.made(clients=1)
+    place = scene.world.of(7)
     assert scene.arrive(1, instance=scene.handles[1].registration.instance) == set()
     assert scene.told(1) == ["place"] and scene.world.of(7) == place
 
 
 def test_a_later_controller_learns_the_world_from_its_shards():
-    first = Scene()
-    first.arrive(0), first.arrive(1)
-    first.world.take(7, ANY), first.world.take(8, ANY)
+    first = Scene.made()
     own = first.world.of(7)
     places = [pb.Place(world=own.world, rank=shard, size=4, uid=own.uid, slots=4) for shard in range(2)]
     later = Scene()
@@ -148,10 +150,8 @@ def test_a_later_controller_learns_the_world_from_its_shards():
     assert [later.told(shard) for shard in (0, 1)] == [[], []], "they are in it"
 
 
-def test_a_shard_of_a_world_that_is_over_starts_anew():
-    first = Scene(clients=1)
-    first.arrive(0), first.arrive(1)
-    own = first.world.take(7, ANY)
+def test_a_shard_of_an_earlier_world_is_stopped():
+    own = Scene.made(clients=1).world.of(7)
     later = Scene(clients=1)
     later.arrive(0)  # it died while there was no controller
     assert later.arrive(1, pb.Place(world=own.world, rank=1, size=3, uid=own.uid)) == set()
@@ -165,7 +165,7 @@ def test_without_places_for_engines_there_is_no_world():
         scene.world.take(7, ANY)
 
 
-def test_who_waits_in_vain_hears_who_is_missing():
+def test_an_engine_waits_until_the_world_is_complete_and_is_told_what_is_missing():
     scene = Scene()
     scene.arrive(0), scene.arrive(1)
     place = scene.world.take(7, ANY)
@@ -181,16 +181,10 @@ def test_who_waits_in_vain_hears_who_is_missing():
     with pytest.raises(ServerUnavailableError, match=r"in time \(the controller is away\)"):
         gathered(place, lambda: scene.world.of(7), away, time.monotonic())
 
-
-def test_who_waits_goes_on_once_the_last_is_there():
-    scene = Scene()
-    scene.arrive(0), scene.arrive(1)
-    place = scene.world.take(7, ANY)
-    assert not place.uid
-
     def ask() -> pb.Place:
         scene.world.take(8, ANY)
         return scene.world.of(7)
 
-    place = gathered(place, ask, lambda: scene.world.reason, time.monotonic() + 60)
+    assert not place.uid
+    place = gathered(place, ask, lambda: scene.world.reason, time.monotonic() + HANG_SECONDS)
     assert len(place.uid) == UID_BYTES and place.rank == 2

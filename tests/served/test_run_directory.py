@@ -1,9 +1,5 @@
-"""What a node that was killed altogether leaves is removed by the next one that starts, and nothing else."""
+"""Run directories: the next start removes what a killed node left, and nothing else."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,43 +7,25 @@ import pytest
 
 from lora_server.daemon import run_directory as module
 from lora_server.daemon.run_directory import LOCK, PREFIX, hold, leave, remove_stale, run_directory
+from tests.support.processes import end, line_of, start
 
 NODE = """
-import sys
+import signal, sys
 from pathlib import Path
-from lora_server.daemon.run_directory import hold, run_directory
-if sys.argv[1] == "node":
-    with run_directory(Path(sys.argv[2])) as directory:
-        (directory / "shard-0.sock").touch()
-        print(directory, flush=True)
-        sys.stdin.read()
-else:
-    held = hold(Path(sys.argv[2]))
-    print("held", flush=True)
-    sys.stdin.read()
+from lora_server.daemon.run_directory import run_directory
+with run_directory(Path(sys.argv[1])) as directory:
+    (directory / "shard-0.sock").touch()
+    print(directory, flush=True)
+    signal.pause()
 """
-
-
-@pytest.fixture
-def start():
-    processes = []
-
-    def start(what, path):
-        process = subprocess.Popen(
-            [sys.executable, "-c", NODE, what, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        processes.append(process)
-        return process, process.stdout.readline().strip()
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def kill(process):
-    process.kill()
-    process.wait(30)
+SHARD = """
+import signal, sys
+from pathlib import Path
+from lora_server.daemon.run_directory import hold
+held = hold(Path(sys.argv[1]))
+print("held", flush=True)
+signal.pause()
+"""
 
 
 @pytest.fixture
@@ -57,14 +35,15 @@ def short():
         yield Path(directory)
 
 
-def test_what_was_killed_altogether_is_removed_at_the_next_start(start, short):
-    node, said = start("node", short)
-    directory = Path(said)
-    shard, _ = start("shard", directory)
-    kill(node)
+def test_the_directory_of_a_killed_node_and_its_shards_is_removed_at_the_next_start(short):
+    node = start(NODE, short)
+    directory = Path(line_of(node))
+    shard = start(SHARD, directory)
+    assert line_of(shard) == "held"
+    end(node)
     with run_directory(short) as other:
         assert directory.is_dir() and other.is_dir(), "a shard lives in it"
-    kill(shard)
+    end(shard)
     with run_directory(short) as other:
         assert not directory.exists() and [*short.iterdir()] == [other]
     assert not other.exists()
@@ -82,7 +61,7 @@ def test_the_last_shard_of_a_killed_node_removes_it(short):
     module.os.close(second)
 
 
-def test_what_may_be_somebodys_is_left_alone(short):
+def test_directories_of_others_are_left_alone(short):
     (short / f"{PREFIX}old").mkdir()  # of a version without the lock
     mine = short / f"{PREFIX}mine"
     mine.mkdir()

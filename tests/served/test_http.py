@@ -1,6 +1,4 @@
-"""Whatever is sent to the HTTP port: at most one line of log each, everybody else is answered, and it closes."""
-
-from __future__ import annotations
+"""The HTTP port: its answers; hostile and slow requests cost one log line at most and delay no other and no end."""
 
 import contextlib
 import gzip
@@ -18,7 +16,7 @@ from prometheus_client.registry import Collector
 from lora_server.control.http.limits import MAX_CONNECTIONS
 from lora_server.control.http.server import HttpServer
 from tests.support.hostile_http import HOSTILE, attack, opened, request
-from tests.support.serving import until
+from tests.support.serving import HANG_SECONDS, until
 
 PER_KIND = 100
 SERVE = """
@@ -49,7 +47,7 @@ def serving(not_ready=lambda: ""):
 
 
 def get(port, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_SECONDS)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -91,7 +89,7 @@ def test_a_taken_port_is_an_error_of_the_constructor():
     HttpServer("127.0.0.1", server.port, lambda: "", None).close()
 
 
-# -- who does not behave
+# -- hostile and slow clients
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,7 @@ def child(tmp_path_factory):
             [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream
         )
     yield int(process.stdout.readline()), log.read_text
-    process.communicate(timeout=30)
+    process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
     assert "Traceback" not in log.read_text()
 
@@ -160,7 +158,7 @@ def test_a_question_that_blocks_delays_neither_others_nor_the_end():
 
     def not_ready():
         asked.release()
-        answer.wait(60)
+        answer.wait(HANG_SECONDS)
         return ""
 
     try:
@@ -168,7 +166,7 @@ def test_a_question_that_blocks_delays_neither_others_nor_the_end():
             for _ in range(20):
                 stack.enter_context(opened(server.port, request(path=b"/readyz")))
             for _ in range(4):
-                assert asked.acquire(timeout=20)
+                assert asked.acquire(timeout=HANG_SECONDS)
             assert get(server.port, "/livez")[0] == 200
             assert b"the_answer" in get(server.port, "/metrics")[2]
             assert not asked.acquire(blocking=False), "four at a time"
