@@ -42,7 +42,6 @@ class Server:
         self.adapters = self.controller.adapters
         self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
         self.shard = ToldShard(self.controller, memory)
-        self.shard.lives()
 
     def kill(self):
         self.shard.close()

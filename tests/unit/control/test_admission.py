@@ -206,7 +206,6 @@ def serve():
             if memory is None:
                 controller.adapters.adopt([kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0)
                 controller.adapters.settle()
-                shard.lives()
             sizes = [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)]
             controller.adapters.on_moved(0, sizes)
             return controller, shard
