@@ -69,7 +69,7 @@ def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
             while not (rung := port.rung()):
                 port.wait(0.1)
             seen_ns = time.monotonic_ns()
-            (connection,) = rung
+            connection = rung[0]  # of the only client; its ring and its signal may both have named it
             seq = connection.served + 1
             STAMP.pack_into(connection.region.response(seq), 0, seen_ns)
             port.respond(connection, seq, STAMP.size)

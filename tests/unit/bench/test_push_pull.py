@@ -106,15 +106,14 @@ def play(place: Place) -> None:
         place.one(pulls=turn % 2 == 0)
 
 
+@pytest.mark.parametrize(
+    ("place", "nvshmem", "network"),
+    [(Place, False, False), (FarPlace, True, False), (FarPlace, True, True)],
+    ids=["here", "mapped", "network"],
+)
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_what_is_pulled_is_what_the_client_has(seed):
-    play(Place(seed, load(nvshmem=False)))
-
-
-@pytest.mark.parametrize("network", [False, True], ids=["mapped", "network"])
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_and_so_it_is_by_nvshmem(seed, network):
-    play(FarPlace(seed, load(nvshmem=True), network))
+def test_a_shard_pulls_and_answers_what_the_client_has(seed, place, nvshmem, network):
+    play(place(seed, load(nvshmem), network))
 
 
 def test_a_signal_that_never_comes_ends_the_wait():

@@ -1,0 +1,77 @@
+"""Each bench in its smallest form ends with 0 and says what it found."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench import memory_soak
+from lora_server.demo import children
+from tests.support.sources import ROOT
+
+QUICK = {
+    "kernels": ["--balance", "--models", "dbrx", "--tokens", "64", "--json"],
+    "kernels_cpu": ["--tokens", "2", "--rounds", "1", "--dtypes", "float32", "--json"],
+}
+LONG = {
+    "coupled": ["--json"],
+    "many_adapters": ["--adapters", "2", "--json"],
+    "provision_holds": ["--quick"],
+    "segments": ["--rounds", "1", "--json"],
+    "step_costs": ["--rounds", "2", "--json"],
+    "tls": ["--rounds", "10", "--json"],
+    "transport": ["--rounds", "20", "--json"],
+    "turns": ["--rounds", "3", "--json"],
+}
+# parts of others; for a GPU, vLLM, a network or a compiler; too long in any form; what another test runs
+IMPORTED = [
+    "admission", "cold_start", "control_floods", "eviction", "fetch_gpu", "fetch_peers", "gpu_build", "gpu_check",
+    "loading", "prefill", "profile", "provision_iar", "provision_speed", "wire",
+]  # fmt: skip
+OTHERS = ["__init__", "admission_cells", "admission_client", "admission_report", "alora", "memory_client",
+          "memory_soak", "paper_figures", "provision_plots", "provision_setups"]  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_a_bench_ends_well_and_says_what_it_found(name, tmp_path):
+    arguments = (QUICK | LONG)[name]
+    done = subprocess.run(
+        children.own([sys.executable, "-m", f"bench.{name}", *arguments]),
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=850,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) if "--json" in arguments else done.stdout
+
+
+def test_every_bench_is_run_or_imported():
+    for name in IMPORTED:
+        assert callable(importlib.import_module(f"bench.{name}").main)
+    assert {path.stem for path in (ROOT / "bench").glob("*.py")} | {"kernels"} == {*QUICK, *LONG, *IMPORTED, *OTHERS}
+
+
+@pytest.mark.long
+def test_the_paper_set_ups_meet_their_slos(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))  # they are scripts
+    setups, figures = (importlib.import_module(name) for name in ("provision_setups", "paper_figures"))
+    for name, setup in figures.systems("dbrx").items():
+        found = setups.measure(setup, 4.0, seeds=1)
+        assert found.meets, name
+        assert found.tokens_per_s == pytest.approx(4 * 211, rel=0.2)
+
+
+@pytest.mark.long
+def test_every_answer_is_right_with_little_memory_and_a_shard_that_is_killed():
+    options = {"adapters": 60, "pool": 8, "host_pool": 6, "engines": 2, "steps": 600, "kills": 2, "seed": 3}
+    found = memory_soak.measure(argparse.Namespace(**options, calm=0.0, eviction="value"))
+    assert found["wrong"] == 0 and found["steps"] >= 600
+    assert len(found["kills"]) == found["restarts"] == 2
+    assert set(found["errors"]) <= {"step", "shard_unavailable", "server_unavailable"}, found["errors_text"]
+    assert 0 < found["pool_used_mb"] <= found["pool_mb"]
+    assert found["leases_left"] == found["holders_left"] == found["failed"] == 0

@@ -1,0 +1,136 @@
+"""Stages of bench.gpu_run on this CPU: they play, and they find what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from bench.gpu_run import codes, nvshmem, ours, put_timing, record, sanitizer, variants, world
+from lora_server.transport import e4m3
+from lora_server.transport.gpu import nvshmem_build
+from tests.support.gpu import emulated, emulated_gpu
+from tests.support.workload import spec_of
+
+SECONDS = 60.0
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+
+
+def test_the_sanitizers_verdict_is_read():
+    clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitizer.judged(0, clean) == (True, "ERROR SUMMARY: 0 errors")
+    found = "========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 1 error\n"
+    good, reason = sanitizer.judged(sanitizer.FOUND, found)
+    assert not good and "1 error" in reason and "Invalid __global__ read" in reason
+    assert sanitizer.judged(1, "its result is wrong") == (False, "ended with 1: its result is wrong")
+    assert not sanitizer.judged(0, "no summary: the tool did not run")[0]
+    assert sanitizer.REFUSED in sanitizer.judged(255, "========= Error: Device not supported\n")[1]
+
+
+def test_metrics_are_read_out_of_ncus_csv():
+    said = """==PROF== Connected to process 12
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name"
+"0","lora_step_bfloat16","GPU Speed Of Light Throughput","Duration","us","1,286.1",""
+"0","lora_step_bfloat16","SpeedOfLight","","","","SOLBottleneck"
+==PROF== Disconnected from process 12
+"""
+    assert ours.metrics(said) == [{"metric": "Duration", "unit": "us", "value": "1,286.1"}]
+    assert ours.metrics("==ERROR== nothing") == []
+
+
+def test_the_put_that_is_timed_is_the_transports():
+    rows, word = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
+    order = torch.tensor([3, 1, 0, 2], dtype=torch.int32)
+    one = put_timing.step(rows, order, torch.empty_like(rows), word, 7, order[:1])
+    assert one.kernel in ("put_vectors", "put_halves")
+    assert {rows.data_ptr(), order.data_ptr(), word.data_ptr(), 7, 4, 16} <= set(one.arguments())
+
+
+def test_variants_fit_a_hopper():
+    assert all(variant.shared_bytes <= 232_448 for variant in variants.VARIANTS)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_the_cstdint_of_the_nvshmem_build_is_c(tmp_path):
+    checks = (
+        "static_assert(sizeof(int_fast16_t) == 8 && sizeof(uint_least32_t) == 4 && INT64_MAX > 0 && UINT8_MAX == 255);"
+    )
+    (tmp_path / "x.cpp").write_text(nvshmem_build.cstdint() + checks)
+    subprocess.run(["g++", "-std=c++17", "-w", "-fsyntax-only", str(tmp_path / "x.cpp")], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("size", nvshmem.WORLDS)
+def test_the_nvshmem_stage_plays_with_pes_that_have_no_gpu(tmp_path, size):
+    found = record.Record(tmp_path / "record")
+    assert nvshmem.play(found, nvshmem.World(size, tmp_path / "module", "tests.support.gpu.gpu_pe"))
+    lines = found.find("check")
+    assert [line["name"] for line in lines] == list(nvshmem.STEPS) and all(line["good"] for line in lines)
+    assert lines[2]["found"]["contexts"] == ["alive"] * (size - 1)
+
+
+def test_a_pe_that_gets_nothing_fails_the_stage(tmp_path):
+    found = record.Record(tmp_path / "record")
+    (tmp_path / "lost").touch()
+    assert not nvshmem.play(found, nvshmem.World(2, tmp_path / "module", "tests.support.gpu.gpu_pe"))
+    assert [line["good"] for line in found.find("check")] == [True, False], "and nothing after it"
+    assert "turn 1: [{'event': 'waited', 'took_ns': -1" in found.find("check")[1]["reason"]
+
+
+def test_a_world_whose_engine_answers_wrongly_or_not_at_all_fails_its_stage(tmp_path, monkeypatch):
+    found, given = record.Record(tmp_path / "record"), argparse.Namespace(**world.EMULATED)
+    engine = world.Engine("tests.support.gpu.gpu_pe", ["1", "2", str(tmp_path / "module")])
+    monkeypatch.setitem(world.STEPS, "answers", lambda its: engine.answer("generated", SECONDS))
+    monkeypatch.setitem(world.STEPS, "timed", lambda its: engine.answer("measured", 0.01))
+    engine.tell(uid="ab")
+    place = world.World(None, tmp_path, tmp_path, given)
+    try:
+        assert not world.attempt(found, place, "answers") and not world.attempt(found, place, "timed")
+    finally:
+        engine.end()
+    other, late = found.find("check")
+    assert "expected 'generated', got {'event': 'module'" in other["reason"]
+    assert late["reason"].startswith("RuntimeError")
+
+
+@needs_emulator
+def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch):
+    """A rule by which the second kind of rows, the odd ones, would have twice the scale of one row."""
+    rule, calls = codes.by_the_host, []
+
+    def other(x_TK):
+        found, scales_T = rule(x_TK)
+        calls.append(x_TK)
+        scales_T[0] *= len(calls)
+        return found, scales_T
+
+    monkeypatch.setattr(codes, "by_the_host", other)
+    emulated_gpu.compile_all(in_codes=True)
+    emulated_gpu.use()
+    found, given = record.Record(tmp_path / "record"), argparse.Namespace(**codes.EMULATED)
+    checks = record.Checks(found)
+    try:
+        codes.served(found, checks, tmp_path, "e4m3", given)
+    finally:
+        del emulated_gpu.opened.openers["cpu"]
+    lines = found.find("check")
+    assert len(lines) == 8 and [line["name"] for line in lines if not line["good"]] == [
+        "odd rows' codes are the host's"
+    ]
+    assert not checks.good and len(found.find("latency")) == 2
+
+
+@needs_emulator
+def test_the_bound_of_codes_takes_rows_of_this_wire_and_no_others(tiny_adapters):
+    """Not what a base model answers, nor a neighbour's delta."""
+    spec, x = spec_of("mixtral"), torch.randn(8, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    values, bound = codes.exact(tiny_adapters["all"], spec, x)
+    carried, scales = torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(8)
+    e4m3.quantise(x, carried, scales)
+    near = codes.exact(tiny_adapters["all"], spec, e4m3.expand(carried, scales))[0]
+    assert values.any() and not torch.equal(near, values) and ((near - values).abs() <= bound).all()
+    for wrong in (torch.zeros_like(values), values.roll(1, 0), values * 1.5):
+        assert ((wrong - values).abs() > bound).any()
+    assert 0.01 < (near - values).norm() / values.norm() < codes.MOST_LOST
