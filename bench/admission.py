@@ -181,6 +181,7 @@ def measure(
         "long_run": _plain(cells.long_run(workload, scale, slots)),
         "rule": float(cells.by_rule(requests, slots, slower)[kept].mean()),
         "late_p95_ms": float(np.percentile(late_s, 95)) * 1e3,
+        "admitted": sum(one.admitted is not None for one in seen),  # the others still waited when the last one asked
         "client_count": [int(immediate.sum()), len(seen)],
         "server_count": list(counted),
     }

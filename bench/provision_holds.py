@@ -34,7 +34,7 @@ from provisioning.workload.requests import Lengths, Requests
 from provisioning.workload.traces import ZipfAdapters
 from provisioning.workload.traces import load as load_trace
 from provisioning.workload.workload import Workload, zipf
-from tests.support.provision_traces import KINDS, write
+from tests.support.provision import KINDS, write
 
 BAR = 0.015
 TARGETS = (0.95, 0.97, 0.99)

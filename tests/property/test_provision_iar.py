@@ -1,7 +1,6 @@
 """Admissibility: equal to the slow oracles, monotone, exact at the ends, fast, and strict on input."""
 
 import math
-import time
 import tracemalloc
 
 import numpy as np
@@ -15,12 +14,10 @@ from provisioning.iar import admissibility_curve, immediate_admissibility, min_c
 from provisioning.iar.literal import condensed
 from provisioning.iar.poisson_binomial import poisson_binomial
 
-SLACK = 4  # this machine may be shared; bench/provision_speed.py measures the bars of 50 ms and 5 s themselves
-
 MODELS = ("offered", "literal", "queued")
 weights = st.lists(st.sampled_from([0.0, 1e-9, 0.01, 0.5, 1.0, 3.0, 250.0]), min_size=1, max_size=40).filter(any)
 loads = st.floats(-2, 4).map(lambda exponent: 10.0**exponent)
-exact = settings(max_examples=60, deadline=None)
+exact = settings(max_examples=60)
 
 
 def zipf(num: int, skew: float) -> np.ndarray:
@@ -28,26 +25,26 @@ def zipf(num: int, skew: float) -> np.ndarray:
     return p / p.sum()
 
 
+ORACLES = {"literal": oracle.literal, "offered": oracle.offered}
+
+
+def check_oracles(weights, load, slots, within):
+    p = np.array(weights) / sum(weights)
+    for model, slow in ORACLES.items():
+        assert immediate_admissibility(weights, load, slots, model) == pytest.approx(slow(p, load, slots), abs=within)
+
+
 @exact
 @given(weights, loads, st.data())
 def test_equals_the_oracle(popularity, load, data):
-    slots = data.draw(st.integers(0, len(popularity)))
-    p = np.array(popularity) / sum(popularity)
-    assert immediate_admissibility(popularity, load, slots, "literal") == pytest.approx(
-        oracle.literal(p, load, slots), abs=1e-9
-    )
-    assert immediate_admissibility(popularity, load, slots) == pytest.approx(oracle.offered(p, load, slots), abs=1e-9)
+    check_oracles(popularity, load, data.draw(st.integers(0, len(popularity))), 1e-9)
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.2, 2.5])
 @pytest.mark.parametrize("load", [3.0, 200.0, 5000.0])
 def test_equals_the_oracle_at_150(skew, load):
-    p = zipf(150, skew)
     for slots in (1, 40, 149):
-        assert immediate_admissibility(p, load, slots, "literal") == pytest.approx(
-            oracle.literal(p, load, slots), abs=1e-6
-        )
-        assert immediate_admissibility(p, load, slots) == pytest.approx(oracle.offered(p, load, slots), abs=1e-6)
+        check_oracles(zipf(150, skew), load, slots, 1e-6)
 
 
 @pytest.mark.parametrize("load", [5.0, 300.0, 1500.0])
@@ -78,11 +75,16 @@ def test_min_cache_slots_is_the_first_that_reaches_the_target(popularity, load, 
     assert all(value < target + 1e-12 for value in values[:-1])
 
 
+def check_queued_rises(popularity, load):
+    curve = [immediate_admissibility(popularity, load, m, "queued") for m in range(len(popularity) + 1)]
+    assert (np.diff(curve) >= -1e-9).all()
+    return curve
+
+
 @exact
 @given(weights, loads)
 def test_queued_rises_with_slots(popularity, load):
-    curve = [immediate_admissibility(popularity, load, m, "queued") for m in range(len(popularity) + 1)]
-    assert (np.diff(curve) >= -1e-9).all()
+    check_queued_rises(popularity, load)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +93,7 @@ def test_queued_rises_with_slots(popularity, load):
 def test_queued_rises_with_slots_where_hot_adapters_never_leave(adapters, skew, load):
     """Their waits are of the order of e^l; solved for in plain numbers, these cost up to 0.98 of the rate."""
     p = zipf(adapters, skew)
-    curve = [immediate_admissibility(p, load, m, "queued") for m in range(adapters + 1)]
-    assert (np.diff(curve) >= -1e-9).all()
+    curve = check_queued_rises(p, load)
     assert curve[adapters // 2] > p[: adapters // 2].sum() - 0.1  # who stays is the hot
 
 
@@ -163,33 +164,20 @@ def test_any_weights_and_containers():
     assert min_cache_slots([1.0] * 64, 1e-3, 1.0) == 64
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (([], 1, 0), "popularity"),
-        (([0, 0], 1, 1), "popularity"),
-        (([1, math.nan], 1, 1), "popularity"),
-        (([1, math.inf], 1, 1), "popularity"),
-        (([1, -1], 1, 1), "popularity"),
-        (([[1], [1]], 1, 1), "popularity"),
-        (("ab", 1, 1), "popularity"),
-        ((None, 1, 1), "popularity"),
-        ((["1", "2"], 1, 1), "popularity"),
-        (([True, 2], 1, 1), "popularity"),
-        ((np.array([True, False]), 1, 1), "popularity"),
-        (({"law": 3, "code": 1}, 1, 1), "popularity"),
-        ((b"ab", 1, 1), "popularity"),
-        (([1, 1], 0, 1), "global_batch"),
-        (([1, 1], -3, 1), "global_batch"),
-        (([1, 1], math.nan, 1), "global_batch"),
-        (([1, 1], math.inf, 1), "global_batch"),
-        (([1, 1], 1, -1), "cache_slots"),
-        (([1, 1], 1, 3), "cache_slots"),
-        (([1, 1], 1, 1.5), "cache_slots"),
-        (([1, 1], 1, 1, "exact"), "model"),
+BAD = {
+    "popularity": [
+        ([], 1, 0), ([0, 0], 1, 1), ([1, math.nan], 1, 1), ([1, math.inf], 1, 1), ([1, -1], 1, 1), ([[1], [1]], 1, 1),
+        ("ab", 1, 1), (None, 1, 1), (["1", "2"], 1, 1), ([True, 2], 1, 1), (np.array([True, False]), 1, 1),
+        ({"law": 3, "code": 1}, 1, 1), (b"ab", 1, 1),
     ],
-)
-def test_bad_input_is_one_line_that_names_the_argument(arguments, named):
+    "global_batch": [([1, 1], 0, 1), ([1, 1], -3, 1), ([1, 1], math.nan, 1), ([1, 1], math.inf, 1)],
+    "cache_slots": [([1, 1], 1, -1), ([1, 1], 1, 3), ([1, 1], 1, 1.5)],
+    "model": [([1, 1], 1, 1, "exact")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "arguments"), [(named, one) for named, rows in BAD.items() for one in rows])
+def test_bad_input_is_one_line_that_names_the_argument(named, arguments):
     with pytest.raises(ConfigError, match=f"^{named}: .*") as caught:
         immediate_admissibility(*arguments)
     assert isinstance(caught.value, ValueError)
@@ -202,28 +190,18 @@ def test_bad_target(target):
         min_cache_slots([1, 1], 1, target)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
-def test_512_adapters_are_quick(model):
-    def once() -> float:
-        start = time.process_time()
-        min_cache_slots(zipf(512, 1.2), 512, 0.95, model)
-        return time.process_time() - start
-
-    assert min(once() for _ in range(5)) < SLACK * 0.05
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_100_000_adapters_are_quick_and_under_1_gb(model):
+def test_100_000_adapters_are_planned_in_little_memory(model):
+    """In less than 1 GB; bench/provision_speed.py says how fast."""
     p = zipf(100_000, 1.0)
     tracemalloc.start()
     assert immediate_admissibility(p, 1e6, 70_000, model) > 0.8
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    start = time.process_time()
     slots = min_cache_slots(p, 1e6, 0.95, model)
     assert immediate_admissibility(p, 1e6, slots, model) >= 0.95 - 1e-12
     assert slots == 1 or immediate_admissibility(p, 1e6, slots - 1, model) < 0.95
-    assert time.process_time() - start < SLACK * 5
     assert peak < 2**30
 
 

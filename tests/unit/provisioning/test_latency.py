@@ -75,15 +75,11 @@ def test_a_token_reaches_between_one_and_k_shards():
     assert geometry.shard_tokens(experts=8, top_k=2, ep=2) == pytest.approx(2 * (1 - 6 / 28))
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 7),
-    st.integers(1, 9),
-    st.integers(1, 5),
-    st.integers(1, 5),
-    st.lists(st.integers(0, 6), max_size=3),
-    st.booleans(),
-)
+small = st.integers(1, 5)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 7), st.integers(1, 9), small, small, st.lists(st.integers(0, 6), max_size=3), st.booleans())
 def test_fullest_shard_counts_every_shard(layers, experts, ep, pp, dense, shared_a):
     config = {
         "model_type": "qwen3_moe",
@@ -206,35 +202,9 @@ def test_a_time_that_falls_with_the_batch_never_comes_to_zero(tmp_path):
     assert model.base_ffn_us(256).value == 10.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"terms": {"recv": []}}',
-        '{"terms": {"send": [{"ep": 1, "us": 3}]}}',
-        '{"terms": {"send": [{"ep": 1, "batch": 0, "us": 3}]}}',
-        '{"terms": {"base_ffn": [{"batch": 64, "us": 0}]}}',
-        '{"terms": {"send": [{"ep": 1e400, "batch": 1, "us": 3}]}}',
-        '{"terms": {"send": [{"ep": 1.5, "batch": 1, "us": 3}]}}',
-        pytest.param("[" * 200_000, id="deep"),
-    ],
-)
-def test_bad_profiles(tmp_path, text):
-    file = tmp_path / "p.json"
-    file.write_text(text)
-    with pytest.raises(InputError, match=r"^--profile: "):
-        profile.load(file)
-
-
 def test_dense_models_have_one_expert():
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-    }
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    config["intermediate_size"] = 128
     model = step_model(spec=spec.from_config(config))
     assert model.lora(8, Layout(1, 2)).total > 0
     assert {str(layout) for layout in memory.layouts(model.spec, 4)} == {"ep1-pp4"}

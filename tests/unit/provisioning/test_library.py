@@ -5,14 +5,13 @@ import json
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from lora_server import spec as specs
 from lora_server.placement import Layout
-from provisioning.cli import app
 from provisioning.inputs import InputError
 from provisioning.model import library, memory
-from provisioning.plan.scenario import Flags, scenario
+from tests.support import provision as support
+from tests.support.provision import SLO, provision, typed
 
 TINY = {
     "model_type": "mixtral", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
@@ -48,10 +47,8 @@ def model(tmp_path):
 
 
 def question(model, source, **given):
-    load = {"instances": 2, "batch_size": 8.0}
-    return scenario(
-        Flags(slo="ttft_p95=250ms,tpot_avg=100ms", model=model, from_adapters=str(source), **(load | given))
-    )
+    given = {"adapters": None, "instances": 2, "batch_size": 8.0} | given
+    return support.question(model=model, from_adapters=source and str(source), **given)
 
 
 def test_adapters_of_one_rank_on_all_experts_are_what_the_rank_says(tmp_path, model):
@@ -61,11 +58,7 @@ def test_adapters_of_one_rank_on_all_experts_are_what_the_rank_says(tmp_path, mo
     asked = question(model, tmp_path / "adapters")
     assert asked.workload.num_adapters == 3 and asked.model.lora_rank == pytest.approx(8)
     assert asked.model.attention_share == 0
-    plain = scenario(
-        Flags(
-            slo="ttft_p95=250ms,tpot_avg=100ms", model=model, adapters=3, lora_rank=8, instances=2, batch_size=8.0
-        )
-    )  # fmt: skip
+    plain = question(model, None, adapters=3, lora_rank=8)
     assert asked.lora(Layout(2, 1)).total == pytest.approx(plain.lora(Layout(2, 1)).total)
 
 
@@ -100,8 +93,8 @@ def test_attention_takes_memory_and_time(tmp_path, model):
 
 def test_the_command_and_a_list_of_a_server(tmp_path, model):
     adapter(tmp_path / "adapters" / "law", 8, attention=True)
-    command = ["--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", model, "--instances", "2", "--batch-size", "8"]
-    shown = CliRunner().invoke(app, [*command, "--from-adapters", str(tmp_path / "adapters"), "--no-simulate"])
+    asked = typed(slo=SLO, model=model, instances=2, batch_size=8, from_adapters=tmp_path / "adapters")
+    shown = provision(*asked, "--no-simulate")
     assert shown.exit_code == 0, shown.output
     assert f"1 adapter of rank 8 ({tmp_path / 'adapters'})" in shown.stdout
     rows = [{"name": "law", "lora_rank": 16, "bytes": 2 * specs.load(model).adapter_bytes(8)}]

@@ -15,8 +15,8 @@ from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.sensitivity import sensitivity
 from provisioning.report.document import document
 from provisioning.report.result import answer
+from tests.support.provision import SLO
 
-SLO = "ttft_p95=250ms,tpot_avg=100ms"
 MIXTRAL = {"slo": SLO, "model": "mixtral-8x7b", "adapters": 512, "request_rate": 70.0, "mean_output_tokens": 211.0}
 
 
@@ -97,10 +97,11 @@ def fast(found):
     return replace(found, model=replace(found.model, cluster=replace(found.model.cluster, gpu=faster)))
 
 
-def test_what_is_easier_never_costs_gpus():
-    """500 plans and more, none simulated: 60 questions, each beside eight easier ones."""
-    rng, feasible = random.Random(14), 0
-    for _ in range(60):
+@pytest.mark.parametrize(("seed", "num"), [(14, 12), pytest.param(15, 50, marks=pytest.mark.long)])
+def test_what_is_easier_never_costs_gpus(seed, num):
+    """None simulated; each question beside eight easier ones."""
+    rng, feasible = random.Random(seed), 0
+    for _ in range(num):
         flags = {name: rng.choice(values) for name, values in RANGES.items()} | {"max_gpus": 12, "instance_gpus": 4}
         before = gpus_in_all(flags)
         changed = [(what, gpus_in_all(other)) for what, other in easier(flags)]
@@ -110,7 +111,7 @@ def test_what_is_easier_never_costs_gpus():
             feasible += 1
             for what, after in changed:
                 assert after is not None and after <= before, (what, before, after, flags)
-    assert feasible >= 30
+    assert feasible >= num / 2
 
 
 def test_the_busiest_instance_is_what_counts_where_adapters_are_assigned():

@@ -5,29 +5,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from provisioning.cli import app
 from provisioning.iar.models import offered_curve
-from provisioning.inputs import InputError
 from provisioning.plan.choice import smallest
 from provisioning.plan.judge import judge, played
-from provisioning.plan.scenario import Flags, scenario
 from provisioning.plan.verify import disaggregated, verify
-from provisioning.report import charts, render, words
+from provisioning.report import charts, render
+from provisioning.report.document import document
 from provisioning.report.result import answer
 from provisioning.simulation.run import run
 from provisioning.workload.replay import over_time, replayed
 from provisioning.workload.requests import Requests
 from provisioning.workload.workload import Workload
-from tests.support.provision_traces import ADAPTERS, KINDS, calls, write, write_counts
+from tests.support import provision as support
+from tests.support.provision import ADAPTERS, KINDS, QWEN, SLO, calls, provision, typed, write, write_counts
 
-LOAD = 256.0
+LOAD = 256.0  # in flight: four instances of 64
 
 
 def question(**given):
-    asked = {"slo": "ttft_p95=250ms,tpot_avg=100ms", "model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96"}
-    return scenario(Flags(**asked, instances=4, batch_size=LOAD / 4, **given))
+    """Of the traffic in a file."""
+    return support.question(**(QWEN | {"adapters": None} | given))
 
 
 def requests(arrival_s, tokens, adapter=None, names=()):
@@ -38,7 +36,10 @@ def requests(arrival_s, tokens, adapter=None, names=()):
     )
 
 
-@pytest.mark.parametrize(("kind", "seed"), [(kind, 10 + place) for place, kind in enumerate(KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [pytest.param(kind, 10 + at, marks=[] if kind == "bursts" else pytest.mark.long) for at, kind in enumerate(KINDS)],
+)
 def test_a_plan_serves_the_very_trace_that_it_was_made_for(tmp_path, kind, seed):
     """Replayed as it is, at the load that was asked for: none of the planner's own windows, rotations or scaling."""
     asked = question(trace=write(tmp_path / "trace.csv", kind, seed))
@@ -57,6 +58,7 @@ def test_a_plan_serves_the_very_trace_that_it_was_made_for(tmp_path, kind, seed)
     assert run(played, disaggregated(chosen)).immediate.mean() >= asked.iar_target
 
 
+@pytest.mark.long
 def test_counts_with_lengths_plan_as_the_trace_does(tmp_path):
     """A tail that writes four times as much: by requests alone, fewer slots seem to be enough."""
     counted = question(counts=write_counts(tmp_path / "counts.csv", "long-tail", 3))
@@ -119,6 +121,10 @@ def test_the_plan_says_what_it_is_sized_for(tmp_path):
     text = " ".join(render.load_over_time(result))
     assert "Load over time: " in text and "Sized for its peak, 1." in text and "(--window)" in text
     assert "requests each in flight at the peak" in render.question(result)
+    load = document(result)["load"]
+    assert load["batch"] == pytest.approx(64) and load["global_batch"] == pytest.approx(LOAD)
+    assert load["peak"]["global_batch"] == pytest.approx(LOAD * load["peak"]["load_over_mean"])
+    assert load["peak"]["load_over_mean"] > 1.5 and not load["peak"]["steady"]
     assert next(title for title, _ in charts.charts(result)) == "Load over time"
     assert charts.png(charts.load_over_time, result).startswith(b"\x89PNG")
     steady = answer(question(trace=write(tmp_path / "s.csv", "steady", 5)), seeds=0)
@@ -126,20 +132,10 @@ def test_the_plan_says_what_it_is_sized_for(tmp_path):
     assert not list(render.load_over_time(answer(question(adapters=10), seeds=0)))
 
 
-def test_the_json_has_the_mean_and_the_peak(tmp_path):
-    command = ["--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "mixtral-8x7b", "--no-simulate", "--json"]
-    trace = str(write(tmp_path / "t.csv", "diurnal", 5))
-    found = CliRunner().invoke(app, [*command, "--trace", trace, "--instances", "4", "--batch-size", "64"])
-    load = json.loads(found.stdout)["load"]
-    assert load["batch"] == pytest.approx(64) and load["global_batch"] == pytest.approx(256)
-    assert load["peak"]["global_batch"] == pytest.approx(256 * load["peak"]["load_over_mean"])
-    assert load["peak"]["load_over_mean"] > 1.5 and not load["peak"]["steady"]
-
-
 def test_a_rate_is_the_mean_and_its_batch_that_of_the_peak(tmp_path):
-    trace, flags = write(tmp_path / "t.csv", "diurnal", 5), {"model": "mixtral-8x7b", "request_rate": 30.0}
-    asked = scenario(Flags(slo="ttft_p95=250ms,tpot_avg=100ms", trace=trace, **flags))
-    result = answer(asked, seeds=0, price_per_gpu_hour=1.0)
+    trace = write(tmp_path / "t.csv", "diurnal", 5)
+    free = {"instances": None, "batch_size": None, "request_rate": 30.0}
+    result = answer(question(trace=trace, model="mixtral-8x7b", **free), seeds=0, price_per_gpu_hour=1.0)
     found, step_s = result.scenario, result.candidate.mean_step_us * 1e-6
     tokens = found.workload.lengths.mean_tokens
     assert found.workload.peak > 1.5 and result.rate == pytest.approx(30)
@@ -148,50 +144,23 @@ def test_a_rate_is_the_mean_and_its_batch_that_of_the_peak(tmp_path):
     assert result.cost()["total_per_million_tokens"] == pytest.approx(result.candidate.all_gpus / (0.108 * tokens))
 
 
-@pytest.mark.parametrize("window", [0.0, -1.0, 1e-9, float("nan")])
-def test_a_window_that_cannot_be_is_refused(tmp_path, window):
-    with pytest.raises(InputError, match=r"^--window: "):
-        question(trace=write(tmp_path / "t.csv", "steady", 5, num=50), window=window)
-
-
-def test_a_window_without_a_trace_is_refused():
-    with pytest.raises(InputError, match=r"^--window: only a trace"):
-        question(adapters=10, window=60.0)
-
-
-PLAN = ["--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "qwen3-30b-a3b", "--lora-rank", "32", "--gpu", "hopper-96"]
-
-
 def test_what_is_emitted_is_the_load_and_reads_back(tmp_path):
-    counts = write_counts(tmp_path / "counts.csv", "long-tail", 3)
-    load = ["--instances", "2", "--batch-size", "32"]
-    made = CliRunner().invoke(
-        app, [*PLAN, *load, "--counts", str(counts), "--emit", str(tmp_path / "out"), "--no-simulate", "--json"]
-    )
+    counts, load = write_counts(tmp_path / "counts.csv", "long-tail", 3), {"instances": 2, "batch_size": 32.0}
+    asked = typed(slo=SLO, **QWEN, **load, counts=counts, emit=tmp_path / "out")
+    made = provision(*asked, "--no-simulate", "--json")
     assert made.exit_code == 0, made.output
     plan = json.loads(made.stdout)
-    back = scenario(
-        Flags(
-            slo=PLAN[1], model=PLAN[3], lora_rank=32, gpu="hopper-96", trace=tmp_path / "out" / "trace.csv",
-            instances=2, batch_size=32.0,
-        )
-    )  # fmt: skip
+    back = question(trace=tmp_path / "out" / "trace.csv", **load)
     trace = back.workload.trace
     tokens_per_s = trace.output_tokens.sum() / trace.span_s
     assert tokens_per_s * plan["latency_us"]["decode_step"] * 1e-6 == pytest.approx(64, rel=0.05)
     assert abs(back.min_cache_slots - plan["min_cache_slots"]) <= 3
     assert set(trace.names) <= set(counts.read_text().replace(",", "\n").split())
-    typed = (tmp_path / "out" / "commands.sh").read_text().splitlines()
-    assert sum(line.startswith("lora-server serve --config plan.yaml") for line in typed) == 1
-    served = [line for line in typed if "vllm serve" in line]
+    lines = (tmp_path / "out" / "commands.sh").read_text().splitlines()
+    assert sum(line.startswith("lora-server serve --config plan.yaml") for line in lines) == 1
+    served = [line for line in lines if "vllm serve" in line]
     assert len(served) == 2 and "--port 8000" in served[0] and "--port 8001" in served[1]
     assert "layout: " in (tmp_path / "out" / "plan.yaml").read_text()
-
-
-def test_no_plan_is_not_emitted(tmp_path):
-    asked = [*PLAN, "--adapters", "512", "--instances", "2", "--batch-size", "32", "--max-gpus", "1", "--no-simulate"]
-    done = CliRunner().invoke(app, [*asked, "--emit", str(tmp_path / "out")])
-    assert done.exit_code == 3 and "not written" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_the_worst_served_are_named(tmp_path):
@@ -207,7 +176,18 @@ def test_the_worst_served_are_named(tmp_path):
     assert line.startswith("Served worst") and f"{asked.workload.names[worst[0][0]]} " in line
 
 
-def test_sparkline():
-    assert words.sparkline([0, 1, 2, 4]) == "▁▃▅█"
-    assert len(words.sparkline(list(range(1000)))) <= 48
-    assert [words.moment(s) for s in (90, 750, 22_500, 302_400)] == ["90 s", "12.5 min", "6.25 h", "3.5 days"]
+def test_a_trace_is_planned_and_replayed(tmp_path):
+    trace = tmp_path / "t.csv"
+    lines = [f"{index * 0.05:.3f},a{index * index % 37},100,{20 + index % 50}" for index in range(3000)]
+    trace.write_text("timestamp,adapter,input_tokens,output_tokens\n" + "\n".join(lines))
+    asked = typed(slo=SLO, model="mixtral-8x7b", trace=trace)
+    outcome = provision(*asked, "--json")
+    assert outcome.exit_code == 0, outcome.output
+    plan = json.loads(outcome.stdout)
+    load, step_s = plan["load"], plan["latency_us"]["decode_step"] * 1e-6
+    assert load["request_rate"] == pytest.approx(20, rel=0.01)
+    assert load["global_batch"] == pytest.approx(load["request_rate"] * 44.5 * step_s, rel=0.01)
+    assert plan["provenance"]["output_tokens"]["kind"] == "measured"
+    assert plan["simulation"]["simulated"] and plan["warnings"] == []
+    trace.write_text("\n".join(["timestamp,adapter,input_tokens,output_tokens", *lines[:2]]))
+    assert "Warning: the trace has 2 requests, too few to bear a plan out" in provision(*asked).stdout

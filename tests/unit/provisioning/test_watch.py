@@ -5,22 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
 from bench import admission, admission_cells
-from provisioning.cli import app
 from provisioning.watch import measured, scrape
+from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
+from tests.support.provision import check_refused, provision, typed
 
-SCALE = admission_cells.Scale(load=10.0, hold_seconds=0.3, seconds=6.0)
-ASKED = [
-    "--slo", "ttft_p95=250ms,tpot_avg=100ms", "--model", "mixtral-8x7b", "--adapters", "256", "--zipf", "1.2",
-    "--gpu", "hopper-96", "--instances", "2", "--batch-size", "64",
-]  # fmt: skip
-
-
-def provision(*arguments):
-    return CliRunner().invoke(app, [str(one) for one in arguments])
+ASKED = typed(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", adapters=256, gpu="hopper-96", instances=2)
+ASKED += typed(batch_size=64)
+SCALE = admission_cells.Scale(load=10.0, hold_seconds=0.6, seconds=6.0)
 
 
 def watched(*arguments, code=0):
@@ -72,19 +66,24 @@ def hours(loads, calls=None):
 # -- a live server
 
 
-def test_a_live_server_under_load_is_measured(tmp_path, plan):
+@pytest.mark.long
+def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     admission.make(tmp_path, 16)
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
     with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
         first = watched("--server", server.http, "--record", record, "--plan", plan)
         assert first["scrapes"] == 1 and first["now"] is None and "One look only" in first["advice"]
         row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
-        admission._until(lambda: not admission.status(server.address).active, "all have let go")
+        admission._until(lambda: not admission.status(server.address).active, "all are released")
         found = watched("--server", server.http, "--record", record, "--plan", plan)
+    assert row["calls"] == 100 and row["client_count"] == row["server_count"]
+    assert 0.3 < row["as_asked"] < 0.9, "simulated: each call when it came, for as long as it held"
+    assert abs(row["measured"]["mean"] - row["as_asked"]) < 0.15, row
     rows = {one["what"]: one for one in found["measured"]}
-    assert found["requests"] == row["calls"] and found["restarts"] == 0
+    assert row["admitted"] <= found["requests"] <= row["calls"] and found["restarts"] == 0
     assert rows["admitted at once"]["measured"] == pytest.approx(row["server_count"][0] / row["calls"], abs=0.02)
-    assert 0.25 < rows["an adapter is held"]["measured"] < 0.6, "hold_seconds, and how late a busy client lets go"
+    late = row["late_p95_ms"] / 1e3  # a client on a busy machine asks late, and lets go as late
+    assert 0.5 < rows["an adapter is held"]["measured"] < 1.2 + late
     assert rows["requests in flight"]["measured"] == pytest.approx(
         rows["requests/s"]["measured"] * rows["an adapter is held"]["measured"]
     )
@@ -99,39 +98,39 @@ def test_a_live_server_under_load_is_measured(tmp_path, plan):
 def test_a_recorded_day_says_when_how_many(tmp_path, plan):
     """A load 30 times as large in one hour asks for more GPUs there; and the table is said in words."""
     file = tmp_path / "day"
-    file.write_text(hours([8, 8, 240, 8]))
+    file.write_text(hours([8, 240, 8]))
     found = watched(file, "--plan", plan)
     gpus = {one["hour"]: one["gpus"] for one in found["by_hour"]}
-    assert list(gpus) == [0, 1, 2, 3] and gpus[0] == gpus[1] == gpus[3] < gpus[2], gpus
-    assert found["by_hour"][2]["in_flight"] == pytest.approx(240, rel=0.01)
+    assert list(gpus) == [0, 1, 2] and gpus[0] == gpus[2] < gpus[1], gpus
+    assert found["by_hour"][1]["in_flight"] == pytest.approx(240, rel=0.01)
     said = provision("watch", file, "--plan", plan).output
-    assert "02:00 UTC, model" in said and "at the fullest hour" in said and said.isascii()
+    assert "01:00 UTC, model" in said and "at the fullest hour" in said and said.isascii()
 
 
-def test_measured_popularity_is_planned_with(tmp_path, plan):
-    """The same load, flat instead of skewed, needs more slots; who holds longer is there for longer."""
+@pytest.mark.long
+def test_measured_popularity_is_what_is_planned_for(tmp_path, plan):
+    """The same load, flat instead of skewed, needs more slots."""
     flat = {f"t{index}": 1 / 256 for index in range(256)}
     slots = {}
     for name, shares in (("zipf", None), ("flat", flat)):
         (tmp_path / name).write_text(hours([24], shares))
         slots[name] = watched(tmp_path / name, "--plan", plan)["now"]["min_cache_slots"]
     assert slots["zipf"] < slots["flat"]
-    (two,) = [scrape.parsed(page(0, {"a": 0, "b": 0}) + page(60, {"a": 30, "b": 10}, adapters=2), "here")]
-    seen = measured.between(two)
+
+
+def between(pages):
+    return measured.between(scrape.parsed(pages, "here"))
+
+
+def test_two_scrapes_say_the_load_between_them():
+    seen = between(page(0, {"a": 0, "b": 0}) + page(60, {"a": 30, "b": 10}, adapters=2))
     assert (seen.rate, seen.held_s, seen.in_flight) == pytest.approx((40 / 60, 2.0, 80 / 60))
-
-
-def test_others_are_even_over_adapters_without_a_line():
-    two = scrape.parsed(page(0, {"a": 0, "(other)": 0}) + page(10, {"a": 60, "(other)": 40}, adapters=5), "here")
-    from provisioning.workload.requests import Lengths
-
-    found = measured.between(two).workload(Lengths())
+    # others are even over adapters without a line
+    others = between(page(0, {"a": 0, "(other)": 0}) + page(10, {"a": 60, "(other)": 40}, adapters=5))
+    found = others.workload(Lengths())
     assert found.popularity.tolist() == pytest.approx([0.6, 0.1, 0.1, 0.1, 0.1]) and found.names[0] == "a"
-
-
-def test_a_restart_between_looks_is_said_and_counts_what_came_since():
-    looks = page(0, {"a": 100}) + page(10, {"a": 150}) + page(20, {"a": 20}, steps=5, compute=0.1)
-    seen = measured.between(scrape.parsed(looks, "here"))
+    # a restart is said, and what came since it counts
+    seen = between(page(0, {"a": 100}) + page(10, {"a": 150}) + page(20, {"a": 20}, steps=5, compute=0.1))
     assert (seen.requests, seen.resets) == (70, 1) and seen.admitted == 70
 
 
@@ -145,13 +144,12 @@ def test_a_restart_between_looks_is_said_and_counts_what_came_since():
     (page(3, {"a": 1}) + page(3, {"a": 2}), "one time"),
     ("lora_server_steps_total 1\n" + page(3, {"a": 2}), "without a heading"),
 ])  # fmt: skip
-def test_what_is_no_scrape_is_refused_in_one_line(tmp_path, text, says):
+def test_a_file_that_is_no_scrape_is_one_line(tmp_path, text, says):
     (tmp_path / "bad").write_text(text)
-    found = provision("watch", tmp_path / "bad")
-    assert found.exit_code == 2 and says in found.output and found.output.count("\n") == 1, found.output
+    check_refused(provision("watch", tmp_path / "bad"), says)
 
 
-def test_no_server_and_no_plan_are_refused_in_one_line(tmp_path):
+def test_a_server_or_plan_that_cannot_be_used_is_one_line(tmp_path):
     (tmp_path / "day").write_text(hours([8]))
     (tmp_path / "plain.yaml").write_text("layout: ep1-pp1\n")
     (tmp_path / "odd.yaml").write_text("# command: provision --slo x --nonsense\nlayout: ep1-pp1\n")
@@ -162,5 +160,4 @@ def test_no_server_and_no_plan_are_refused_in_one_line(tmp_path):
         ([tmp_path / "day", "--plan", tmp_path / "odd.yaml"], "cannot be used here"),
         ([tmp_path / "day", "--record", tmp_path / "x"], "leave one of the two out"),
     ):
-        found = provision("watch", *arguments)
-        assert found.exit_code == 2 and says in found.output and found.output.count("\n") == 1, found.output
+        check_refused(provision("watch", *arguments), says)

@@ -1,12 +1,46 @@
-"""Traces made with a seed, for what a plan must hold: steady, diurnal, in bursts, longer in the tail, drifting."""
+"""The command and questions to it; and traces made with a seed, for what a plan must hold."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from typer.testing import CliRunner
 
+from provisioning.cli import app
+from provisioning.plan.scenario import Flags, scenario
 from provisioning.workload.workload import zipf
+
+SLO = "ttft_p95=250ms,tpot_avg=100ms"
+QWEN = {"model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96"}
+LOAD = {"instances": 4, "batch_size": 64.0}
+
+
+def question(**flags):
+    """Of the planner: 512 adapters of Mixtral under four instances, unless the flags say otherwise."""
+    return scenario(Flags(**({"slo": SLO, "model": "mixtral-8x7b", "adapters": 512} | LOAD | flags)))
+
+
+def typed(**flags):
+    """Flags of `question` as a command line has them."""
+    return [piece for name, value in flags.items() for piece in (f"--{name.replace('_', '-')}", str(value))]
+
+
+ASKED = typed(slo=SLO, model="mixtral-8x7b", adapters=512, **LOAD)
+
+
+def provision(*arguments):
+    """Run the command in this process."""
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def check_refused(found, says):
+    """Exit status 2 and one line on stderr."""
+    assert found.exit_code == 2 and found.stdout == "", found.output
+    assert says in found.stderr and found.stderr.count("\n") == 1, found.stderr
+
+
+# -- traces: steady, diurnal, in bursts, longer in the tail, drifting
 
 KINDS = ("steady", "diurnal", "bursts", "long-tail", "drift")
 ADAPTERS = 300
