@@ -29,13 +29,7 @@ LONG = {
     "transport": ["--rounds", "20", "--json"],
     "turns": ["--rounds", "3", "--json"],
 }
-# parts of others; for a GPU, vLLM, a network or a compiler; too long in any form; what another test runs
-IMPORTED = [
-    "admission", "cold_start", "control_floods", "eviction", "fetch_gpu", "fetch_peers", "gpu_build", "gpu_check",
-    "loading", "prefill", "profile", "provision_iar", "provision_speed", "wire",
-]  # fmt: skip
-OTHERS = ["__init__", "admission_cells", "admission_client", "admission_report", "alora", "memory_client",
-          "memory_soak", "paper_figures", "provision_plots", "provision_setups"]  # fmt: skip
+NOT_HERE = {"alora", "paper_figures"}  # it needs vLLM; a script
 
 
 @pytest.mark.timeout(900)
@@ -50,10 +44,10 @@ def test_a_bench_ends_well_and_says_what_it_found(name, tmp_path):
     assert json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
-def test_every_bench_is_run_or_imported():
-    for name in IMPORTED:
-        assert callable(importlib.import_module(f"bench.{name}").main)
-    assert {path.stem for path in (ROOT / "bench").glob("*.py")} | {"kernels"} == {*QUICK, *LONG, *IMPORTED, *OTHERS}
+def test_every_bench_can_be_imported():
+    """Most need a GPU, a network or minutes."""
+    for path in (ROOT / "bench").glob("*.py"):
+        assert path.stem in NOT_HERE or importlib.import_module(f"bench.{path.stem}")
 
 
 @pytest.mark.long

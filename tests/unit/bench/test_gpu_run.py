@@ -199,18 +199,6 @@ def test_a_rehearsal_fails_for_whatever_stops_a_stage_before_the_gpu(table, tmp_
         stage.play(work, found, given, name="cpu")
 
 
-@pytest.mark.long
-def test_a_real_stage_rehearses(tmp_path):
-    """All of them are `make gpu ARGS=--rehearse`, which CI runs."""
-    done = subprocess.run(
-        children.own([sys.executable, "-m", "bench.gpu_run", "--rehearse", "--only", "put", "--raw", str(tmp_path)]),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcome = Results(tmp_path / "rehearsal").load("put")
-    assert outcome.reason.startswith((stage.NO_GPU, stage.REHEARSED))
-
-
 # -- reports
 
 

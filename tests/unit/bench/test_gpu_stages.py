@@ -95,6 +95,7 @@ def test_a_world_whose_engine_answers_wrongly_or_not_at_all_fails_its_stage(tmp_
     assert late["reason"].startswith("RuntimeError")
 
 
+@pytest.mark.long
 @needs_emulator
 def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch):
     """A rule by which the second kind of rows, the odd ones, would have twice the scale of one row."""

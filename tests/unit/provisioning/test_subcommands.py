@@ -19,11 +19,17 @@ hasty: {slo: "ttft_p90=2ms,tpot_avg=100ms", adapters: [adapter-3]}
 """
 
 
-def test_each_class_is_held_to_its_own(tmp_path):
+@pytest.fixture
+def classes(tmp_path):
+    """A question whose adapters have classes: of the tail, of two hot ones, and of one."""
+    (tmp_path / "classes.yaml").write_text(CLASSES)
+    return [*ASKED, *typed(**QWEN, adapters=300, zipf=0.8), "--classes", tmp_path / "classes.yaml"]
+
+
+@pytest.mark.long
+def test_each_class_is_held_to_its_own(classes):
     """Nearly all of the tail are to be in time, two hot ones a step, one its TTFT; all others have --slo."""
-    file, asked = tmp_path / "classes.yaml", [*ASKED, *typed(**QWEN, adapters=300, zipf=0.8)]
-    file.write_text(CLASSES)
-    done = provision(*asked, "--classes", file, "--json")
+    done = provision(*classes, "--json")
     assert done.exit_code == 0, done.output
     found = {one["name"]: one for one in json.loads(done.stdout)["classes"]}
     assert {name: one["adapters"] for name, one in found.items()} == {"gold": 100, "fast": 2, "hasty": 1, "others": 197}
@@ -32,7 +38,10 @@ def test_each_class_is_held_to_its_own(tmp_path):
     }  # fmt: skip
     assert found["hasty"]["share_within_ttft"] == 0 and found["others"]["share_within_ttft"] > 0.95
     assert 0.5 < found["gold"]["share_within_ttft"] < 0.999 and found["gold"]["worst"][0][0].startswith("adapter-2")
-    text = " ".join(provision(*asked, "--classes", file, "--no-simulate").output.split())
+
+
+def test_a_plan_says_which_classes_it_meets(classes):
+    text = " ".join(provision(*classes, "--no-simulate").output.split())
     assert "Class gold, 100 adapters: met." in text and "Class fast, 2 adapters: FAILS tpot (a step takes" in text
 
 
