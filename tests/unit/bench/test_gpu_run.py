@@ -186,7 +186,7 @@ def test_every_file_with_tests_for_gpus_is_run():
 
 def test_a_rehearsal_fails_for_whatever_stops_a_stage_before_the_gpu(table, tmp_path, monkeypatch):
     for deed, status in (("raise", 1), ("unable", 1), ("exit", 1), ("pass", 1), ("rehearse", 0)):
-        monkeypatch.setattr("bench.gpu_run.stages.STAGES", (fake("only", deed),))
+        monkeypatch.setattr("bench.gpu_run.stages.STAGES", (fake("only", deed, HANG_SECONDS),))  # one imports torch
         assert table("--rehearse") == status, deed
 
     def work(its, arguments):
