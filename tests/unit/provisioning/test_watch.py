@@ -67,6 +67,7 @@ def hours(loads, calls=None):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     admission.make(tmp_path, 16)
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
