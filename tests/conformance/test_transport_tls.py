@@ -19,10 +19,11 @@ from lora_server.transport.frames import HEADER, STEP
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tls import connect
 from lora_server.wire.messages import Hello, Order
-from tests.support.echo import LAYOUT, SECONDS, SHARD, Echo, echo_shard
+from tests.support.echo import echo_shard
+from tests.support.echo_client import LAYOUT, SECONDS, SHARD
 from tests.support.serving import until
 
-BADGE = b"badge" * 8
+BADGE, HELLO = b"badge" * 8, Hello(1, 1, b"key")
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def shard(tmp_path):
 
 
 class Relay:
-    """Hands on what either side sends, and keeps all of it; what `spoils` sends it changes."""
+    """Passes on what either side sends, and keeps all of it; what `spoils` sends it changes."""
 
     def __init__(self, stack, to):
         self._to, self.heard, self.spoils = to, bytearray(), ""
@@ -71,13 +72,12 @@ class Relay:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls"])
-def test_who_listens_between_engine_and_shard_hears_no_row(kind, tmp_path):
+def test_a_relay_between_engine_and_shard_hears_no_row(kind, tmp_path):
     """Without TLS it hears all of them: the relay does listen."""
     with contextlib.ExitStack() as stack:
         shard = stack.enter_context(echo_shard(kind, tmp_path))
         relay = Relay(stack, shard.listener.address)
-        shard.port.grant(Grant(1, 1, b"key"))
-        client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=1)
+        client = shard.client(1, at=relay.address)
         assert (client.link.transport, shard.port.connections[0].transport) == (kind, kind)
         said = []
         for _ in range(5):
@@ -94,9 +94,8 @@ def test_who_listens_between_engine_and_shard_hears_no_row(kind, tmp_path):
 def test_what_is_changed_on_its_way_is_not_taken(who, shard):
     with contextlib.ExitStack() as stack:
         relay = Relay(stack, shard.listener.address)
-        shard.port.grant(Grant(1, 1, b"key"))
-        client = Echo(TcpLink(relay.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard)), seed=7)
-        client.check(client.push())
+        client = shard.client(1, at=relay.address)
+        client.step()
         (connection,) = shard.port.connections
         relay.spoils = who
         seq = client.push()
@@ -107,104 +106,86 @@ def test_what_is_changed_on_its_way_is_not_taken(who, shard):
         assert connection.served == (1 if who == "engine" else 2)
 
 
-def der(shard):
-    return shard.certificate.der if shard.certificate is not None else b""
-
-
-def test_who_has_another_certificate_is_no_shard(shard):
-    """Whatever may be behind it: nobody can be in the middle."""
+def test_a_peer_with_another_certificate_is_no_shard(shard):
+    """Whatever may be behind it: nothing can be in the middle."""
     told = shard_certificate(SHARD).der
     shard.port.grant(Grant(1, 1, b"key"))
     address = shard.listener.address
     with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at {address}: .*its certificate differs"):
-        TcpLink(address, Hello(1, 1, b"key"), SHARD, SECONDS, told)
+        TcpLink(address, HELLO, SHARD, SECONDS, told)
     assert shard.port.connections == ()
-    Echo(shard.link(1), seed=2).link.close()
+    shard.link(1)
 
 
-def test_nobody_falls_back_to_the_clear(shard, tmp_path):
+def test_neither_side_falls_back_to_the_clear(shard, tmp_path):
     """Neither an engine that was told to expect TLS, nor a shard that has it."""
     shard.port.grant(Grant(1, 1, b"key"))
     with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: it is silent.*TLS"):
-        TcpLink(shard.listener.address, Hello(1, 1, b"key"), SHARD, 0.3)
+        TcpLink(shard.listener.address, HELLO, SHARD, 0.3)
     with echo_shard("tcp", tmp_path) as clear:
         clear.port.grant(Grant(1, 1, b"key"))
         with pytest.raises(ShardUnavailableError, match=rf"shard {SHARD} at tcp://.*: .*speaks no TLS"):
-            TcpLink(clear.listener.address, Hello(1, 1, b"key"), SHARD, SECONDS, der(shard))
+            TcpLink(clear.listener.address, HELLO, SHARD, SECONDS, shard.der)
         assert clear.port.connections == ()
 
 
-def test_a_handshake_that_stalls_holds_nobody_up_and_ends(shard, monkeypatch):
-    client, half = Echo(shard.join(1), seed=3), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, monkeypatch):
+    client, half = shard.client(1), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
     with contextlib.ExitStack() as stack:
         stalled = [stack.enter_context(socket.create_connection(parse(shard.listener.address))) for _ in range(20)]
         for one in stalled:
             one.sendall(half)
-        client.check(client.push())
-        other = Echo(shard.join(2), seed=4)
-        other.check(other.push())
+        client.step()
+        other = shard.client(2)
+        other.step()
         monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
         for one in stalled:
             one.settimeout(SECONDS)
             with contextlib.suppress(ConnectionResetError):
                 assert one.recv(1) == b"", "it is closed, and heard nothing"
-    for one in (client, other):
-        one.check(one.push())
-        one.link.close()
+    client.step(), other.step()
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
-def test_who_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
+def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
     sock = socket.create_connection(parse(shard.listener.address), SECONDS)
     sock.setblocking(False)
-    stranger = connect(sock, der(shard), lambda stream: readable(stream, SECONDS))
-    with contextlib.closing(stranger):
+    with contextlib.closing(connect(sock, shard.der, lambda stream: readable(stream, SECONDS))) as stranger:
         if said:
             stranger.sendmsg([said])
         else:
             monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
-        heard = b""
+        heard, ended = b"", False
         with contextlib.suppress(ConnectionResetError):
-            while readable(stranger, SECONDS):
+            while not ended and readable(stranger, SECONDS):
                 with contextlib.suppress(BlockingIOError):
                     more = stranger.recv(4096)
-                    heard += more
-                    if not more:
-                        break
+                    heard, ended = heard + more, not more
     assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
-    client = Echo(shard.join(1), seed=6)
-    client.check(client.push())
-    client.link.close()
+    monkeypatch.undo()
+    shard.client(1).step()
 
 
 def test_an_engine_waits_for_no_handshake_longer_than_it_said():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, began = f"tcp://127.0.0.1:{silent.getsockname()[1]}", time.monotonic()
         with pytest.raises(ShardUnavailableError, match=f"shard {SHARD} at {address}: it is silent"):
-            TcpLink(address, Hello(1, 1, b"key"), SHARD, 0.2, shard_certificate(SHARD).der)
+            TcpLink(address, HELLO, SHARD, 0.2, shard_certificate(SHARD).der)
         assert 0.2 <= time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("kind", ["tcp", "tls"])
 def test_a_look_at_a_link_takes_nothing_of_an_answer(kind, tmp_path):
     with echo_shard(kind, tmp_path) as shard:
-        client = Echo(shard.join(1), seed=5)
+        client = shard.client(1)
         client.link.check()
         seq = client.push()
         assert readable(client.link._socket, SECONDS)
         client.link.check(), client.link.check()
         client.check(seq)
         shard.port.revoke(1)
-        until(lambda: is_gone(client.link), "a look to see the shard's goodbye")
-        client.link.close()
-
-
-def is_gone(link):
-    try:
-        link.check()
-    except ShardUnavailableError:
-        return True
-    return False
+        with pytest.raises(ShardUnavailableError):
+            until(lambda: client.link.check(), "a look to see the shard's goodbye")
 
 
 def test_orders_are_encrypted_and_come_from_the_certificate_s_owner_alone():

@@ -1,36 +1,32 @@
-"""A shard that answers with what it was sent, reversed, over any transport, and its client."""
+"""A shard that answers with what it was sent, reversed, over any transport."""
 
 from __future__ import annotations
 
-import random
+import os
+import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lora_server.access.certificate import shard_certificate
-from lora_server.transport import e4m3
 from lora_server.transport.base import Connection, Grant, Link, Port
 from lora_server.transport.inproc import InprocLink
-from lora_server.transport.rows import SlotRows
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
-from lora_server.wire import slot
+from lora_server.wire import messages
 from lora_server.wire.messages import Hello
-from lora_server.wire.region import RegionLayout
-from lora_server.wire.slot import RequestHeader
+from tests.support.echo_client import LAYOUT, SECONDS, SHARD, Echo
 from tests.support.gpu import emulated
 from tests.support.gpu.emulated_link import EmulatedLink, MemfdMemory
+from tests.support.serving import until
 
-LAYOUT = RegionLayout(depth=3, request_bytes=8192, response_bytes=4096)
-SECONDS = 60.0
-SHARD = 7
 # `device`: its steps are put by kernels, which are emulated; rows in the slots, or in a twin
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 DEVICES = [pytest.param(kind, marks=needs_emulator) for kind in ("device slots", "device twin")]
@@ -45,36 +41,19 @@ def reverse(connection: Connection, seq: int) -> int:
     return nbytes
 
 
-def double(connection, seq):
-    """Every row of the request, twice its value, in the response; the slot's bytes are what travels."""
-    header = RequestHeader.unpack_from(connection.region.request(seq))
-    rows = connection.rows.request(header)
-    assert rows.shape == (header.num_rows, header.in_end - header.in_begin)
-    if header.dtype == slot.E4M3:
-        rows = e4m3.expand(rows, SlotRows(connection.region).request_scales(header))
-    connection.rows.answer(header, rows[:, : header.out_width] * 2)
-    return slot.response_offsets(header.num_out_rows, header.out_width, header.dtype).end
-
-
-def header_of(link, seq, rows, width, out_width, dtype):
-    nbytes = rows * width * slot.ELEMENT_BYTES[dtype]
-    at = slot.request_offsets(0, rows, 0, nbytes, slot.num_scales(rows, dtype))
-    numbers = (0, 0, 1, 1, seq, seq % LAYOUT.depth, 0, 0, dtype, rows, rows, 0, rows, 0, width)
-    return RequestHeader(*numbers, ((0, out_width),), at.end - slot.HEADER_BYTES, 0, 0)
-
-
 class EchoShard:
     """A loop over a Port that answers each request: with its bytes reversed, unless `answer` is another."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, device: MemfdMemory | None = None) -> None:
         self.answer: Callable[[Connection, int], int] = reverse
         self.gone: list[tuple[int, int]] = []
+        self._links: list[Link] = []
         self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
         self.paused = threading.Event()
         self._waiting: deque[Connection] = deque()
-        self.kind, self.listener, self.failure = kind, None, None
+        self.kind, self.listener = kind, None
         self._stop = threading.Event()
-        self.device = MemfdMemory() if kind.startswith("device") else None
+        self.device = (device or MemfdMemory()) if kind.startswith("device") else None
         if kind == "shm" or self.device is not None:
             self.listener = ShmListener(self.port, directory / "shard.sock", self.device)
         self.certificate = shard_certificate(SHARD) if kind == "tls" else None
@@ -84,26 +63,45 @@ class EchoShard:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
 
-    def link(self, client: int, epoch: int = 1, key: bytes = b"key") -> Link:
+    @property
+    def der(self) -> bytes:
+        """What clients are told of the certificate."""
+        return self.certificate.der if self.certificate is not None else b""
+
+    def link(
+        self, client: int, epoch: int = 1, key: bytes = b"key", seconds: float = SECONDS, at: str = "", **device: Any
+    ) -> Link:
+        """Connect; the shard closes the link at its end. `at`: an address other than the listener's."""
         hello = Hello(client, epoch, key)
+        address = at or (self.listener.address if self.listener is not None else "")
+        link: Link
         if self.kind == "inproc":
-            return InprocLink(self.port, hello, SHARD, self.serve_once)
-        if self.device is not None:
+            link = InprocLink(self.port, hello, SHARD, self.serve_once)
+        elif self.device is not None:
             twin = "must" if self.kind == "device twin" else "no"
-            return EmulatedLink(self.listener.address, hello, SHARD, twin=twin)
-        return self.connect(hello)
+            link = EmulatedLink(address, hello, SHARD, **{"twin": twin, **device})
+        elif self.kind == "shm":
+            link = ShmLink(address, hello, SHARD, seconds)
+        else:
+            link = TcpLink(address, hello, SHARD, seconds, self.der)
+        self._links.append(link)
+        return link
 
-    def connect(self, hello: Hello, seconds: float = SECONDS) -> Link:
-        """Over a socket."""
-        assert self.listener is not None
-        if self.kind == "shm":
-            return ShmLink(self.listener.address, hello, SHARD, seconds)
-        der = self.certificate.der if self.certificate is not None else b""
-        return TcpLink(self.listener.address, hello, SHARD, seconds, der)
-
-    def join(self, client: int, epoch: int = 1) -> Link:
+    def join(self, client: int, epoch: int = 1, at: str = "") -> Link:
         self.port.grant(Grant(client, epoch, b"key"))
-        return self.link(client, epoch)
+        return self.link(client, epoch, at=at)
+
+    def client(self, number: int, epoch: int = 1, at: str = "") -> Echo:
+        return Echo(self.join(number, epoch, at), seed=number)
+
+    def connection(self, client: int) -> Connection:
+        """Of a client that has joined; one with a device is connected once it says what it mapped."""
+
+        def found() -> list[Connection]:
+            return [connection for connection in self.port.connections if connection.client == client]
+
+        until(found, f"client {client} to be connected")
+        return found()[0]
 
     def serve_once(self) -> bool:
         self._waiting += self.port.rung()
@@ -125,6 +123,8 @@ class EchoShard:
         self.port.ring()
 
     def close(self) -> None:
+        for link in self._links:
+            link.close()
         self._stop.set()
         if self.listener is not None:
             self.port.ring()
@@ -133,32 +133,25 @@ class EchoShard:
             self.listener.close()
 
 
-class Echo:
-    """A client of EchoShard; `push` and `check` may be apart by up to depth steps."""
-
-    def __init__(self, link: Link, seed: int) -> None:
-        self.link, self.random, self.seq = link, random.Random(seed), 0
-        self.sent: dict[int, bytes] = {}
-
-    def push(self, nbytes: int | None = None) -> int:
-        self.seq += 1
-        nbytes = nbytes or self.random.randint(4, LAYOUT.response_bytes)
-        data = nbytes.to_bytes(4, "little") + self.random.randbytes(nbytes - 4)
-        self.link.region.request(self.seq)[:nbytes] = data
-        self.link.push(self.seq, nbytes)
-        self.sent[self.seq] = data
-        return self.seq
-
-    def check(self, seq: int) -> None:
-        self.link.wait(seq, time.monotonic() + SECONDS)
-        data = self.sent.pop(seq)
-        assert bytes(self.link.region.response(seq)[: len(data)]) == data[::-1], f"seq {seq}"
-
-
 @contextmanager
-def echo_shard(kind: str, directory: Path) -> Iterator[EchoShard]:
-    shard = EchoShard(kind, directory)
+def echo_shard(kind: str, directory: Path, device: MemfdMemory | None = None) -> Iterator[EchoShard]:
+    shard = EchoShard(kind, directory, device)
     try:
         yield shard
     finally:
         shard.close()
+
+
+@contextmanager
+def handshake(shard: EchoShard, hello: bytes) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
+    """A connection to a Unix socket, and what a client gets for its hello: the answer, and descriptors."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(SECONDS)
+        sock.connect(shard.listener.address)
+        sock.send(hello)
+        data, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 8)
+        try:
+            yield sock, data, fds
+        finally:
+            for fd in fds:
+                os.close(fd)

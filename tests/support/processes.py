@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -37,3 +38,13 @@ def end(process):
     process.kill()
     process.wait(SECONDS)
     process.stdout.close()
+
+
+@contextlib.contextmanager
+def running(script, *arguments, pass_fds=()):
+    """A process that `start` starts, for as long as the block."""
+    process = start(script, *arguments, pass_fds=pass_fds)
+    try:
+        yield process
+    finally:
+        end(process)
