@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lora_server.transport import bells
+from lora_server.transport import bells, park
 from lora_server.transport.base import Grant
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello
@@ -84,7 +84,8 @@ from lora_server.transport import park
 from lora_server.transport.shm import ShmLink
 from lora_server.wire.messages import Hello
 from tests.support.echo_client import Echo
-park.SLEEP_SECONDS = 10
+park.SLEEP_SECONDS, park.SPIN_SECONDS = 10, float(sys.argv[3])
+park.MAX_SPIN_SECONDS = park.MAX_SPIN_SECONDS if park.SPIN_SECONDS else 0
 clients = [Echo(ShmLink(sys.argv[1], Hello(client, 1, b"key"), 7, 60), seed=client) for client in range(1, 5)]
 slow = 0
 for turn in range(int(sys.argv[2])):
@@ -95,13 +96,13 @@ print(slow, flush=True)
 """
 
 
-@pytest.mark.parametrize("watched", [bells.MAX_WATCHED, 2, 0])
-def test_no_push_is_missed_between_processes(shard, monkeypatch, watched):
-    """One that is costs the client's deadline, or 10 s. Few watched means that most have to ring."""
+@pytest.mark.parametrize(("watched", "spin"), [(bells.MAX_WATCHED, park.SPIN_SECONDS), (2, 1e-6), (0, 0.0)])
+def test_no_push_and_no_answer_is_missed_between_processes(shard, monkeypatch, watched, spin):
+    """One that is costs the client's deadline, or 10 s. Few watched means that most have to ring; no spin, to park."""
     monkeypatch.setattr(bells, "MAX_WATCHED", watched)
     for client in range(1, 5):
         shard.port.grant(Grant(client, 1, b"key"))
-    with running(ROUNDS, shard.listener.address, 3000) as process:
+    with running(ROUNDS, shard.listener.address, 4000, spin) as process:
         assert line_of(process, 170) == "0"
 
 

@@ -1,11 +1,10 @@
-"""Shared memory between real processes: what is sealed, who notices whose death, and that no wake-up is lost."""
+"""Shared memory between real processes: what is sealed, whose death is noticed, and twins in device memory."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import math
-import mmap
 import os
 import signal
 import socket
@@ -20,7 +19,7 @@ from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnav
 from lora_server.transport import park, shm_listener
 from lora_server.transport.base import Grant
 from lora_server.transport.rows import SlotRows
-from lora_server.transport.shm import ShmLink, create_memory
+from lora_server.transport.shm import ShmLink
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from tests.support.echo import echo_shard, handshake
@@ -144,47 +143,6 @@ def test_a_lease_error_closes_the_socket(shard):
         with pytest.raises(LeaseError):
             ShmLink(shard.listener.address, HELLO, SHARD, SECONDS)
     until(lambda: psutil.Process().num_fds() <= descriptors, "refused sockets to be closed")
-
-
-PINGPONG = """
-import mmap, sys, time
-from lora_server.transport import park
-from lora_server.transport.park import Parker
-fd, side, rounds, spin = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-memory = memoryview(mmap.mmap(fd, 4096))
-mine, theirs = memory[128 * side : 128 * side + 8].cast("Q"), memory[128 * (1 - side) : 128 * (1 - side) + 8].cast("Q")
-park.SPIN_SECONDS, park.SLEEP_SECONDS = spin, 10
-park.MAX_SPIN_SECONDS = max(spin, park.MAX_SPIN_SECONDS if spin else 0)
-own, other = Parker(memory[512 + 128 * side :][:4]), Parker(memory[512 + 128 * (1 - side) :][:4])
-mine[0] = 1
-other.wake()
-began = time.monotonic()
-while not own.wait(lambda: theirs[0] >= 1, began + 60):
-    assert time.monotonic() < began + 60, "the other side did not come"
-began, slow = time.monotonic(), 0
-for turn in range(2, rounds + 2):
-    if side == 0:
-        mine[0] = turn
-        other.wake()
-    asked = time.monotonic()
-    while not own.wait(lambda: theirs[0] >= turn, began + 150):
-        assert time.monotonic() < began + 150, f"turn {turn}"
-    slow += time.monotonic() - asked > 9
-    if side == 1:
-        mine[0] = turn
-        other.wake()
-print(slow, flush=True)
-"""
-
-
-@pytest.mark.parametrize("spin", [park.SPIN_SECONDS, 1e-6, 0.0])
-def test_no_wake_up_is_lost_between_processes(spin):
-    """One that is lost costs 10 s, which no busy machine does. No spin means that all waits park."""
-    fd, _ = create_memory("ping-pong", mmap.PAGESIZE)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, fd)
-        sides = [stack.enter_context(running(PINGPONG, fd, side, 5000, spin, pass_fds=[fd])) for side in (0, 1)]
-        assert [line_of(side, 170) for side in sides] == ["0", "0"]
 
 
 def test_a_parked_wait_is_bounded_and_says_whether_it_is_ready():

@@ -29,7 +29,7 @@ PATTERNS = st.one_of(
 ).filter(bool)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(PATTERNS, unique=True, max_size=8))
 def test_the_first_match_is_pefts(patterns):
     values = {pattern: number for number, pattern in enumerate(patterns)}
@@ -41,6 +41,6 @@ def test_the_first_match_is_pefts(patterns):
 def test_a_pattern_for_each_of_many_experts_is_looked_up_and_not_searched():
     modules = [f"model.layers.{layer}.mlp.experts.{e}.up_proj" for layer in range(48) for e in range(128)]
     patterns = Patterns("rank_pattern", {module.replace(".", r"\."): e for e, module in enumerate(modules)})
-    begin = time.monotonic()
+    begin = time.process_time()
     assert [patterns.first(module) for module in modules] == list(range(len(modules)))
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5

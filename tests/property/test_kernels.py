@@ -18,8 +18,14 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 + 2e-6, torch.float16: 2
 
 
 def run(step, dtype):
+    """The result, for which no input was changed."""
+    pairs = [pair for segment in step.segments for pair in segment.block.pairs]
+    inputs = [step.rows_TK, *(m for pair in pairs for m in (pair.a_RK, pair.b_OR))]
+    inputs += [] if step.weights_N is None else [step.weights_N]
+    before = [tensor.clone() for tensor in inputs]
     out = torch.full((step.num_out_rows, step.out_width), float("nan"), dtype=dtype)
     cpu.lora_step(step, out)
+    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))
     return out
 
 
@@ -97,7 +103,7 @@ def windows_of(draw, width):
     return tuple(zip(bounds[0::2], bounds[1::2], strict=False)) or ((0, width),)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(step=steps())
 def test_equals_the_reference(step):
     check(step, step.rows_TK.dtype)
@@ -148,37 +154,3 @@ def test_realistic_widths_and_mixed_ranks(dtype, rank):
             **maps,
         )
         check(step, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_no_entry_reaches_are_zero(dtype):
-    step = Step(
-        rows_TK=torch.ones(3, 8, dtype=dtype),
-        segments=[Segment(stack([]), 0, 2)],
-        num_entries=2,
-        num_out_rows=3,
-        windows=((0, 4), (6, 8)),
-        out_map_N=torch.tensor([2, 2], dtype=torch.int32),
-        in_map_N=torch.tensor([0, 0], dtype=torch.int32),
-    )
-    assert not run(step, dtype).any()
-    nothing = replaced(step, segments=[], num_entries=0, in_map_N=step.in_map_N[:0], out_map_N=step.out_map_N[:0])
-    assert not run(nothing, dtype).any()
-
-
-def test_inputs_are_left_alone():
-    generator = torch.Generator().manual_seed(5)
-    a, b = torch.randn(4, 8, generator=generator), torch.randn(6, 4, generator=generator)
-    rows, weights = torch.randn(3, 8, generator=generator), torch.randn(3, generator=generator)
-    inputs = (a, b, rows, weights)
-    before = [tensor.clone() for tensor in inputs]
-    step = Step(
-        rows_TK=rows,
-        segments=[Segment(stack([Pair(a, b, 3.0, 0)]), 0, 3)],
-        num_entries=3,
-        num_out_rows=3,
-        windows=((0, 6),),
-        weights_N=weights,
-    )
-    check(step, torch.float32)
-    assert all(torch.equal(now, then) for now, then in zip(inputs, before, strict=True))

@@ -20,11 +20,11 @@ from lora_server.memory.on_cpu import CpuTier
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.memory.store import WeightStore
-from lora_server.placement import Placement
+from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.support.workload import spec_of
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Gate:
@@ -91,6 +91,27 @@ def load(store: WeightStore, handle: int, path: Path, eager: bool = True) -> Don
     done = Done()
     store.load(handle, source_of(path), done, eager)
     return done
+
+
+def reads(store: WeightStore, handle: int, layer: int = 0) -> bool:
+    """Ask for a layer as a step does; whether it was served."""
+    pin = store.pin([handle], layer, "a step", time.monotonic() + SECONDS)
+    if pin is not None:
+        store.unpin(pin)
+    return pin is not None
+
+
+def is_complete(store: WeightStore, handle: int) -> bool:
+    return store.layers_ready(handle) == spec_of("mixtral").layers
+
+
+def bytes_of(path: Path, dtype: torch.dtype = torch.float32) -> int:
+    """What an adapter takes of a pool of the operating system's pages."""
+    store = cpu_store(Placement(spec_of("mixtral"), Layout(1, 1)), 0, dtype)
+    assert load(store, 1, path).result() is None
+    found = store.use().weight_bytes
+    store.close()
+    return found
 
 
 def gather(store: WeightStore, site: Site, *named: tuple[int, int]) -> Any:

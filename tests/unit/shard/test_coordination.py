@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lora_server.errors import ProtocolError
-from lora_server.ports import TcpPort
+from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
 from lora_server.shard.orders import MAX_STRANGERS
 from lora_server.shard.schedule import PendingStep
@@ -83,7 +83,7 @@ STRANGE = [
 ]
 
 
-def test_strangers_hear_no_order_and_end_nobody(leader, make_follower, monkeypatch):
+def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_follower, monkeypatch):
     """They could end the leader over its ZeroMQ port, fill its memory, and hear whose step is next."""
     monkeypatch.setattr("lora_server.shard.orders.HANDSHAKE_SECONDS", 2.0)
     follower, host_port = make_follower(), parse(leader.address)
@@ -92,8 +92,7 @@ def test_strangers_hear_no_order_and_end_nobody(leader, make_follower, monkeypat
         for stranger, said in zip(strangers, STRANGE * 2, strict=True):
             stranger.settimeout(30)
             stranger.sendall(said)
-        order_of(leader, 5)
-        until(lambda: len(follower._queue) == 1, "the follower to hear it")
+        order_of(leader, 5, to=follower)
         for stranger in strangers:
             heard = b""
             with contextlib.suppress(ConnectionResetError):
@@ -105,7 +104,7 @@ def test_strangers_hear_no_order_and_end_nobody(leader, make_follower, monkeypat
     assert leader.followers == 2, "others are let in"
 
 
-def test_strangers_without_number_keep_no_follower_out(leader, make_follower):
+def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_follower):
     with contextlib.ExitStack() as stack:
         for _ in range(3 * MAX_STRANGERS):
             stack.enter_context(socket.create_connection(parse(leader.address)))
@@ -142,10 +141,11 @@ def test_a_follower_believes_no_leader_without_the_badge():
                 peer.sendall(b"".join(frame(MESSAGE, messages.encode(Challenge(bytes(32))))))
                 assert peer.recv(4096), "its proof"
                 lie = [
-                    *frame(MESSAGE, messages.encode(Lead(bytes(32)))),
-                    *frame(MESSAGE, messages.encode(Order(1, 1, 1, 1))),
+                    part
+                    for one in (Lead(bytes(32)), Order(1, 1, 1, 1))
+                    for part in frame(MESSAGE, messages.encode(one))
                 ]
-                peer.sendall(b"".join(lie)) if attempt else peer.sendall(b"x" * 4096)
+                peer.sendall(b"".join(lie) if attempt else b"x" * 4096)
                 with contextlib.suppress(ConnectionResetError):
                     assert peer.recv(4096) == b"", "it goes"
     follower.close()
@@ -164,16 +164,17 @@ def test_orders_of_steps_that_never_come_go(leader, make_follower):
     assert follower.next(pending(step(1, seq=98))).seq == 98
 
 
-def order_of(leader, *clients):
-    """Let the leader pick these clients' steps, one after another."""
+def order_of(leader, *clients, to=None):
+    """Let the leader pick these clients' steps, one after another; until a follower has heard of them."""
     for client in clients:
         assert leader.next(pending(step(client))).connection.client == client
+    if to is not None:
+        until(lambda: len(to._queue) == len(clients), "the orders to arrive")
 
 
 def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
     follower = make_follower()
-    order_of(leader, 3, 1, 2)
-    until(lambda: len(follower._queue) == 3, "the orders to arrive")
+    order_of(leader, 3, 1, 2, to=follower)
     here = pending(step(1, slot.DECODE, 1), step(2, slot.DECODE, 2), step(3, slot.PREFILL, 3))
     served = []
     while (picked := follower.next(here)) is not None:
@@ -181,18 +182,13 @@ def test_a_follower_serves_in_the_leaders_order(leader, make_follower):
         del here[picked.connection.client]
     assert served == [3, 1, 2]
     assert follower.next(pending(step(4))) is None, "what the leader has not ordered waits"
-
-
-def test_what_is_late_or_blocked_keeps_its_place_and_holds_nobody_up(leader, make_follower):
-    follower = make_follower()
-    order_of(leader, 1, 2, 3)
-    until(lambda: len(follower._queue) == 3, "the orders to arrive")
-    assert follower.next({}) is None, "nothing to do before somebody moves"
+    order_of(leader, 1, 2, 3, to=follower)
+    assert follower.next({}) is None, "nothing to do before a step comes"
     blocked, late = step(1, blocked=True), step(2)
-    assert follower.next(pending(blocked, step(3))).connection.client == 3
+    assert follower.next(pending(blocked, step(3))).connection.client == 3, "a blocked or late step delays no other"
     assert follower.next(pending(blocked)) is None
     blocked.pin = 1
-    assert follower.next(pending(blocked, late)) is blocked
+    assert follower.next(pending(blocked, late)) is blocked, "and keeps its place"
     assert follower.next(pending(late)) is late
 
 
@@ -206,7 +202,7 @@ def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follow
     until(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
     until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
-    assert 0.04 < time.monotonic() - began < 5, "at the client's own deadline"
+    assert 0.04 < time.monotonic() - began < 30, "at the client's own deadline"
 
 
 def test_what_a_follower_refuses_waits_for_no_order(make_follower):
@@ -219,8 +215,7 @@ def test_in_leader_mode_what_is_begun_is_finished(leader, make_follower):
     """The order says what is begun, and followers may be late: a small step passes a large one before, not within."""
     follower, large, small = make_follower(), step(1), step(2)
     large.header = large.header._replace(num_rows=256)
-    order_of(leader, 1, 2)
-    until(lambda: len(follower._queue) == 2, "the orders to arrive")
+    order_of(leader, 1, 2, to=follower)
     for coordinator in (leader, follower):
         large.work = iter(())
         assert coordinator.next(pending(large, small)) is large
@@ -231,28 +226,21 @@ def test_in_leader_mode_what_is_begun_is_finished(leader, make_follower):
     assert Independent().next(pending(large, small)) is small
 
 
-def test_a_leader_that_comes_back_at_its_address_is_followed_anew(leader, make_follower):
-    follower, port = make_follower(), TcpPort(int(leader.address.rpartition(":")[2]), "a stage")
-    leader.close()
+@pytest.mark.parametrize("where", ["at its address", "elsewhere"])
+def test_a_follower_of_a_new_leader_forgets_the_old_one(where, leader, make_follower):
+    follower, port = make_follower(), ANY_PORT
+    order_of(leader, 1, to=follower)
+    if where == "at its address":
+        leader.close()
+        port = TcpPort(int(leader.address.rpartition(":")[2]), "a stage")
     successor = Leader("127.0.0.1", port=port)
-    try:
-        assert successor.address == leader.address and successor.badge != leader.badge
-        follower.follow(successor.address, successor.badge)
-        until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
-    finally:
-        successor.close()
-
-
-def test_a_follower_of_a_new_leader_forgets_the_old_one(leader, make_follower):
-    follower, successor = make_follower(), Leader("127.0.0.1")
-    order_of(leader, 1)
-    until(lambda: follower._queue, "the order to arrive")
+    assert (successor.address == leader.address) == (where == "at its address") and successor.badge != leader.badge
     follower.follow(successor.address, successor.badge)
     assert not follower._queue
     until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
-    order_of(leader, 2)
-    order_of(successor, 3)
-    until(lambda: follower._queue, "the order to arrive")
+    if where == "elsewhere":
+        order_of(leader, 2)
+    order_of(successor, 3, to=follower)
     assert follower.next(pending(step(2), step(3))).connection.client == 3
     successor.close()
 

@@ -46,18 +46,11 @@ def rig():
     shard.close()
 
 
-def soon_after(clients):
-    """As if a client had been quiet for long enough."""
-    clients.prefetches._quiet_until.clear()
-
-
-def test_only_who_shows_its_lease_is_heard(rig):
+def test_only_a_client_that_proves_its_lease_is_heard(rig):
     """By way of the real call: there is no other way in."""
     clients, shard, lease = rig
-    control, other = (
-        ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper(b"secret")),
-        clients.leases.grant("another"),
-    )
+    control = ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper(b"secret"))
+    other = clients.leases.grant("another")
     address = f"127.0.0.1:{control.port}"
     with open_channel(address) as channel:
 
@@ -66,14 +59,8 @@ def test_only_who_shows_its_lease_is_heard(rig):
             request = pb.PrefetchRequest(proof=pb.Proof(**proof), needs=[pb.Need(handle=3)])
             call(rpc.ClientsStub(channel).Prefetch, request, server=address, seconds=60)
 
-        forged = (
-            {"key": other.key},
-            {"key": b""},
-            {"epoch": lease.epoch + 1},
-            {"client": 99},
-            {"client": other.client},
-        )
-        for wrong in forged:
+        forged = [{"key": key} for key in (other.key, b"")] + [{"client": client} for client in (99, other.client)]
+        for wrong in (*forged, {"epoch": lease.epoch + 1}):
             with pytest.raises(LeaseError):
                 say(**wrong)
         assert shard.prefetches == []
@@ -100,23 +87,18 @@ def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
     assert len(shard.prefetches) <= most and len(lines) < 20
 
 
-def test_who_announces_many_has_others_first_ones_in_between(rig):
+def test_announced_adapters_are_spaced_and_those_that_are_released_are_needed_no_more(rig):
     """Whatever it says: one that announced 399 as needed at once went before all that others announced later."""
     clients, shard, lease = rig
     clients.prefetch(lease.proof, {3: 0, 5: 0})
-    until(lambda: shard.prefetches, "it", 60)
+    until(lambda: shard.prefetches, "the first", 60)
     assert shard.prefetches == [(lease.client, [(3, 0), (5, SPACING_US)])]
-
-
-def test_who_lets_go_of_all_that_it_announced_needs_nothing(rig):
-    clients, shard, lease = rig
-    clients.prefetch(lease.proof, {3: 0, 5: 0})
     clients.release(lease.proof, [3])
     clients.release(lease.proof, [5])
     until(lambda: len(shard.prefetches) == 2, "the second", 60)
     assert shard.prefetches[1] == (lease.client, [])
     clients.leave(lease.proof)
-    soon_after(clients)
+    clients.prefetches._quiet_until.clear()  # it was quiet for long enough
     with pytest.raises(LeaseError):
         clients.prefetch(lease.proof, {3: 0})
     clients.prefetches.receive(lease.proof, {3: 0})  # it left in between

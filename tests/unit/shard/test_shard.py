@@ -1,4 +1,4 @@
-"""A real Shard over inproc links: what unknown, late and failing steps do, and to whom."""
+"""A real Shard over inproc links: what unknown, late and failing steps cost their client, and no other."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ from lora_server.errors import (
 )
 from lora_server.spec import Site
 from lora_server.wire import slot
-from tests.support.rig import LAYER0, LOADED, SECONDS, Client, healthy, loaded_rig, make_rig
+from tests.support.rig import LAYER0, LOADED, SECONDS, Client, healthy, make_rig
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ABSENT = 8
-
-
-@pytest.fixture(scope="module")
-def loaded(tiny_adapters):
-    with loaded_rig(tiny_adapters["all"]) as rig:
-        yield rig
 
 
 @pytest.fixture
@@ -40,8 +34,14 @@ def rig():
     rig.shard.store.close()
 
 
+@pytest.fixture
+def loaded(rig, tiny_adapters):
+    assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+    return rig
+
+
 @pytest.mark.parametrize("word", [slot.signal(1, 2**40), slot.signal(1, 2**48 - 1)])
-def test_wild_signals_cut_a_client_off_and_delay_nobody(loaded, word):
+def test_wild_signals_cut_a_client_off_and_delay_no_other(loaded, word):
     """A client that signals beyond its slots breaks the contract; the others do not notice."""
     wild, good = Client(loaded.shard, 1), Client(loaded.shard, 2)
     wild.push(wild.request())
@@ -49,10 +49,9 @@ def test_wild_signals_cut_a_client_off_and_delay_nobody(loaded, word):
     for _ in range(5):
         healthy(good)
     assert [connection.client for connection in loaded.shard.port.connections] == [2]
-    wild.link.close(), good.link.close()
 
 
-def test_windows_and_dtypes(loaded):
+def test_a_step_returns_the_windows_that_it_asks_for(loaded):
     client = Client(loaded.shard, 1)
     _, whole = client.send(client.request())
     whole = torch.frombuffer(bytearray(whole), dtype=torch.float32).view(2, -1)
@@ -62,7 +61,6 @@ def test_windows_and_dtypes(loaded):
     torch.testing.assert_close(part, torch.cat([whole[:, 10:30], whole[:, 100:101]], 1))
     header, _ = client.send(client.request(maps=False))
     assert header.num_rows == 2 and header.width == 192
-    client.link.close()
 
 
 def test_an_unknown_handle_is_named(loaded):
@@ -72,11 +70,10 @@ def test_an_unknown_handle_is_named(loaded):
         client.send(client.request(handle=ABSENT))
     healthy(client)
     assert (counters.failed, counters.steps) == (failed + 1, steps + 1)
-    client.link.close()
 
 
-def test_a_step_may_name_what_its_client_holds_alone(loaded, monkeypatch):
-    """A forged handle reads no weights, delays nobody, and what is held is told in time."""
+def test_a_step_may_name_only_what_its_client_holds(loaded, monkeypatch):
+    """A forged handle reads no weights, delays no other client, and what is held is told in time."""
     monkeypatch.setattr("lora_server.shard.loop.HELD_NS", 50_000_000)
     port, forger, other = loaded.shard.port, Client(loaded.shard, 1), Client(loaded.shard, 2)
     port.hold(1, [], anew=True)
@@ -100,23 +97,18 @@ def test_a_step_may_name_what_its_client_holds_alone(loaded, monkeypatch):
     struct.pack_into("<I", forger.link.region.request(seq), slot.HEADER_BYTES, ABSENT)  # the memory is the client's
     with pytest.raises(ProtocolError, match="its segments changed after it was pushed"):
         forger.answer(seq)
-    for client in (forger, other):
-        client.link.close()
 
 
 @pytest.mark.parametrize("site", [LAYER0, Site(1, "gate_up"), Site(0, "qkv")])
 def test_a_step_at_the_wrong_shard_is_refused_and_not_answered_with_zeros(site, tiny_adapters):
-    owner, *others = (make_rig("ep2-pp2", index) for index in range(4))
-    if site.layer:
-        owner, *others = others[1], owner, others[0], others[2]
-    for rig in (owner, *others):
+    owner = 2 * site.layer
+    for index, rig in enumerate(make_rig("ep2-pp2", index) for index in range(4)):
         assert rig.load(LOADED, tiny_adapters["all"]).result() is None
-    for rig in (owner, *others):
         client = Client(rig.shard, 1)
         memory = client.request(site, maps=False, rows=1)
         if site.projection == "qkv":
             struct.pack_into("<I", memory, slot.HEADER_BYTES + 4, 0)
-        if rig is owner:
+        if index == owner:
             client.send(memory)
         else:
             with pytest.raises(ProtocolError, match="placements differ"):
@@ -124,8 +116,8 @@ def test_a_step_at_the_wrong_shard_is_refused_and_not_answered_with_zeros(site, 
         rig.shard.store.close()
 
 
-def test_a_step_waits_for_its_layer_while_others_are_served(rig, tiny_adapters):
-    assert rig.load(LOADED, tiny_adapters["all"]).result() is None
+def test_a_step_waits_for_its_layer_while_others_are_served(loaded, tiny_adapters):
+    rig = loaded
     rig.gate.shut(), rig.gate.arrived.clear()
     rig.load(ABSENT, tiny_adapters["all"])
     assert rig.gate.arrived.wait(SECONDS), "layer 0 is here, layer 1 is not"
@@ -167,15 +159,13 @@ def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
     assert rig.gate.arrived.wait(SECONDS)
     client = Client(rig.shard, 1)
     budget = 0.05 if ends == "timeout" else SECONDS
-    seq, began = (
-        client.push(client.request(Site(3, "down"), handle=ABSENT, maps=False, budget=budget)),
-        time.monotonic(),
-    )
+    began = time.monotonic()
+    seq = client.push(client.request(Site(3, "down"), handle=ABSENT, maps=False, budget=budget))
     assert rig.shard.serve_once() is False
     if ends == "timeout":
         with pytest.raises(StepTimeoutError, match=rf"shard 0 client 1 .*handle {ABSENT} .*deadline"):
             client.answer(seq)
-        assert 0.05 <= time.monotonic() - began < 5
+        assert 0.05 <= time.monotonic() - began < 30
     elif ends == "drop":
         rig.shard.store.drop(ABSENT)
         with pytest.raises(UnknownAdapterError, match=f"handle {ABSENT}"):
@@ -193,7 +183,7 @@ def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
                 client.answer(seq)
 
 
-def test_the_loop_stops_and_wakes(loaded, tiny_adapters):
+def test_the_loop_stops_and_wakes(loaded):
     """`run` in a thread: it is woken by the doorbell and ends when it is told to."""
     stop, client = threading.Event(), Client(loaded.shard, 5)
     client.link._pump = lambda: time.sleep(1e-4)
