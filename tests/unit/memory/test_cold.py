@@ -1,11 +1,10 @@
-"""An adapter that comes back: its files are opened, not parsed again, unless somebody touched them."""
+"""An adapter that comes back: its files are opened, not parsed again, unless they were touched."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import time
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError
 from lora_server.memory import manifest
 from lora_server.memory.entry import State
-from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from tests.support.serving import until
-from tests.support.stores import SECONDS, cpu_store, gather, load
+from tests.support.stores import gather, load, reads
 from tests.support.workload import spec_of
 
 QKV = Site(0, "qkv")
@@ -34,35 +32,31 @@ def adapters(tmp_path):
 
 
 @pytest.fixture
-def store(adapters):
+def store(adapters, make_store):
     """With room for one adapter of three; all of them were looked at."""
-    placement = Placement(spec_of("mixtral"), Layout.parse("ep1-pp1"))
-    weights = adapters / "one" / "adapter_model.safetensors"
-    made = cpu_store(placement, 0, torch.float32, round(weights.stat().st_size * 1.4))
+    made = make_store(round((adapters / "one" / "adapter_model.safetensors").stat().st_size * 1.4))
     for handle, name in enumerate(("one", "other", "third"), start=1):
         assert load(made, handle, adapters / name, eager=False).result() is None
-    yield made
-    made.close()
+    return made
 
 
 def bring(store, handle):
     """As a loop does it; whether its first layer came, or failed."""
-    if (pin := store.pin([handle], 0, "a step", time.monotonic() + SECONDS)) is not None:
-        store.unpin(pin)
+    reads(store, handle)
     until(lambda: store.missing([handle], 0) is None, f"handle {handle}")
     store.forget("a step")
     return store.state(handle, 0)
 
 
 def come_back(store):
-    """The first makes room for the second, and comes anew."""
+    """Evict the first adapter by loading the second, and load it again."""
     assert bring(store, 2) is State.READY
     until(lambda: store.state(1, 0) is State.DISK, "eviction")
     return bring(store, 1)
 
 
 def test_a_cold_load_reads_no_header(store, adapters):
-    """It is damaged where no stamp can see it, and nobody notices."""
+    """It is damaged where no stamp can see it, and the load does not notice."""
     file, config = adapters / "one" / "adapter_model.safetensors", adapters / "one" / "adapter_config.json"
     right = expected(adapters / "one")
     for touched in (file, config):
@@ -83,7 +77,7 @@ def expected(path):
 
 
 @pytest.mark.parametrize("change", ["weights", "config", "another directory"])
-def test_changed_content_is_refused_as_ever(change, store, adapters):
+def test_changed_content_is_refused(change, store, adapters):
     one = adapters / "one"
     if change == "weights":
         file = one / "adapter_model.safetensors"
@@ -100,14 +94,14 @@ def test_changed_content_is_refused_as_ever(change, store, adapters):
     assert isinstance(store.error(1), AdapterLoadError) and "content changed" in str(store.error(1))
 
 
-def test_touched_files_of_the_same_content_are_read_once_more_and_known_again(store, adapters):
+def test_touched_files_of_the_same_content_are_checked_again_and_loaded(store, adapters):
     os.utime(adapters / "one" / "adapter_model.safetensors")
     before = store._entries[1].files
     assert come_back(store) is State.READY
     assert store._entries[1].files != before
 
 
-def test_adapters_of_one_outline_share_what_is_kept_and_that_has_an_end(store, adapters, monkeypatch):
+def test_adapters_of_one_outline_share_a_cached_manifest_and_the_cache_is_bounded(store, adapters, monkeypatch):
     kept = store._loader._manifests
     assert len(kept._kept) == 2
     assert 0 < kept.nbytes < 20_000

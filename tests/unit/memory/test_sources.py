@@ -1,4 +1,4 @@
-"""Adapters from far, out of real servers, into a disk cache that other processes use as well."""
+"""Remote adapters, out of real servers, into a disk cache that other processes use as well."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_other_content_than_was_registered_is_refused(far, tiny_adapters, tmp_pa
     assert left(cache) == []
 
 
-def test_files_that_somebody_wrote_over_are_fetched_again(far, tiny_adapters, tmp_path):
+def test_cached_files_that_were_overwritten_are_fetched_again(far, tiny_adapters, tmp_path):
     url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
     with fetcher_of(cache).fetch(url) as lease:
         file, version = lease.path / "adapter_model.safetensors", lease.version
@@ -75,23 +75,17 @@ def test_files_that_somebody_wrote_over_are_fetched_again(far, tiny_adapters, tm
     assert far.got.total() == 2
 
 
-REFUSED = {
-    "no config": ("adapter_config.json", AdapterSourceError, r"got no adapter_config\.json there"),
-    "no weights": ("adapter_model.safetensors", AdapterFormatError, "no such file"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_adapter_is_refused(far, tiny_adapters, tmp_path, name):
-    missing, error, text = REFUSED[name]
-    url = far.put("law", tiny_adapters["all"])
-    (far.directory / "law" / missing).unlink()
-    with pytest.raises(error, match=rf"{url}: .*{text}"):
-        fetcher_of(tmp_path / "cache").fetch(url)
-    if name == "no weights":
-        (far.directory / "law" / "adapter_model.bin").touch()
-        with pytest.raises(error, match="a pickle file, which can run code"):
-            fetcher_of(tmp_path / "cache").fetch(url)
+def test_what_is_no_adapter_is_refused(far, tiny_adapters, tmp_path):
+    url, fetcher, there = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache"), far.directory / "law"
+    (there / "adapter_model.safetensors").unlink()
+    with pytest.raises(AdapterFormatError, match=rf"{url}: .*no such file"):
+        fetcher.fetch(url)
+    (there / "adapter_model.bin").touch()
+    with pytest.raises(AdapterFormatError, match=rf"{url}: .*a pickle file, which can run code"):
+        fetcher.fetch(url)
+    (there / "adapter_config.json").unlink()
+    with pytest.raises(AdapterSourceError, match=rf"{url}: .*got no adapter_config\.json there"):
+        fetcher.fetch(url)
 
 
 def test_what_may_pass_is_tried_again_and_nothing_else(far, tiny_adapters, tmp_path):
@@ -149,22 +143,18 @@ def test_a_fetch_that_is_killed_leaves_nothing_that_is_used(far, tiny_adapters, 
         assert version_of(lease.path) == version and left(cache) == [lease.path.name]
 
 
-def test_a_fetch_ends_at_its_deadline_and_when_nobody_wants_it(far, tiny_adapters, tmp_path):
+def test_a_fetch_ends_when_it_does_not_fit_at_its_deadline_and_when_it_is_cancelled(far, tiny_adapters, tmp_path):
     url, fetcher = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache")
     with pytest.raises(AdapterSourceError, match="not fetched within its time"):
         fetcher.fetch(url, seconds=0)
     with pytest.raises(AdapterSourceError, match="not wanted any more"):
         fetcher.fetch(url, cancelled=lambda: True)
+    with pytest.raises(AdapterSourceError, match=r"--disk-cache-size is 10 B: give the disk cache more"):
+        fetcher_of(tmp_path / "cache", 10).fetch(url)
     assert left(tmp_path / "cache") == []
 
 
-def test_what_is_larger_than_the_cache_is_refused(far, tiny_adapters, tmp_path):
-    url = far.put("law", tiny_adapters["all"])
-    with pytest.raises(AdapterSourceError, match=r"--disk-cache-size is 10 B: give the disk cache more"):
-        fetcher_of(tmp_path / "cache", 10).fetch(url)
-
-
-def test_other_file_systems(tiny_adapters, tmp_path):
+def test_an_adapter_comes_out_of_other_file_systems(tiny_adapters, tmp_path):
     class OurFiles(DirFileSystem):
         protocol = "ourfiles"
 
@@ -181,20 +171,17 @@ def test_other_file_systems(tiny_adapters, tmp_path):
     assert len(left(tmp_path / "cache")) == 1, "the same content lies there once"
 
 
-def test_a_bucket(tiny_adapters, tmp_path, monkeypatch):
+def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "x")
         bucket = fsspec.filesystem("s3", skip_instance_cache=True)
         bucket.mkdir("adapters")
         bucket.put(f"{tiny_adapters['down']}/", "adapters/law/", recursive=True)

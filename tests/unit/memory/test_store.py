@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 
@@ -12,27 +14,16 @@ import torch
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.entry import Source, State
-from lora_server.placement import Layout, Placement
+from lora_server.placement import Layout
 from lora_server.spec import Site
 from tests.support.serving import until
-from tests.support.stores import SECONDS, Done, Gate, cpu_store, gather, load, source_of
+from tests.support.stores import SECONDS, Done, bytes_of, gather, load, source_of
 from tests.support.workload import spec_of
 
 
 @pytest.fixture
-def make_store():
-    stores = []
-
-    def make(layout="ep1-pp1", shard=0, dtype=torch.float32, kind="mixtral"):
-        gate = Gate()
-        store = cpu_store(Placement(spec_of(kind), Layout.parse(layout)), shard, dtype, on_layer=gate)
-        stores.append((store, gate))
-        return store, gate
-
-    yield make
-    for store, gate in stores:
-        gate.open()
-        store.close()
+def store(make_store, gate):
+    return make_store(on_layer=gate)
 
 
 def pairs(store, handle, site, expert):
@@ -44,8 +35,7 @@ def states(store, handle):
     return [store.state(handle, layer).value for layer in range(4)]
 
 
-def test_layers_become_ready_one_by_one(make_store, tiny_adapters):
-    store, gate = make_store()
+def test_layers_become_ready_one_by_one(store, gate, tiny_adapters):
     assert states(store, 1) == ["unknown"] * 4
     gate.shut()
     done = load(store, 1, tiny_adapters["all"])
@@ -69,49 +59,27 @@ def blocked(store, gate, tiny_adapters):
     return done
 
 
-def test_prefetched_adapters_overtake(make_store, tiny_adapters):
-    store, gate = make_store()
-    dones = [blocked(store, gate, tiny_adapters)]
-    dones += [load(store, handle, tiny_adapters["down"]) for handle in (2, 3, 4)]
-    now = time.monotonic()
-    store.prefetch([4, 99, 3], "a client", now + 2 * SECONDS)
-    store.prefetch([4], "another", now + SECONDS)
-    gate.open()
-    assert [done.result() for done in dones] == [None] * 4
-    order = [handle for handle, _ in gate.loaded]
-    urgent, rest = order[1:9], order[9:]
-    assert urgent == [4] * 4 + [3] * 4, order
-    assert set(rest) <= {1, 2} and {1, 2} <= set(rest)
-    assert all([layers for h, layers in gate.loaded if h == handle][:4] == [1, 2, 3, 4] for handle in (1, 2, 3, 4))
-
-
-def test_loading_twice_reads_once_and_tells_both(make_store, tiny_adapters):
-    store, gate = make_store()
+def test_loading_twice_reads_once_and_tells_both(store, gate, tiny_adapters):
     first = blocked(store, gate, tiny_adapters)
     second = load(store, 1, tiny_adapters["all"])
     assert not second.calls
     gate.open()
     assert first.result() is None and second.result() is None
-    nbytes, loaded = store.use().weight_bytes, len(gate.loaded)
     assert load(store, 1, tiny_adapters["all"]).result() is None
-    assert (store.use().weight_bytes, len(gate.loaded)) == (nbytes, loaded)
+    assert gate.loaded == [(1, layers) for layers in (1, 2, 3, 4)] and store.use().loads == 1
 
 
 @pytest.mark.parametrize("when", ["while it waits", "while it is read", "between two layers"])
-def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
+def test_a_drop_stops_a_load_and_says_so(when, store, gate, tiny_adapters):
     """`done` is called once whatever happens, and the files are closed."""
-    store, gate = make_store()
     other = blocked(store, gate, tiny_adapters)
     descriptors = psutil.Process().num_fds()
-    if when == "while it waits":
-        done, handle = load(store, 2, tiny_adapters["down"]), 2
-    elif when == "while it is read":
-        done, handle = other, 1
-    else:
-        done, handle = load(store, 2, tiny_adapters["down"]), 2
+    handle = 1 if when == "while it is read" else 2
+    done = other if handle == 1 else load(store, 2, tiny_adapters["down"])
+    if when == "between two layers":
         store.prefetch([2], "a client", time.monotonic() + SECONDS)
         gate.then = lambda handle, layers: store.drop(2) if (handle, layers) == (2, 1) else None
-    if when != "between two layers":
+    else:
         store.drop(handle)
         assert states(store, handle) == ["unknown"] * 4
     gate.open()
@@ -122,14 +90,14 @@ def test_a_drop_stops_a_load_and_says_so(when, make_store, tiny_adapters):
     if handle != 1:
         assert other.result() is None
     until(lambda: psutil.Process().num_fds() < descriptors, "the adapter's files to be closed")
-    store.drop(1), store.drop(2), store.drop(3), store.drop(4)
+    for one in (1, 2, 3):
+        store.drop(one)
     assert store.use().weight_bytes == 0
     with pytest.raises(UnknownAdapterError, match=f"handle {handle}"):
         gather(store, Site(0, "down"), (handle, 0))
 
 
-def test_a_dropped_handle_can_be_loaded_again(make_store, tiny_adapters):
-    store, gate = make_store()
+def test_a_dropped_handle_can_be_loaded_again(store, gate, tiny_adapters):
     first = blocked(store, gate, tiny_adapters)
     store.drop(1)
     second = load(store, 1, tiny_adapters["down"])
@@ -140,15 +108,15 @@ def test_a_dropped_handle_can_be_loaded_again(make_store, tiny_adapters):
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "not safetensors"])
-def test_a_bad_file_fails_its_own_adapter_only(damage, make_store, tiny_adapters, tmp_path):
-    store, _ = make_store()
-    directory = tmp_path / "bad"
-    directory.mkdir()
-    weights = (tiny_adapters["all"] / "adapter_model.safetensors").read_bytes()
-    (directory / "adapter_config.json").write_bytes((tiny_adapters["all"] / "adapter_config.json").read_bytes())
-    if damage != "missing":
-        data = weights[: len(weights) // 2] if damage == "truncated" else b"\xff" * 4096
-        (directory / "adapter_model.safetensors").write_bytes(data)
+def test_a_bad_file_fails_its_own_adapter_only(damage, store, tiny_adapters, tmp_path):
+    directory = shutil.copytree(tiny_adapters["all"], tmp_path / "bad")
+    weights = directory / "adapter_model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        os.truncate(weights, weights.stat().st_size // 2)
+    else:
+        weights.write_bytes(b"\xff" * 4096)
     bad, good = load(store, 1, directory), load(store, 2, tiny_adapters["down"])
     error = bad.result()
     assert isinstance(error, AdapterError) and str(directory) in str(error)
@@ -160,26 +128,15 @@ def test_a_bad_file_fails_its_own_adapter_only(damage, make_store, tiny_adapters
     assert load(store, 1, tiny_adapters["down"]).result() is None, "mended files load"
 
 
-def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(make_store, tiny_adapters, tmp_path):
-    store, gate = make_store()
-    directory = tmp_path / "cut"
-    directory.mkdir()
-    for file in tiny_adapters["all"].iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
+def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(store, gate, tiny_adapters, tmp_path):
+    directory = shutil.copytree(tiny_adapters["all"], tmp_path / "cut")
     gate.shut()
     done = load(store, 1, directory)
     assert gate.arrived.wait(SECONDS)
-    with (directory / "adapter_model.safetensors").open("r+b") as file:
-        file.truncate(20_000)
+    os.truncate(directory / "adapter_model.safetensors", 20_000)
     gate.open()
     assert "end of the file" in str(done.result())
     assert states(store, 1)[0] == "ready" and states(store, 1)[3] == "failed"
-
-
-def every_matrix(adapter):
-    for site in adapter.sites():
-        for expert in adapter.experts(site):
-            yield from 2 * adapter.parts(site, expert)
 
 
 def owned(stores, site, expert):
@@ -192,14 +149,24 @@ def owned(stores, site, expert):
 
 
 @pytest.mark.parametrize("layout", ["ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2", "ep1-pp4", "ep9-pp5"])
-@pytest.mark.parametrize("name", ["all", "down", "bf16", "shared-outer"])
-def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make_store, tiny_adapters):
-    spec, dtype = spec_of("mixtral"), torch.bfloat16 if name == "bf16" else torch.float32
-    stores = [make_store(layout, shard, dtype)[0] for shard in range(Layout.parse(layout).num_shards)]
-    assert all(done.result() is None for done in [load(store, 1, tiny_adapters[name]) for store in stores])
-    with open_adapter(tiny_adapters[name], spec) as adapter:
+def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, make_store, tiny_adapters):
+    shards = range(Layout.parse(layout).num_shards)
+    for dtype, names in {torch.float32: ["all", "down", "shared-outer"], torch.bfloat16: ["bf16"]}.items():
+        stores = [make_store(layout=layout, shard=shard, dtype=dtype) for shard in shards]
+        for name in names:
+            assert all(done.result() is None for done in [load(store, 1, tiny_adapters[name]) for store in stores])
+            check_owners(stores, tiny_adapters[name], dtype)
+            for store in stores:
+                store.drop(1)
+        assert all(store.use().weight_bytes == 0 for store in stores)
+
+
+def check_owners(stores, path, dtype):
+    spec = spec_of("mixtral")
+    with open_adapter(path, spec) as adapter:
         weights = [store._entries[1].nbytes for store in stores]
-        assert adapter.nbytes <= sum(weights) <= adapter.nbytes + 64 * sum(1 for _ in every_matrix(adapter))
+        parts = sum(len(adapter.parts(site, expert)) for site in adapter.sites() for expert in adapter.experts(site))
+        assert adapter.nbytes <= sum(weights) <= adapter.nbytes + 64 * 2 * parts, "each matrix is aligned"
         for store, nbytes in zip(stores, weights, strict=True):
             assert store.use().weight_bytes == store.tier.pool.size_of(nbytes)
         for site in spec.sites():
@@ -212,8 +179,7 @@ def test_every_tensor_has_one_owner_and_every_byte_is_counted(layout, name, make
     assert all(store.state(1, layer) is State.READY for store, layer in foreign), "there is nothing to wait for"
 
 
-def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
-    store, gate = make_store()
+def test_close_stops_a_load_and_frees_everything(store, gate, tiny_adapters):
     done = blocked(store, gate, tiny_adapters)
     waiting = load(store, 2, tiny_adapters["down"])
     closer = threading.Thread(target=store.close)
@@ -224,38 +190,31 @@ def test_close_stops_a_load_and_frees_everything(make_store, tiny_adapters):
     assert not closer.is_alive() and store.use().weight_bytes == 0
     assert isinstance(done.result(), AdapterLoadError) and isinstance(waiting.result(), AdapterLoadError)
     assert states(store, 1) == states(store, 2) == ["unknown"] * 4
-    assert not any(thread.name == "weight-loader" and thread.is_alive() for thread in [store._thread])
+    assert not store._thread.is_alive()
 
 
 def test_what_takes_a_known_size_is_not_looked_at_before_it_comes_in(make_store, tiny_adapters, tmp_path):
     """As a shard that was restarted is told: of 5,000 adapters it opens those that it has room for."""
-    first, _ = make_store()
-    assert load(first, 1, tiny_adapters["all"]).result() is None
-    size, source = first.use().weight_bytes, source_of(tiny_adapters["all"])
-    nowhere = Source(tmp_path / "gone", source.version, source.stamp)
-    store = cpu_store(Placement(spec_of("mixtral"), Layout(1, 1)), 0, torch.float32, capacity=size)
-    try:
-        for handle, one in ((1, source), (2, nowhere), (3, source)):
-            done = Done()
-            store.load(handle, one, done, False, size)
-            assert done.calls == [None], "at once"
-        brought = [Done(), Done(), Done()]
-        for handle, done in enumerate(brought, start=1):
-            store.bring(handle, done)
-        assert brought[1].calls == brought[2].calls == [None], "nobody makes room"
-        assert brought[0].result() is None and states(store, 1) == ["ready"] * 4
-        assert states(store, 2) == states(store, 3) == ["on disk"] * 4
-        assert {(one.handle, one.nbytes, one.measured) for one in store.moved()} == {(h, size, True) for h in (1, 2, 3)}
-        store.check_integrity()
-        asked = Done()
-        store.load(2, nowhere, asked, True)
-        assert "no file" in str(asked.result()).lower() or "none at this path" in str(asked.result())
-    finally:
-        store.close()
+    size, source = bytes_of(tiny_adapters["all"]), source_of(tiny_adapters["all"])
+    nowhere, store = Source(tmp_path / "gone", source.version, source.stamp), make_store(size)
+    for handle, one in ((1, source), (2, nowhere), (3, source)):
+        done = Done()
+        store.load(handle, one, done, False, size)
+        assert done.calls == [None], "at once"
+    brought = [Done(), Done(), Done()]
+    for handle, done in enumerate(brought, start=1):
+        store.bring(handle, done)
+    assert brought[1].calls == brought[2].calls == [None], "nothing is evicted"
+    assert brought[0].result() is None and states(store, 1) == ["ready"] * 4
+    assert states(store, 2) == states(store, 3) == ["on disk"] * 4
+    assert {(one.handle, one.nbytes, one.measured) for one in store.moved()} == {(h, size, True) for h in (1, 2, 3)}
+    store.check_integrity()
+    asked = Done()
+    store.load(2, nowhere, asked, True)
+    assert "no file" in str(asked.result()).lower() or "none at this path" in str(asked.result())
 
 
-def test_a_size_that_is_wrong_is_found_out(make_store, tiny_adapters):
-    store, _ = make_store()
+def test_a_size_that_is_wrong_is_found_out(store, tiny_adapters):
     done, source = Done(), source_of(tiny_adapters["all"])
     store.load(1, source, done, True, 1)
     assert "said to take less" in str(done.result())
