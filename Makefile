@@ -74,6 +74,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 $(VENV_DOCS)/ready: constraints-docs.txt
 	$(PYTHON) -m venv $(VENV_DOCS)

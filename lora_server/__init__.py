@@ -4,10 +4,10 @@ spec, placement, errors, address, config   leaves: what a model, a layout, an er
 ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
 host_memory                                and what there is to take
 wire/ transport/                           what travels, and how
-adapters/ memory/ shard/                   from files to weights to deltas
-control/ daemon/                           the control plane, and the processes
+adapters/ sources/ memory/ shard/          from files to weights to deltas
+control/ access/ registry/ daemon/         the control plane: adapters, tokens, the database; and the processes
 logs, telemetry                            lines and spans of all processes
-cli/ flags, terminal                       the command                     demo/   try it
+cli/ flags, terminal, doctor/              the command                     demo/   try it
 """
 
 __version__ = "0.1.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,7 @@ def module_of(file):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def imports(file):
     """Every module that a file imports anywhere, TYPE_CHECKING included; of `from a import b` also a.b if it is one."""
     found = set()

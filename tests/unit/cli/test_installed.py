@@ -11,7 +11,9 @@ import tomllib
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from docs import configuration
 from lora_server import __version__, installed
 from lora_server.cli import app as server
 from lora_server.errors import ConfigError
@@ -20,10 +22,11 @@ from tests.support.serving import HANG_SECONDS
 from tests.support.sources import FILES, PACKAGES, ROOT, imports, module_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# part -> the extras that it may import, beside the core dependencies; a longer prefix goes before a shorter one
+# part -> the extras that it may import, beside the core dependencies; the longest prefix counts
+LEAVES = ("spec", "placement", "errors", "address", "ports", "installed", "logs", "histogram", "host_memory")
 MAY_IMPORT = {
     "lora_server": ("server", "cuda"),
-    "lora_server.wire": (),
+    **{f"lora_server.{name}": () for name in ("__init__", "wire", *LEAVES)},
     "lora_server.telemetry": ("telemetry",),
     "lora_server.transport": ("cuda",),
     "lora_server.demo": ("server", "demo"),
@@ -34,18 +37,14 @@ MAY_IMPORT = {
     "kernels_cuda": ("cuda",),
     "provisioning": ("provision",),
 }
-LEAVES = {
-    "lora_server",
-    *(f"lora_server.{name}" for name in ("spec", "placement", "errors", "address", "ports", "installed", "logs")),
-    *(f"lora_server.{name}" for name in ("histogram", "host_memory")),
-}
+# what dev does not install
 NOT_HERE = {
     "cupy": ["cupy-cuda13x"],
     "cuda": ["cuda-bindings"],
     "nvshmem": ["nvshmem4py-cu13"],
     "vllm": ["vllm"],
     "fastapi": ["fastapi"],
-}  # what dev does not install
+}
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
 
 
@@ -81,24 +80,22 @@ def distributions_of(module):
     return {canonical(one) for one in DISTRIBUTIONS[module]}
 
 
-def part_of(module):
+def part_of(file):
+    module = "lora_server.__init__" if file == ROOT / "lora_server/__init__.py" else module_of(file)
     return max((part for part in MAY_IMPORT if f"{module}.".startswith(f"{part}.")), key=len)
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_a_part_imports_the_core_and_its_own_extra(file):
-    module = module_of(file)
-    extras = () if module in LEAVES else MAY_IMPORT[part_of(module)]
-    allowed = CORE.union(*(names(extra_of(extra)) for extra in extras))
-    stray = {name for name in third_party(file) if not distributions_of(name) & allowed}
-    assert not stray, f"{module} imports {sorted(stray)}, in none of the core dependencies and {extras}"
+def test_a_part_imports_the_core_and_its_own_extra():
+    allowed = {part: CORE.union(*map(names, map(extra_of, extras))) for part, extras in MAY_IMPORT.items()}
+    found = {(file, name) for file in FILES for name in third_party(file)}
+    assert {(file, name) for file, name in found if not distributions_of(name) & allowed[part_of(file)]} == set()
 
 
 @pytest.mark.parametrize("extra", installed.EXTRAS)
 def test_what_a_console_script_asks_for_is_what_its_part_imports(extra):
     parts = [part for part, extras in MAY_IMPORT.items() if extra in extras and part != "lora_server.demo"]
     parts = parts or ["lora_server.demo"]
-    found = {name for file in FILES if part_of(module_of(file)) in parts for name in third_party(file)}
+    found = {name for file in FILES if part_of(file) in parts for name in third_party(file)}
     outside = {name for name in found if distributions_of(name) & names(extra_of(extra)) - CORE}
     if extra == "demo":
         outside -= set(installed.EXTRAS["server"])  # `lora-server demo` has passed that door
@@ -134,8 +131,7 @@ def run(*command, **environment):
 def test_an_engine_needs_no_extra():
     """What the hooks of every engine stand on, where what only extras bring is missing."""
     hidden = sorted({name for extra in ("server", "provision") for name in installed.EXTRAS[extra]})
-    modules = [module_of(file) for file in FILES]
-    neutral = [name for name in modules if name.startswith("client_connector") and part_of(name) == "client_connector"]
+    neutral = [module_of(file) for file in FILES if part_of(file) == "client_connector"]
     statement = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import {', '.join(neutral)}"
     done = run("-c", statement)
     assert done.returncode == 0, done.stderr
@@ -149,28 +145,12 @@ def test_without_the_extra_one_line_says_so(module, extra):
     assert f"install lora-server[{extra}]" in done.stderr and done.stderr.count("\n") == 1
 
 
-def commands(app, *path):
-    """The arguments of a command and of all below it."""
-
-    def walk(command, words):
-        yield words
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(child, [*words, name])
-
-    return list(walk(typer.main.get_command(app), list(path)))
-
-
-ALL = [*commands(server, "lora_server"), *commands(provision, "provisioning")]
-
-
-@pytest.mark.parametrize("words", ALL, ids=" ".join)
-def test_every_command_helps_by_either_name(words):
-    from typer.testing import CliRunner
-
-    app = {"lora_server": server, "provisioning": provision}[words[0]]
-    short, long = (CliRunner().invoke(app, [*words[1:], flag]) for flag in ("-h", "--help"))
-    assert (short.exit_code, short.output) == (0, long.output)
-    assert "Usage:" in short.output
+@pytest.mark.parametrize("app", [server, provision])
+def test_every_command_helps_by_either_flag(app):
+    for path, _ in configuration.commands(typer.main.get_command(app), ""):
+        short, long = (CliRunner().invoke(app, [*path.split(), flag]) for flag in ("-h", "--help"))
+        assert (short.exit_code, short.output) == (0, long.output), path
+        assert "Usage:" in short.output, path
 
 
 @pytest.mark.parametrize(("module", "name"), [("lora_server", "lora-server"), ("provisioning", "provision")])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from docs import configuration
 from lora_server import terminal, units
 from lora_server.cli import app, rows, status
 from lora_server.demo import tiny
@@ -21,6 +22,7 @@ from lora_server.demo.engine import Result, Times
 from lora_server.demo.report import LayoutTimes, show
 from lora_server.demo.run import without_known_warnings
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.screens import check_screen
 from tests.support.serving import HANG_SECONDS
 
 LONG = "tenant-042-legal-contracts-germany-v2.1a"
@@ -31,9 +33,9 @@ REASON = (
 GIB = 1 << 30
 
 
-def rendered(draw, *values, width=80, **settings):
+def rendered(draw, width=80, **settings):
     out = io.StringIO()
-    draw(*values, Console(file=out, width=width, soft_wrap=True, highlight=False, **settings))
+    draw(Console(file=out, width=width, soft_wrap=True, highlight=False, **settings))
     return out.getvalue()
 
 
@@ -47,65 +49,6 @@ ROWS = [
     row(LONG, state="loading", **LOADING),
     rows.refused_row(pb.Refusal(name="tenant-043", uri="/srv/tenant-043", reason=REASON)),
 ]
-
-LIST = """\
-name                                      rank      size  state          clients
-law                                          8   1.5 GiB  ready            1,234
-tenant-042-legal-contracts-germany-v2.1a    64  31.5 MiB  loading 12/32        0
-tenant-043                                   -         -  refused              -
-warning: law: its rank is above 64
-refused: tenant-043: adapter
-  /srv/adapters/europe-west/production/2026-11/tenant-043-contracts/checkpoint-
-  12000: adapter_config.json: use_dora: got True, expected False; DoRA's
-  magnitudes cannot be served
-"""
-
-SHOW = """\
-tenant-042-legal-contracts-germany-v2.1a
-  state      loading
-  layers     12 of 32
-  rank       64
-  size       31.5 MiB
-  clients    0
-  version    3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f3f
-  directory  /srv/tenant-042-legal-contracts-germany-v2.1a
-"""
-
-
-def test_adapters_at_80_columns():
-    assert rendered(rows.show_list, ROWS) == LIST
-    assert rendered(rows.show_one, ROWS[1]) == SHOW
-    long = row("x", state="ready", uri=f"/srv/adapters/europe-west/production/{LONG}/checkpoint-12000")
-    assert rendered(rows.show_one, long).endswith(
-        "  directory\n    /srv/adapters/europe-west/production/tenant-042-legal-contracts-germany-\n"
-        "    v2.1a/checkpoint-12000\n"
-    )
-
-
-STATUS = """\
-not ready: mixtral-8x7b ep2-pp1; adapters: 500, clients: 2
-reason: registering adapters: 120 of 500
-refused: tenant-043: adapter
-  /srv/adapters/europe-west/production/2026-11/tenant-043-contracts/checkpoint-
-  12000: adapter_config.json: use_dora: got True, expected False; DoRA's
-  magnitudes cannot be served
-warning: 3 adapters are served with one: see lora-server adapters list
-
-shard  stage  ep  state     node      pid  restarts      steps  failed
-    0      0   0  up           0  4194303         2  2,847,012   1,024
-    1      0   1  starting     0        -         0          0       0
-
-shard  device           weights                  free  clients
-    0  cuda:0 NVIDIA   12.0 GiB  52.5 GiB of 64.0 GiB  12 cuda_ipc, 3 shm, 2 tcp
-       H100 80GB HBM3
-    1  -                      -                     -  -
-
-client  instance                          by                heard  holds
-     1  vllm-worker-7f9c6d5b8-x2x4z:1234  cuda_ipc, shm  12 s ago      2
-     2  vm:7                              -               0 s ago      0
-client 1: law, tenant-042-legal-contracts-germany-v2.1a
-client 2: holds no adapter
-"""
 
 
 def reply():
@@ -144,39 +87,29 @@ def reply():
     )
 
 
-def test_status_at_80_columns():
-    assert rendered(status.show, reply()) == STATUS
-
-
-DRAWN = [lambda console: rows.show_list(ROWS, console), lambda console: status.show(reply(), console)]
-
-DEMO = """\
-Mean microseconds per layer, experts' gate_up + down (slowest shard)
-
-layout    Recv   LoRA  Send  base MoE  tokens/s
-ep1-pp1    474  2,132   243       953       531
-ep4-pp1  3,234  2,108     0     1,171       315
-
-Send is what the engine waits for after the LoRA is done; hidden by its own
-  GEMM it is near 0.
-Engines and shards share this machine's cores: compare the columns, not the
-  numbers elsewhere.
-equal: against PEFT: 1,536 of 1,536 tokens, largest |delta logprob| 0.000013
-
-What next:
-  lora-server serve --base-model MODEL --adapters ADAPTERS    # your own
-  lora-server adapters add NAME DIR                           # while it serves
-  LORA_SERVER_ADDRESS=127.0.0.1:7400 vllm serve MODEL         # an engine
-"""
-
-
-def test_the_demo_at_80_columns():
+def demo(console):
     times = [LayoutTimes("ep1-pp1", Result([], 531.4, Times(474, 2132, 243, 953)))]
     times.append(LayoutTimes("ep4-pp1", Result([], 315, Times(3234.4, 2108, 0.4, 1171))))
-    assert rendered(show, Verdict(1536, 1536, 1.3e-5), times) == DEMO
+    show(Verdict(1536, 1536, 1.3e-5), times, console)
 
 
-@pytest.mark.parametrize("draw", DRAWN)
+FAR = row("x", state="ready", uri=f"/srv/adapters/europe-west/production/{LONG}/checkpoint-12000")
+SCREENS = {
+    "adapters-list": lambda console: rows.show_list(ROWS, console),
+    "adapters-show": lambda console: rows.show_one(ROWS[1], console),
+    "adapters-show-far": lambda console: rows.show_one(FAR, console),
+    "status": lambda console: status.show(reply(), console),
+    "demo": demo,
+}
+WITH_REASON = [SCREENS["adapters-list"], SCREENS["status"]]
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_screens_at_80_columns(name):
+    check_screen(__file__, name, rendered(SCREENS[name]))
+
+
+@pytest.mark.parametrize("draw", WITH_REASON)
 def test_no_word_is_broken_and_in_a_pipe_every_value_is_on_one_line(draw):
     narrow, wide = rendered(draw), rendered(draw, width=terminal.WIDE)
     assert max(map(len, narrow.splitlines())) <= 80
@@ -185,7 +118,7 @@ def test_no_word_is_broken_and_in_a_pipe_every_value_is_on_one_line(draw):
     assert REASON in wide
 
 
-@pytest.mark.parametrize("draw", DRAWN)
+@pytest.mark.parametrize("draw", WITH_REASON)
 def test_colours_read_on_light_and_dark(draw):
     codes = set(re.findall(r"\x1b\[([\d;]*)m", rendered(draw, force_terminal=True, color_system="standard")))
     assert {"1", "31", "33"} <= codes <= {"0", "1", "2", "31", "32", "33", "36"}
@@ -212,20 +145,10 @@ def test_wrapped_text_fits_and_loses_nothing(words, width):
     assert {word for word in text.split() if len(word) <= width} <= set(" ".join(lines).split())
 
 
-SIZES = {
-    0: "0 B",
-    999: "999 B",
-    1000: "1.0 KiB",
-    100 << 10: "100 KiB",
-    33_000_000: "31.5 MiB",
-    1023 << 20: "1.0 GiB",
-    5000 << 40: "5,000 TiB",
-}
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_sizes(nbytes):
-    assert units.size(nbytes) == SIZES[nbytes]
+def test_sizes():
+    expected = {0: "0 B", 999: "999 B", 1000: "1.0 KiB", 100 << 10: "100 KiB", 33_000_000: "31.5 MiB"}
+    expected |= {1023 << 20: "1.0 GiB", 5000 << 40: "5,000 TiB"}
+    assert {nbytes: units.size(nbytes) for nbytes in expected} == expected
 
 
 def test_making_adapters_says_nothing_between_the_demos_bars(tmp_path):
@@ -238,21 +161,15 @@ def test_making_adapters_says_nothing_between_the_demos_bars(tmp_path):
     assert not [str(one.message) for one in seen if one.category is FutureWarning]
 
 
-def commands(command, path=()):
-    yield path, command
-    for name, child in getattr(command, "commands", {}).items():
-        yield from commands(child, (*path, name))
-
-
-@pytest.mark.parametrize(("path", "command"), list(commands(typer.main.get_command(app))), ids=str)
-def test_help_at_80_columns_names_every_flag_whole(path, command, monkeypatch):
+def test_help_at_80_columns_names_every_flag_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with command.make_context("lora-server", ["--help"], resilient_parsing=True) as context:
-        text = command.get_help(context)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "…" not in text and "..." not in text.replace("[ARGS]...", "")
-    words = set(re.findall(r"--[\w-]+", text))
-    assert {flag for one in command.params for flag in one.opts if flag.startswith("--")} <= words
+    for path, command in configuration.commands(typer.main.get_command(app), "lora-server"):
+        with command.make_context("lora-server", ["--help"], resilient_parsing=True) as context:
+            text = command.get_help(context)
+        assert max(map(len, text.splitlines())) <= 80, path
+        assert "…" not in text and "..." not in text.replace("[ARGS]...", ""), path
+        flags = {flag for one in command.params for flag in one.opts if flag.startswith("--")}
+        assert flags - set(re.findall(r"--[\w-]+", text)) == set(), path
 
 
 COMMAND = "import sys; sys.argv[0] = 'lora-server'; from lora_server.__main__ import main; main()"

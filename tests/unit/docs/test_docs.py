@@ -1,22 +1,37 @@
-"""What the documents point at exists: files, functions, constants and their values, commands, modules, links."""
+"""What the documents point at exists, and pages that repeat the code say what the code says."""
+
+from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import itertools
 import re
-from pathlib import Path
 
-import pytest
 import typer
 
-ROOT = Path(__file__).parents[3]
-PACKAGES = ("lora_server", "client_connector", "kernels_cuda", "provisioning")
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-DOCS = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
+from docs import configuration
+from lora_server.errors import BY_CODE
+from tests.support.sources import FILES, ROOT
+
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md"]
+PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+WITHOUT_CODE = {page: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for page, text in TEXTS.items()}
+LISTED = re.compile(r"^ *(?:[-*]|\d+\.) ")
+TROUBLE = TEXTS["docs/troubleshooting.md"]
 
 
-def names_in(file: Path) -> set[str]:
+def in_pages(pattern):
+    """(page, groups) of every match."""
+    return [(page, *match.groups()) for page, text in TEXTS.items() for match in re.finditer(pattern, text)]
+
+
+@functools.cache
+def names_in(path):
+    """Functions, classes and methods of a file."""
     found = set()
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -24,82 +39,114 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
-def test_references(document: Path):
-    text = document.read_text()
-    for path, name in re.findall(r"`([\w/]+\.py):([\w.]+)`", text):
-        assert name in names_in(ROOT / path), f"{document.name}: {path}:{name}"
-    for path in re.findall(r"`((?:lora_server|client_connector|kernels_cuda|provisioning|bench|tests)/[\w./]*)`", text):
-        assert (ROOT / path).exists(), f"{document.name}: {path}"
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (document.parent / link).exists(), f"{document.name}: {link}"
+def test_functions_and_files_that_are_named_exist():
+    functions = in_pages(r"`([\w/]+\.py):([\w.]+)`")
+    assert [found for found in functions if found[2] not in names_in(found[1])] == []
+    assert len([page for page, *_ in functions if page == "docs/step.md"]) > 25, "the step is told by its functions"
+    files = in_pages(r"`((?:lora_server|client_connector|kernels_cuda|provisioning|bench|tests)/[\w./]*)`")
+    assert [found for found in files if not (ROOT / found[1]).exists()] == []
 
 
-def python_files():
-    return sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py") if "_pb2" not in file.name)
-
-
-@pytest.mark.parametrize("document", DOCS, ids=lambda path: path.name)
-def test_constants_have_the_values_that_documents_give(document: Path):
+def test_constants_have_the_values_that_pages_give():
     """Written as `folder/file.py:NAME = value`."""
-    for path, name, value in re.findall(r"`([\w/]+\.py):([A-Z_]+) = ([^`]+)`", document.read_text()):
+    for page, path, name, value in in_pages(r"`([\w/]+\.py):([A-Z_]+) = ([^`]+)`"):
         module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        assert getattr(module, name) == ast.literal_eval(value), f"{document.name}: {path}:{name}"
+        assert getattr(module, name) == ast.literal_eval(value), f"{page}: {path}:{name}"
+
+
+def anchors(page):
+    """As a repository's web view makes them."""
+    headings = re.findall(r"^#+ (.+)$", WITHOUT_CODE[page], re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def leads_nowhere(page, link):
+    path, _, anchor = link.partition("#")
+    target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+    return not target.exists() or (anchor and anchor not in anchors(str(target.relative_to(ROOT))))
+
+
+def test_links_lead_somewhere():
+    """Pictures and anchors, too; `make docs` asks the same of the site."""
+    links = in_pages(r"\]\((?!https?:)([^)]+)\)")
+    assert [found for found in links if leads_nowhere(*found)] == []
+
+
+def test_lists_begin_after_an_empty_line():
+    """Otherwise the site shows them as one paragraph."""
+    glued = [
+        (page, line)
+        for page, text in WITHOUT_CODE.items()
+        for before, line in itertools.pairwise(text.splitlines())
+        if LISTED.match(line) and before.strip() and not before.startswith(" ") and not LISTED.match(before)
+    ]
+    assert glued == []
 
 
 def commands():
-    """Every command of the two programs, as it is typed."""
-    from lora_server.cli import app as server
-    from provisioning.cli import app as provision
-
-    def walk(command, path):
-        yield path
-        for name, child in getattr(command, "commands", {}).items():
-            yield from walk(child, f"{path} {name}")
-
-    found = {"lora-server": server, "provision": provision}
-    return {path for name, app in found.items() for path in walk(typer.main.get_command(app), name)}
+    """Every command of the two programs as it is typed, and the flags of those that run something."""
+    for name, app in (("lora-server", configuration.server.app), ("provision", configuration.provision.app)):
+        yield from configuration.commands(typer.main.get_command(app), name)
 
 
 def test_commands_that_are_named_exist():
-    """In documents and in docstrings: `lora-server adapters frobnicate` is caught wherever it stands."""
-    known, groups = commands(), {"lora-server", "lora-server adapters"}
-    for file in [*DOCS, *python_files()]:
-        for words in re.findall(r"\blora-server((?: [a-z]+)+)", file.read_text()):
+    """In pages and in docstrings. Prose may go on after the program's name; code, in backticks or at the start of a
+    line, may not."""
+    known, groups, stray = {path for path, _ in commands()}, {"lora-server", "lora-server adapters"}, []
+    for text in [*TEXTS.values(), *(file.read_text() for file in FILES)]:
+        for words in re.findall(r"\blora-server((?: [a-z]+)+)", text):
             typed = "lora-server"
             for word in words.split():
-                if typed not in groups or not _is_code(file, f"{typed} {word}"):
+                if typed not in groups or not re.search(rf"(`|^|\n *){re.escape(f'{typed} {word}')}\b", text):
                     break
                 typed = f"{typed} {word}"
-                assert typed in known, f"{file.relative_to(ROOT)}: `{typed}` is no command"
+                stray += [] if typed in known else [typed]
+    assert stray == []
 
 
-def _is_code(file: Path, typed: str) -> bool:
-    """Prose may go on after the program's name; code, in backticks or at the start of a line, may not."""
-    return re.search(rf"(`|^|\n *){re.escape(typed)}\b", file.read_text()) is not None
+def test_help_names_every_variable():
+    (serve,) = (command for path, command in commands() if path == "lora-server serve")
+    texts = {option.name: option.help or "" for option in serve.params}
+    names = configuration.ServeConfig.model_fields
+    assert [name for name in names if f"LORA_SERVER_{name.upper()})" not in texts[name]] == []
 
 
-def test_every_way_to_push_is_in_the_life_of_a_step():
-    text = (ROOT / "docs/step.md").read_text()
-    links = {
-        name
-        for file in (ROOT / "lora_server/transport").glob("*.py")
-        for name in re.findall(r"^class (\w+Link)\(", file.read_text(), re.MULTILINE)
-    }
-    assert {name for name in links if name not in text} <= {"InprocLink"}
+def test_the_reference_is_made_of_the_code():
+    assert configuration.PAGE.read_text() == configuration.page(), "stale; run: python -m docs.configuration"
 
 
-LISTED = [folder for package in PACKAGES for folder in [ROOT / package, *sorted((ROOT / package).rglob("*"))]]
-LISTED = [folder for folder in LISTED if (folder / "__init__.py").exists()]
+def test_every_link_of_a_transport_is_in_the_life_of_a_step():
+    files = (ROOT / "lora_server/transport").glob("*.py")
+    links = {name for file in files for name in re.findall(r"^class (\w+Link)\(", file.read_text(), re.MULTILINE)}
+    assert {name for name in links if name not in TEXTS["docs/step.md"]} <= {"InprocLink"}
 
 
-@pytest.mark.parametrize("folder", LISTED, ids=lambda folder: str(folder.relative_to(ROOT)))
-def test_a_package_names_its_modules(folder: Path):
-    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    modules = {file.stem for file in folder.glob("*.py")} - {"__init__", "__main__"}
-    modules = {name for name in modules if "_pb2" not in name}
-    assert {name for name in modules if not re.search(rf"\b{name}\b", docstring)} == set()
+def test_a_package_names_what_is_in_it():
+    missing = []
+    for init in [file for file in FILES if file.name == "__init__.py"]:
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        modules = {file.stem for file in init.parent.glob("*.py") if "_pb2" not in file.name}
+        modules |= {file.parent.name for file in init.parent.glob("*/__init__.py")}
+        words = set(re.findall(r"\w+", docstring))
+        missing += [(str(init.parent.relative_to(ROOT)), name) for name in modules - words if not name.startswith("__")]
+    assert missing == []
 
 
-def test_the_step_is_documented_with_functions():
-    assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", (ROOT / "docs/step.md").read_text())) > 25
+def test_files_of_provisioning_have_at_most_200_lines():
+    files = {file: len(file.read_text().splitlines()) for file in FILES if (ROOT / "provisioning") in file.parents}
+    assert {str(file): lines for file, lines in files.items() if lines > 200} == {}
+
+
+def test_every_error_has_an_entry():
+    entries = re.findall(r"^### `(\w+)`: (\w+)$", TROUBLE, re.MULTILINE)
+    assert sorted(entries) == sorted((code, kind.__name__) for code, kind in BY_CODE.items())
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    """`...` stands for what is filled in; an f-string's constant parts are compared on their own."""
+    trees = [ast.walk(ast.parse(file.read_text())) for file in FILES]
+    constants = [node.value for tree in trees for node in tree if isinstance(node, ast.Constant)]
+    texts = "\n".join(value for value in constants if isinstance(value, str))
+    rows = re.findall(r"^\| `([^`]+)` \|", TROUBLE, re.MULTILINE)
+    assert len(rows) > 30
+    assert {row: part for row in rows for part in row.split("...") if part.strip() not in texts} == {}

@@ -1,0 +1,16 @@
+"""What a command shows, kept as files beside its test: screens/NAME.txt. With LORA_SERVER_SCREENS=write they are
+written anew; read the difference before you commit it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def check_screen(test: str, name: str, shown: str) -> None:
+    """`test` is the __file__ of the test; lines are compared as they are, blanks at their ends included."""
+    file = Path(test).parent / "screens" / f"{name}.txt"
+    if os.environ.get("LORA_SERVER_SCREENS") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(shown)
+    assert shown == file.read_text(), f"{file}; LORA_SERVER_SCREENS=write writes what is shown now"
