@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,15 @@ def refused(path: Path, *parts: str, spec: specs.ModelSpec | None = None) -> str
     for part in (str(path), "got ", "expected ", *parts):
         assert part in message, f"{part!r} is not in {message!r}"
     return message
+
+
+def weights_of(header: object, data: bytes = b"", length: int | None = None) -> bytes:
+    """A safetensors file of this header, as bytes or as what JSON makes of it."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def read_all(adapter) -> list[torch.Tensor]:
+    """Every tensor that an open adapter has."""
+    places = [(site, expert) for site in adapter.sites() for expert in adapter.experts(site)]
+    return [tensor for place in places for _, a, b in adapter.read(*place) for tensor in (a, b)]

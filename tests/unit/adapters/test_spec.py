@@ -33,6 +33,14 @@ QWEN3 = {
     "mlp_only_layers": [1],
     "decoder_sparse_step": 2,
 }
+DBRX = {
+    "model_type": "dbrx",
+    "d_model": 6144,
+    "n_heads": 48,
+    "n_layers": 40,
+    "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    "attn_config": {"kv_n_heads": 8},
+}
 
 
 def test_adapter_bytes_of_mixtral_depend_on_the_layout():
@@ -64,8 +72,9 @@ def test_presets_follow_the_published_configs():
     assert (spec.PRESETS["scaled-moe"].hidden, spec.PRESETS["scaled-moe"].ffn) == (8192, 8192)
 
 
-def test_a_config_equals_its_preset():
-    assert spec.from_config(MIXTRAL).fingerprint() == spec.PRESETS["mixtral-8x7b"].fingerprint()
+@pytest.mark.parametrize(("config", "name"), [(MIXTRAL, "mixtral-8x7b"), (DBRX, "dbrx")])
+def test_a_config_equals_its_preset(config, name):
+    assert spec.from_config(config).fingerprint() == spec.PRESETS[name].fingerprint()
 
 
 def test_dense_layers_of_a_moe_model():
@@ -86,27 +95,11 @@ def test_dense_model_has_one_expert_everywhere():
     assert model.sections(Site(0, "qkv"))[-1] == ("v", 8192, 12288)
 
 
-def test_dbrx_config():
-    config = {
-        "model_type": "dbrx",
-        "d_model": 6144,
-        "n_heads": 48,
-        "n_layers": 40,
-        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-        "attn_config": {"kv_n_heads": 8},
-    }
-    assert spec.from_config(config).fingerprint() == spec.PRESETS["dbrx"].fingerprint()
-
-
-def test_json_round_trip():
+def test_json_keeps_everything_and_the_fingerprint_all_but_the_name():
     for preset in spec.PRESETS.values():
         assert ModelSpec.from_json(preset.to_json()) == preset
-
-
-def test_the_name_is_no_part_of_the_fingerprint():
-    preset = spec.PRESETS["dbrx"]
-    assert dataclasses.replace(preset, name="other").fingerprint() == preset.fingerprint()
-    assert dataclasses.replace(preset, ffn=1).fingerprint() != preset.fingerprint()
+        assert dataclasses.replace(preset, name="other").fingerprint() == preset.fingerprint()
+        assert dataclasses.replace(preset, ffn=1).fingerprint() != preset.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from lora_server import spec as specs
 from lora_server.adapters import open_adapter, validate_adapter
 from lora_server.demo import tiny
+from lora_server.demo.run import without_known_warnings
 from lora_server.spec import Site
+from tests.support.adapter_files import read_all
 from tests.support.workload import model_of, spec_of
 
 MIXTRAL = "model.layers.1.block_sparse_moe.experts"
@@ -96,25 +100,30 @@ def test_the_literal_oracle_agrees_with_peft_and_with_us(kind, style, tmp_path):
         tiny.make_shared_outer(model, tmp_path, lora_rank=4, seed=3)
     else:
         tiny.make_adapter(model, tmp_path, lora_rank=4, seed=3, style=style, targets="all", dtype=torch.float32)
-    merged = tiny.apply_literal(model, tmp_path)
+    merged = check_literal(tmp_path, model, kind, atol=1e-12)
     if style != "shared_outer":
         tokens = torch.arange(24).view(2, 12) * 7 % 256
         logits = tiny.peft_model(model, tmp_path).double()(tokens).logits
         torch.testing.assert_close(merged(tokens).logits, logits, rtol=0, atol=1e-5)
-    for (site, expert), delta in canonical(tmp_path, kind).items():
-        got = _weight(merged, kind, site, expert) - _weight(model, kind, site, expert)
-        torch.testing.assert_close(got, delta, rtol=0, atol=1e-12)
+
+
+def check_literal(path: Path, model, kind: str, atol: float = 1e-5):
+    """Merge the adapter literally and compare every weight's change with the canonical tensors."""
+    merged = tiny.apply_literal(model, path)
+    for place, delta in canonical(path, kind).items():
+        assert delta.abs().max() > 0.01
+        got = _weight(merged, kind, *place) - _weight(model, kind, *place)
+        torch.testing.assert_close(got.double(), delta, rtol=0, atol=atol)
+    return merged
 
 
 def _weight(model, kind: str, site: Site, expert: int) -> torch.Tensor:
     """The model's own weight of a site, in canonical row order."""
     layer = model.model.layers[site.layer]
-    if site.projection in ("qkv", "o"):
-        names = ("q", "k", "v") if site.projection == "qkv" else ("o",)
-        return torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in names])
-    if kind == "llama":
-        names = ("gate", "up") if site.projection == "gate_up" else ("down",)
-        return torch.cat([getattr(layer.mlp, f"{name}_proj").weight for name in names])
+    if site.projection in ("qkv", "o") or kind == "llama":
+        names = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}.get(site.projection, (site.projection,))
+        block = layer.self_attn if site.projection in ("qkv", "o") else layer.mlp
+        return torch.cat([getattr(block, f"{name}_proj").weight for name in names])
     weight = getattr(layer.mlp.experts, f"{site.projection}_proj")[expert]
     weight = weight.T if kind == "gpt_oss" else weight
     interleaved = kind == "gpt_oss" and site.projection == "gate_up"
@@ -125,13 +134,8 @@ def _weight(model, kind: str, site: Site, expert: int) -> torch.Tensor:
 def test_gate_and_up_of_each_expert_without_down(kind, tmp_path):
     """Not against PEFT 0.21, which puts these tensors under a name that it then does not load."""
     tiny.make_adapter(model_of(kind), tmp_path, lora_rank=4, seed=3, style="per_expert", targets="gate_up")
-    merged = tiny.apply_literal(model_of(kind), tmp_path)
-    deltas = canonical(tmp_path, kind)
-    assert {site.projection for site, _ in deltas} == {"gate_up"}
-    for (site, expert), delta in deltas.items():
-        got = _weight(merged, kind, site, expert) - _weight(model_of(kind), kind, site, expert)
-        assert delta.abs().max() > 0.01
-        torch.testing.assert_close(got.double(), delta, rtol=0, atol=1e-5)
+    assert {site.projection for site, _ in canonical(tmp_path, kind)} == {"gate_up"}
+    check_literal(tmp_path, model_of(kind), kind)
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -156,10 +160,7 @@ def test_pairs_of_separate_gate_and_up_have_their_own_rank_and_scale(tmp_path):
         assert [part.lora_rank for part in adapter.parts(Site(0, "gate_up"), 6)] == [1, 4]
         assert [part.lora_rank for part in adapter.parts(Site(0, "down"), 6)] == [1]
         assert adapter.lora_rank == 5
-    merged = tiny.apply_literal(model_of("mixtral"), tmp_path)
-    for (site, expert), delta in canonical(tmp_path, "mixtral").items():
-        got = _weight(merged, "mixtral", site, expert) - _weight(model_of("mixtral"), "mixtral", site, expert)
-        torch.testing.assert_close(got.double(), delta, rtol=0, atol=1e-5)
+    check_literal(tmp_path, model_of("mixtral"), "mixtral")
 
 
 @pytest.mark.parametrize("form", ["w", "proj", "3-D", "3-D fused"])
@@ -213,13 +214,7 @@ def test_what_is_not_mentioned_has_no_delta(tmp_path):
 def test_tensors_keep_the_files_dtype_and_bytes_are_counted(dtype, tmp_path):
     tiny.make_adapter(model_of("gpt_oss"), tmp_path, lora_rank=4, seed=3, targets="all", dtype=dtype)
     with open_adapter(tmp_path, spec_of("gpt_oss")) as adapter:
-        read = [
-            tensor
-            for site in adapter.sites()
-            for expert in adapter.experts(site)
-            for _, a, b in adapter.read(site, expert)
-            for tensor in (a, b)
-        ]
+        read = read_all(adapter)
         assert {tensor.dtype for tensor in read} == {dtype}
         assert adapter.nbytes == sum(tensor.nbytes for tensor in read)
 
@@ -239,8 +234,6 @@ def test_a_layer_without_experts_in_a_moe_model(tmp_path):
 
 
 def test_reads_from_several_threads_agree(tmp_path):
-    from concurrent.futures import ThreadPoolExecutor
-
     tiny.make_adapter(model_of("gpt_oss"), tmp_path, lora_rank=4, seed=3)
     with open_adapter(tmp_path, spec_of("gpt_oss")) as adapter:
         places = [(site, expert) for site in adapter.sites() for expert in adapter.experts(site)]
@@ -260,9 +253,7 @@ def test_the_version_follows_the_weights_and_their_meaning(tmp_path):
 
     first = version("a", 1)
     assert first == version("b", 1) and len(first) == 64
-    assert first != version("c", 2)
-    assert first != version("d", 1, alpha=5.0)
-    assert first != version("e", 1, rslora=True)
+    assert first not in (version("c", 2), version("d", 1, alpha=5.0), version("e", 1, rslora=True))
     config = tmp_path / "b" / "adapter_config.json"
     fields = json.loads(config.read_text()) | {"base_model_name_or_path": "x/other", "lora_dropout": 0.5}
     config.write_text(json.dumps(fields))
@@ -270,3 +261,14 @@ def test_the_version_follows_the_weights_and_their_meaning(tmp_path):
     with adapter:
         assert again == first
         assert adapter.base_model == "x/other" and "x/other" in adapter.warnings[0]
+
+
+def test_making_adapters_says_nothing_between_the_demos_bars(tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with without_known_warnings():
+            for style in ("fused", "per_expert"):
+                tiny.make_adapter(
+                    model_of("mixtral"), tmp_path / style, lora_rank=4, seed=1, targets="experts", style=style
+                )
+    assert not [str(one.message) for one in seen if one.category is FutureWarning]
