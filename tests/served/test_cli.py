@@ -1,109 +1,20 @@
-"""Flags, environment, file and default; errors that name the flag; a quick --help."""
+"""Errors of the command that name the flag, a quick --help, and the demo as JSON."""
 
 import json
 import resource
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from lora_server import config
 from lora_server.demo import tiny
 from lora_server.demo.launch import running_server
-from lora_server.errors import ConfigError
 from tests.support.serving import HANG_SECONDS, cli
 from tests.support.workload import workload
 
 pytestmark = pytest.mark.usefixtures("forked")
 DEMO_SECONDS = 900.0  # two minutes of one CPU; what it starts has limits of its own
-
-
-def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
-    file = tmp_path / "serve.yaml"
-    file.write_text("base-model: from-file\nlayout: ep2-pp2\nmax_step_rows: 64\nslots: 8\n")
-    monkeypatch.setenv("LORA_SERVER_LAYOUT", "ep3-pp1")
-    monkeypatch.setenv("LORA_SERVER_MAX_STEP_ROWS", "65")
-    loaded = config.load({"max_step_rows": 66}, file)
-    assert (loaded.base_model, loaded.layout, loaded.max_step_rows, loaded.slots) == ("from-file", "ep3-pp1", 66, 8)
-    assert loaded.coordination == "independent"
-    assert config.load({"base_model": "x"}).slots == 4, "a file is not remembered"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({}, "--base-model: missing"),
-        ({"layout": "2x2"}, "layout"),
-        ({"device": "tpu"}, "--device"),
-        ({"dtype": "int8"}, "--dtype"),
-        ({"listen": "7400"}, "HOST:PORT"),
-        ({"http": "localhost:99999"}, "HOST:PORT"),
-        ({"max_step_rows": 0}, "--max-step-rows"),
-        ({"coordination": "chaos"}, "--coordination"),
-        ({"node_rank": 1}, "node-rank"),
-        ({"nodes": 2}, "fewer shards"),
-        ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
-        ({"sloots": 2}, "sloots: no such setting"),
-        ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
-        ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
-        ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),
-        ({"http": "127.0.0.1:7400"}, "--http: got 127.0.0.1:7400, expected another port than that of --listen"),
-        ({"listen": "0.0.0.0:7401"}, "--http: got 127.0.0.1:7401, expected another port than that of --listen"),
-        ({"advertise": "10.0.0.1:7400"}, "--advertise: got '10.0.0.1:7400', expected .* without a port"),
-        ({"advertise": "0.0.0.0"}, "--advertise: got '0.0.0.0', expected the name or address of one host"),
-        ({"advertise": "foo bar"}, "--advertise: got"),
-        ({"advertise": "10.0.0.256"}, "--advertise: got"),
-        ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
-        (
-            {"data_port_base": 65531, "layout": "ep2-pp2"},
-            "--data-port-base: got 65531, expected at most 65530: .* 6 ports",
-        ),
-        ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
-        ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
-    ],
-)
-def test_bad_settings_are_named(flags, words):
-    base = {"base_model": "mixtral-8x7b"} if flags else {}
-    with pytest.raises(ConfigError, match=words):
-        config.load(base | flags)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "read"),
-    [
-        ("listen", "10.0.0.1:7400", "10.0.0.1:7400"),
-        ("http", "[::1]:80", "[::1]:80"),
-        ("controller", "node-0:7400", "node-0:7400"),
-        ("advertise", "[fe80::1%eth0]", "fe80::1%eth0"),
-        ("adapters", "/adapters", "/adapters"),
-        ("lease_seconds", "2.5", "2.5"),
-        ("data_port_base", "7500", "7500"),
-    ],
-)
-def test_every_kind_of_setting_comes_from_the_environment(monkeypatch, name, value, read):
-    monkeypatch.setenv(f"LORA_SERVER_{name.upper()}", value)
-    assert str(getattr(config.load({"base_model": "x"}), name)) == read
-    monkeypatch.setenv(f"LORA_SERVER_{name.upper()}", "no where" if name != "adapters" else value)
-    if name != "adapters":
-        with pytest.raises(ConfigError, match=name.replace("_", "-")):
-            config.load({"base_model": "x"})
-
-
-def test_processes_of_a_node_take_nothing_from_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("LORA_SERVER_SHARD", "3")
-    monkeypatch.setenv("LORA_SERVER_SLOTS", "9")
-    node = config.load({"base_model": "x", "slots": 5})
-    found = {"spec_json": "{}", "bind_host": "h", "run_dir": tmp_path, "secret": "s"}
-    child = config.ProcessConfig.model_validate(node.model_dump() | found)
-    assert (child.shard, child.slots) == (-1, 5)
-    assert config.ProcessConfig.model_validate_json(child.model_dump_json()) == child
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", "layout: [", "layouts: ep1-pp1"])
-def test_bad_files_are_refused(tmp_path, text):
-    (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(ConfigError):
-        config.load({"base_model": "x"}, tmp_path / "c.yaml")
 
 
 def test_errors_are_one_line_and_exit_code_two(tmp_path):
@@ -113,6 +24,20 @@ def test_errors_are_one_line_and_exit_code_two(tmp_path):
     assert done.stderr.count("\n") == 1
     done = cli("serve", "--base-model", "mixtral-8x7b", "--adapters", str(tmp_path / "nowhere"))
     assert (done.returncode, "nowhere" in done.stderr) == (2, True)
+
+
+def test_doctor_says_what_fails_of_a_configuration(tmp_path):
+    """On whatever machine this is: JSON, its exit code, and what a configuration names."""
+    config = tmp_path / "node.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config.write_text(f"base-model: none\nlisten: 127.0.0.1:{taken.getsockname()[1]}\nhttp: 127.0.0.1:0\n")
+        done, told = cli("doctor", "--config", str(config), "--json"), cli("doctor", "--config", str(config))
+    states = {one["check"]: one["state"] for one in json.loads(done.stdout)}
+    assert done.returncode == told.returncode == 1 and states["port"] in ("failed", "ok")
+    assert "failed: port: end it, or give another --listen" in told.stdout
+    config.write_text("listens: 1\n")
+    done = cli("doctor", "--config", str(config))
+    assert done.returncode == 2 and "no such setting" in done.stderr
 
 
 BAD_STARTS = {
@@ -156,22 +81,14 @@ main()
 
 
 def test_an_address_in_use_is_named(tmp_path):
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = cli("serve", "--base-model", str(workload("llama").base), "--http", address, "--listen", "127.0.0.1:0")
-    words = f"error: --http {address}: cannot listen there (Address already in use); expected a free port"
-    assert (done.returncode, words in done.stderr) == (2, True)
-
-
-def test_a_second_server_on_the_same_port_is_refused(tmp_path):
     base = str(workload("llama").base)
     with running_server(tmp_path / "log", ["--base-model", base]) as server:
-        done = cli("serve", "--base-model", base, "--listen", server.address, "--http", "127.0.0.1:0")
-        assert (done.returncode, f"--listen {server.address}" in done.stderr) == (2, True)
+        taken = {"--http": (server.http, " (Address already in use)"), "--listen": (server.address, "")}
+        for flag, (address, reason) in taken.items():
+            (other,) = taken.keys() - {flag}
+            done = cli("serve", "--base-model", base, flag, address, other, "127.0.0.1:0")
+            words = f"error: {flag} {address}: cannot listen there{reason}; expected a free port"
+            assert (done.returncode, words in done.stderr) == (2, True), done.stderr
         document = json.loads(cli("status", "--server", server.address, "--json").stdout)
         assert document["shards"][0]["stats"]["steps"] == 0
 

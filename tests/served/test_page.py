@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -17,6 +18,7 @@ from lora_server.registry.database import FILE, Database
 from tests.support.serving import HANG_SECONDS, cli, status, until
 from tests.support.workload import workload
 
+pytestmark = pytest.mark.usefixtures("forked")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OWN = "acme/law"
 FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/status.json": "application/json"}
@@ -40,13 +42,10 @@ def server(tmp_path_factory):
 
 
 def get(server, path):
-    connection = http.client.HTTPConnection(server.http, timeout=HANG_SECONDS)
-    try:
+    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=HANG_SECONDS)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer, answer.read()
-    finally:
-        connection.close()
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -82,15 +81,9 @@ def test_the_document_is_what_the_server_says(server):
 def look(server, directory, *flags):
     """What a browser makes of the page: its elements, and the size of its picture, which stays in `directory`."""
     picture = directory / "page.png"
-    command = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--user-data-dir={directory}",
-    ]
-    command += ["--virtual-time-budget=9000", f"--screenshot={picture}", "--dump-dom", *flags, f"http://{server.http}/"]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom", *flags]
+    command += [f"--user-data-dir={directory}", f"--screenshot={picture}", "--virtual-time-budget=9000"]
+    command += [f"http://{server.http}/"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout, picture.read_bytes()

@@ -156,6 +156,7 @@ def generate(here, load, server):
     return msgspec.json.decode(done.stdout, type=engine.Result).answers[0]
 
 
+@pytest.mark.long
 def test_it_serves_joins_and_plans(wheel, tmp_path):
     here = environment(sys.executable, tmp_path / "venv", wheel)
     check_what_needs_nothing(here)
@@ -204,6 +205,7 @@ def packages_for(python, name):
     return folder
 
 
+@pytest.mark.long
 def test_a_newer_python_plans(wheel, tmp_path):
     """What there is without torch, which is too large to be had for each."""
     newer = newest_python()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
-import sys
 
 import pytest
 from packaging.requirements import Requirement
@@ -19,41 +16,36 @@ WELL = {
     "/proc/cpuinfo": "flags\t\t: fpu avx2 avx512f\n",
     "/dev/shm/.keep": "",
 }
+NIC = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"}
+DOWN = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
+DRIVER = "/proc/driver/nvidia/version"
+FULL = {"/sys/fs/cgroup/memory.max": "1000000000\n", "/sys/fs/cgroup/memory.current": "999000000\n"}
+UNLIMITED = {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "999\n"}
 ODD = {
     "one processor": ({}, {"processors": 1}, "processors", State.WARNING),
     "half a processor": ({"/sys/fs/cgroup/cpu.max": "50000 100000\n"}, {}, "processors", State.WARNING),
     "narrow processor": ({"/proc/cpuinfo": "flags : fpu sse2\n"}, {}, "vector units", State.WARNING),
     "little memory": ({"/proc/meminfo": "MemAvailable: 2097152 kB\n"}, {}, "memory", State.WARNING),
     "no memory": ({"/proc/meminfo": "MemAvailable: 1024 kB\n"}, {}, "memory", State.FAILED),
-    "a full container": (
-        {"/sys/fs/cgroup/memory.max": "1000000000\n", "/sys/fs/cgroup/memory.current": "999000000\n"},
-        *({}, "memory", State.FAILED),
-    ),
-    "an unlimited container": (
-        {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "999\n"},
-        *({}, "memory", State.OK),
-    ),
+    "a full container": (FULL, {}, "memory", State.FAILED),
+    "an unlimited container": (UNLIMITED, {}, "memory", State.OK),
     "no meminfo": ({"/proc/meminfo": ""}, {}, "memory", State.WARNING),
     "few descriptors": ({}, {"limits": {"NOFILE": 1024, "MEMLOCK": -1}}, "open files", State.WARNING),
     "no descriptors": ({}, {"limits": {"NOFILE": 64, "MEMLOCK": -1}}, "open files", State.FAILED),
     "an old kernel": ({}, {"release": "4.18.0-553.el8"}, "kernel", State.FAILED),
     "a clock that drifts": ({}, {"clock_synchronised": False}, "clock", State.WARNING),
     "a device without a driver": ({"/dev/nvidia0": ""}, {}, "driver", State.FAILED),
-    "an old driver": (
-        {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat"},
-        *({}, "driver", State.FAILED),
+    "an old driver": ({DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  535.104.05  Sat"}, {}, "driver", State.FAILED),
+    "no CUDA in torch": (
+        {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  580.65.06  Sun"},
+        {},
+        "torch",
+        State.FAILED,
     ),
-    "a new driver, no CUDA in torch": (
-        {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun"},
-        *({}, "torch", State.FAILED),
-    ),
-    "a port that is down": (
-        {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"},
-        *({}, "infiniband", State.WARNING),
-    ),
+    "a port that is down": (DOWN, {}, "infiniband", State.WARNING),
     "a NIC that may lock nothing": (
-        {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"},
-        *({"limits": {"NOFILE": -1, "MEMLOCK": 65536}}, "locked memory", State.WARNING),
+        *(NIC, {"limits": {"NOFILE": -1, "MEMLOCK": 65536}}),
+        *("locked memory", State.WARNING),
     ),
 }
 
@@ -83,7 +75,7 @@ def test_what_is_odd_is_found_and_has_a_cure(tmp_path, name):
 
 
 def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
-    nic = {"/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "/proc/driver/nvidia/version": "580.65.06"}
+    nic = NIC | {DRIVER: "580.65.06"}
     strangers = list(gpu.infiniband(machine(tmp_path, nic)))
     assert [one.state for one in strangers] == [State.OK, *[State.WARNING] * 3]
     for one, cure in zip(strangers[1:], ("--device /dev/infiniband", "nvidia_peermem", "PeerMappingO"), strict=True):
@@ -93,7 +85,7 @@ def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
     assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [State.OK]
 
 
-def test_no_shared_memory_mounted(tmp_path):
+def test_shared_memory_that_is_not_mounted(tmp_path):
     written = machine(tmp_path)
     (tmp_path / "dev/shm/.keep").unlink()
     (tmp_path / "dev/shm").rmdir()
@@ -110,49 +102,17 @@ def test_a_port_that_is_taken_says_by_whom():
 
 def test_directories(tmp_path):
     (tmp_path / "file").write_text("")
-    long = tmp_path / ("x" * 90)
-    places = [
-        ("--disk-cache", tmp_path / "new" / "er"),
-        ("--disk-cache", tmp_path / "file" / "in"),
-        ("--data-dir", long),
-    ]
+    places = [("--disk-cache", tmp_path / "new/er"), ("--disk-cache", tmp_path / "file/in")]
+    places += [("--data-dir", tmp_path / ("x" * 90))]
     states = [one.state for one in network.directories(Places([], places))]
     assert states[1:] == [State.FAILED, State.FAILED] and states[0] is not State.FAILED
 
 
-@pytest.mark.parametrize(
-    ("line", "fits"),
-    [
-        ("torch>=2.8", True),
-        ("torch>=99", False),
-        ("no-such-package", False),
-        ("no-such-package; python_version < '3'", True),
-        ("no-such-package; extra == 'vllm'", True),
-        ("torch>=99; extra == 'vllm'", False),
-    ],
-)
-def test_versions(line, fits):
-    assert (software.misfit(Requirement(line)) == "") is fits
-
-
-def test_the_command(tmp_path):
-    """On whatever machine this is: JSON, its exit code, and what a configuration names."""
-    config = tmp_path / "node.yaml"
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        config.write_text(f"base-model: none\nlisten: 127.0.0.1:{taken.getsockname()[1]}\nhttp: 127.0.0.1:0\n")
-        command = [sys.executable, "-m", "lora_server", "doctor", "--config", str(config)]
-        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=300)
-        told = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    states = {one["check"]: one["state"] for one in json.loads(done.stdout)}
-    assert done.returncode == told.returncode == 1 and states["port"] in ("failed", "ok")
-    assert "failed: port: end it, or give another --listen" in told.stdout
-
-
-def test_a_configuration_that_is_none(tmp_path):
-    (tmp_path / "bad.yaml").write_text("listens: 1\n")
-    command = [sys.executable, "-m", "lora_server", "doctor", "--config", str(tmp_path / "bad.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "no such setting" in done.stderr
+def test_versions():
+    fits = {"torch>=2.8": True, "torch>=99": False, "no-such-package": False}
+    fits |= {"no-such-package; python_version < '3'": True, "no-such-package; extra == 'vllm'": True}
+    fits |= {"torch>=99; extra == 'vllm'": False}
+    assert {line: software.misfit(Requirement(line)) == "" for line in fits} == fits
 
 
 def test_no_limit_of_an_old_control_group_is_none():

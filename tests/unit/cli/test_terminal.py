@@ -1,11 +1,7 @@
 """What the command shows: exact text at 80 columns, whole words, whole values in a pipe, numbers for people."""
 
 import io
-import os
 import re
-import subprocess
-import sys
-import warnings
 
 import pytest
 import typer
@@ -16,14 +12,11 @@ from rich.console import Console
 from docs import configuration
 from lora_server import terminal, units
 from lora_server.cli import app, rows, status
-from lora_server.demo import tiny
 from lora_server.demo.check import Verdict
 from lora_server.demo.engine import Result, Times
 from lora_server.demo.report import LayoutTimes, show
-from lora_server.demo.run import without_known_warnings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.screens import check_screen
-from tests.support.serving import HANG_SECONDS
 
 LONG = "tenant-042-legal-contracts-germany-v2.1a"
 REASON = (
@@ -151,16 +144,6 @@ def test_sizes():
     assert {nbytes: units.size(nbytes) for nbytes in expected} == expected
 
 
-def test_making_adapters_says_nothing_between_the_demos_bars(tmp_path):
-    model = tiny.make_model("mixtral")
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with without_known_warnings():
-            for style in ("fused", "per_expert"):
-                tiny.make_adapter(model, tmp_path / style, lora_rank=4, seed=1, targets="experts", style=style)
-    assert not [str(one.message) for one in seen if one.category is FutureWarning]
-
-
 def test_help_at_80_columns_names_every_flag_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for path, command in configuration.commands(typer.main.get_command(app), "lora-server"):
@@ -170,27 +153,3 @@ def test_help_at_80_columns_names_every_flag_whole(monkeypatch):
         assert "…" not in text and "..." not in text.replace("[ARGS]...", ""), path
         flags = {flag for one in command.params for flag in one.opts if flag.startswith("--")}
         assert flags - set(re.findall(r"--[\w-]+", text)) == set(), path
-
-
-COMMAND = "import sys; sys.argv[0] = 'lora-server'; from lora_server.__main__ import main; main()"
-
-
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
-
-
-def test_completion_can_be_installed_and_is_silent_without_a_server():
-    own = dict(os.environ)
-    told = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # whatever runs the tests may be no shell
-    shown = run("--show-completion", "bash", **own, **told)
-    assert (shown.returncode, "complete -o default -F _lora_server_completion lora-server" in shown.stdout) == (0, True)
-    words = {"COMP_WORDS": "lora-server adapters show ", "COMP_CWORD": "3", "LORA_SERVER_ADDRESS": "127.0.0.1:1"}
-    none = run(**own, **words, _LORA_SERVER_COMPLETE="complete_bash")
-    assert (none.stdout.strip(), none.stderr) == ("", "")

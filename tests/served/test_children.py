@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lora_server.demo import children
@@ -66,13 +66,9 @@ def test_the_command_is_the_child():
 
 
 def test_it_outlives_the_thread_that_started_it():
-    started = []
-    thread = threading.Thread(
-        target=lambda: started.append(start("-c", "print(input())", stdin=subprocess.PIPE)), name="short"
-    )
-    thread.start()
-    thread.join(HANG_SECONDS)
-    assert started[0].communicate("alive\n", timeout=HANG_SECONDS)[0] == "alive\n"
+    with ThreadPoolExecutor(1) as pool:
+        child = pool.submit(start, "-c", "print(input())", stdin=subprocess.PIPE).result(HANG_SECONDS)
+    assert child.communicate("alive\n", timeout=HANG_SECONDS)[0] == "alive\n"
 
 
 def test_nothing_starts_for_a_parent_that_has_ended():
@@ -115,11 +111,9 @@ def serving_demo():
     """(the demo, its descendants and keepers, where its directories are) once its server has its shards."""
     with tempfile.TemporaryDirectory() as scratch:  # pytest's own is too long for a socket
         environment = os.environ | {"TMPDIR": scratch}
-        demo = start("-m", "lora_server", "demo", stderr=subprocess.PIPE, env=environment)
+        demo = start("-m", "lora_server", "demo", "--layout", "ep2-pp1", stderr=subprocess.PIPE, env=environment)
         try:
-            until(
-                lambda: demo.poll() is not None or len(shards(demo.pid)) == 4, "the server has its shards", HANG_SECONDS
-            )
+            until(lambda: demo.poll() is not None or len(shards(demo.pid)) == 2, "it has its shards", HANG_SECONDS)
             assert demo.poll() is None, demo.stderr.read()
             yield demo, [*descendants(demo.pid), *keepers(demo.pid)], Path(scratch)
         finally:
@@ -129,7 +123,7 @@ def serving_demo():
 def test_nothing_is_left_of_a_killed_demo():
     """Not even of children that are stopped."""
     with serving_demo() as (demo, family, _):
-        assert len(family) >= 8, "a server, its fork server and controller, four shards, a keeper"
+        assert len(family) >= 6, "a server, its fork server and controller, two shards, a keeper"
         for process in descendants(demo.pid):
             process.suspend()
         demo.kill()
@@ -137,12 +131,11 @@ def test_nothing_is_left_of_a_killed_demo():
 
 
 def test_a_demo_that_is_asked_to_end_cleans_up():
-    number = signal.SIGTERM
     with serving_demo() as (demo, family, scratch):
         assert list(scratch.glob("lora-*")), "its own, and its server's"
-        demo.send_signal(number)
+        demo.terminate()
         _, errors = demo.communicate(timeout=HANG_SECONDS)
-        assert (demo.returncode, "Traceback" in errors) == (128 + number, False), errors
+        assert (demo.returncode, "Traceback" in errors) == (128 + signal.SIGTERM, False), errors
         all_gone(family)
         assert not list(scratch.glob("lora-*"))
 

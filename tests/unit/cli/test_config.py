@@ -1,0 +1,86 @@
+"""Settings: flags before the environment before a file before the default, and errors that name the flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from lora_server import config
+from lora_server.errors import ConfigError
+
+
+def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("base-model: from-file\nlayout: ep2-pp2\nmax_step_rows: 64\nslots: 8\n")
+    monkeypatch.setenv("LORA_SERVER_LAYOUT", "ep3-pp1")
+    monkeypatch.setenv("LORA_SERVER_MAX_STEP_ROWS", "65")
+    loaded = config.load({"max_step_rows": 66}, file)
+    assert (loaded.base_model, loaded.layout, loaded.max_step_rows, loaded.slots) == ("from-file", "ep3-pp1", 66, 8)
+    assert loaded.coordination == "independent"
+    assert config.load({"base_model": "x"}).slots == 4, "a file is not remembered"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "--base-model: missing"),
+        ({"layout": "2x2"}, "layout"),
+        ({"device": "tpu"}, "--device"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"listen": "7400"}, "HOST:PORT"),
+        ({"http": "localhost:99999"}, "HOST:PORT"),
+        ({"max_step_rows": 0}, "--max-step-rows"),
+        ({"coordination": "chaos"}, "--coordination"),
+        ({"node_rank": 1}, "node-rank"),
+        ({"nodes": 2}, "fewer shards"),
+        ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
+        ({"sloots": 2}, "sloots: no such setting"),
+        ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
+        ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
+        ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),
+        ({"http": "127.0.0.1:7400"}, "--http: got 127.0.0.1:7400, expected another port than that of --listen"),
+        ({"listen": "0.0.0.0:7401"}, "--http: got 127.0.0.1:7401, expected another port than that of --listen"),
+        ({"advertise": "10.0.0.1:7400"}, "--advertise: got '10.0.0.1:7400', expected .* without a port"),
+        ({"advertise": "0.0.0.0"}, "--advertise: got '0.0.0.0', expected the name or address of one host"),
+        ({"advertise": "foo bar"}, "--advertise: got"),
+        ({"advertise": "10.0.0.256"}, "--advertise: got"),
+        ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
+        ({"data_port_base": 65531, "layout": "ep2-pp2"}, "got 65531, expected at most 65530: .* 6 ports"),
+        ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
+        ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
+    ],
+)
+def test_bad_settings_are_named(flags, words):
+    base = {"base_model": "mixtral-8x7b"} if flags else {}
+    with pytest.raises(ConfigError, match=words):
+        config.load(base | flags)
+
+
+def test_every_kind_of_setting_comes_from_the_environment(monkeypatch):
+    given = {"listen": "10.0.0.1:7400", "http": "[::1]:80", "controller": "node-0:7400", "advertise": "[fe80::1%eth0]"}
+    given |= {"adapters": "/adapters", "lease_seconds": "2.5", "data_port_base": "7500"}
+    for name, value in given.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"LORA_SERVER_{name.upper()}", value)
+            read = str(getattr(config.load({"base_model": "x"}), name))
+            assert read == ("fe80::1%eth0" if name == "advertise" else value)
+            patch.setenv(f"LORA_SERVER_{name.upper()}", "no where")
+            if name != "adapters":
+                with pytest.raises(ConfigError, match=name.replace("_", "-")):
+                    config.load({"base_model": "x"})
+
+
+def test_processes_of_a_node_take_nothing_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("LORA_SERVER_SHARD", "3")
+    monkeypatch.setenv("LORA_SERVER_SLOTS", "9")
+    node = config.load({"base_model": "x", "slots": 5})
+    found = {"spec_json": "{}", "bind_host": "h", "run_dir": tmp_path, "secret": "s"}
+    child = config.ProcessConfig.model_validate(node.model_dump() | found)
+    assert (child.shard, child.slots) == (-1, 5)
+    assert config.ProcessConfig.model_validate_json(child.model_dump_json()) == child
+
+
+def test_bad_files_are_refused(tmp_path):
+    for text in ("[1, 2]", "layout: [", "layouts: ep1-pp1"):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(ConfigError):
+            config.load({"base_model": "x"}, tmp_path / "c.yaml")
