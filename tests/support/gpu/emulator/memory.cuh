@@ -120,7 +120,7 @@ inline void forget_last(const void* p, unsigned char* bytes, int size) {
 }
 inline void my_view(const void* p, unsigned char* bytes, int size, bool stale) {
     std::memcpy(bytes, p, size);
-    if (!world.modelled) return;
+    if (!world.modelled) return watch_load(p, size);
     if (stale && !is_shared(p)) forget_last(p, bytes, size);
     const size_t oldest = std::max<size_t>(current->block->seen, written.size() < 256 ? 0 : written.size() - 256);
     if (stale && is_shared(p))
@@ -141,7 +141,10 @@ template <class V> inline void check_alignment(const void* p) {
 template <class V> inline V load_l2(const V* p) {
     check_alignment<V>(p);
     current->trips++;
-    if (!world.modelled) return *p;
+    if (!world.modelled) {
+        watch_load(p, sizeof(V));
+        return *p;
+    }
     interrupt();
     compare(p, sizeof(V), false);
     V v;
@@ -173,6 +176,7 @@ template <class V> inline V load_constant(const V* p) { return through_l1(p, tru
 template <class V> inline void store(V* p, const V& value) {
     check_alignment<V>(p);
     if (!world.modelled) {
+        watch_store(p, &value, sizeof(V));
         *p = value;
         return;
     }
@@ -235,6 +239,7 @@ inline void store_release(uint64* p, uint64 value) {
 }
 inline uint64 add_directly(uint64* p, uint64 value) {
     const uint64 before = value_of(p, false);
+    begin_activity();
     Store s = {reinterpret_cast<unsigned char*>(p), {}, 8};
     const uint64 after = before + value;
     std::memcpy(s.bytes, &after, 8);
@@ -244,6 +249,7 @@ inline uint64 add_directly(uint64* p, uint64 value) {
 inline uint64 add_release(uint64* p, uint64 value) {
     if (!world.modelled) {
         const uint64 before = *p;
+        begin_activity();
         *p += value;
         return before;
     }

@@ -4,21 +4,15 @@
 // memory, tiles not yet copied) holds NaNs. Without a world a copy with COPY_LATE happens when it is waited for, else
 // when it is begun: a kernel must be right either way. In a world it happens at any time between the two.
 #pragma once
-#include <ctime>
 #include "memory.cuh"
 
 inline void pause(unsigned ns) {
     if (!world.modelled) {
-        current->paused = true;
+        current->paused = true, count_pause();
         return yield();
     }
     current->wakes = world.now + ns;
     yield();
-}
-inline uint64 live_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 inline uint64 now_ns() { return world.live ? live_ns() : world.modelled ? world.now : 0; }
 inline void stop() { fail("a kernel stopped the GPU"); }

@@ -7,7 +7,7 @@
 // taken to know all that was released to the system and all that has ended, and what a host starts or writes knows that
 // too: so an order that is none may be missed, and none that there is.
 #pragma once
-#include "threads.cuh"
+#include "idle.cuh"
 
 constexpr int CELL_BYTES = 1, LINE_CELLS = 16, READERS = 4;  // rows of codes end at any byte; a fifth reader of a cell is forgotten
 struct Access { int warp = -1; uint64 at = 0; };

@@ -63,7 +63,7 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         for (int t = 0; t < threads; t++) {
             Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
             thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;
-            thread.copies_see = 0, thread.paused = false, thread.trips = thread.apart = 0;
+            thread.copies_see = 0, thread.paused = false, thread.trips = thread.apart = thread.pauses = thread.activity = 0;
             prepare(thread);
         }
     }
@@ -126,17 +126,55 @@ extern "C" int run(const void* kernel, int grid, int late, int shared_bytes, con
     return copies.empty() ? 0 : -2;
 }
 
+namespace {
+
+bool is_idle(Grid* grid) {
+    for (size_t first = 0; first < grid->threads.size(); first += 32) {
+        bool waits = true, pauses = false;
+        for (size_t t = first; t < first + 32; t++) {
+            const Thread& thread = grid->threads[t];
+            pauses |= !thread.ended && thread.activity == idle.activity && thread.pauses >= SCANS;
+            waits &= !can_run(thread);
+        }
+        if (!waits && !pauses) return false;
+    }
+    return true;
+}
+
+// Until a word that they poll changes, or for as long as a heartbeat may be late.
+void park(Grid* grid) {
+    constexpr uint64 MOST_NS = 60'000'000;
+    constexpr unsigned LEAST_US = 50, MOST_US = 1500;
+    const uint64 until = live_ns() + MOST_NS;
+    for (unsigned us = LEAST_US; live_ns() < until; us = std::min(us + us / 8, MOST_US)) {
+        if (std::any_of(idle.watched.begin(), idle.watched.end(), has_changed)) return begin_activity();
+        usleep(us);
+    }
+    for (Thread& thread : grid->threads) thread.pauses = std::min(thread.pauses, SCANS - 2);  // a scan or two
+}
+
+void rest(Grid* grid) {
+    if (!is_idle(grid)) return;
+    if (idle.watching) return park(grid);
+    idle.watching = true, idle.watched.clear();
+    for (Thread& thread : grid->threads) thread.pauses = 0;
+}
+
+}  // namespace
+
 // Beside other processes, which share memory with it; where all only look whether to go on it sleeps. It stops for good
 // after `rounds`, unless that is 0: a process that is about to be killed.
 extern "C" int run_live(const void* kernel, int grid, int threads, int shared_bytes, const int64* arguments, int count, int rounds) {
     copy_late = false;
     world = World(), world.live = true, failure = nullptr;
+    begin_activity();
     Grid* one = begin(kernel, grid, threads, shared_bytes, 0, arguments, count);
     for (int round = 1; one->running; round++) {
         bool works = false;
         for (Thread& thread : one->threads)
             if (run_thread(thread)) works |= !thread.paused;
         if (!works) usleep(50);
+        if (round % 64 == 0) rest(one);
         if (round == rounds) return 1;
     }
     end(one);

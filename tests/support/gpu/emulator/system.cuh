@@ -6,7 +6,10 @@ inline void fence_system() {  // the next release tells of it
     current->apart = ++current->trips;
     in_order(), fence_of_system(), acquired(nullptr, true);
 }
-inline unsigned add_one(unsigned* p) { return (*p)++; }
+inline unsigned add_one(unsigned* p) {
+    begin_activity();
+    return (*p)++;
+}
 inline uint64 add_relaxed(uint64* p, uint64 value) { return add_directly(p, value); }  // for a sabotage
 inline uint64 add_acq_rel(uint64* p, uint64 value) {
     const uint64 before = add_release(p, value);
@@ -16,6 +19,7 @@ inline uint64 add_acq_rel(uint64* p, uint64 value) {
 inline void store_release_system(uint64* p, uint64 value) {
     in_order();
     if (!world.modelled) {
+        watch_store(p, &value, sizeof(value));
         *p = value;
         return in_order();
     }
@@ -24,7 +28,7 @@ inline void store_release_system(uint64* p, uint64 value) {
     interrupt();
 }
 inline void store_system(uint64* p, uint64 value) {  // relaxed: everybody sees it, and nothing else by it
-    if (!world.modelled) *p = value;
+    if (!world.modelled) watch_store(p, &value, sizeof(value)), *p = value;
     else add_directly(p, value - value_of(p, false));
 }
 inline uint64 load_system(const uint64* p) {  // relaxed

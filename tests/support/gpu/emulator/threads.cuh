@@ -67,6 +67,7 @@ struct Thread {
     Stores stores;
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
     unsigned trips, apart;  // to memory, as if each load were waited for: see all_begun
+    unsigned pauses, activity;  // how often it has paused since that number: see idle.cuh
 };
 struct Index { int x; };
 struct Release { uint64 number = 0, seen = 0; Clock clock; };  // the newest at a place; what it tells: see memory.cuh
