@@ -22,10 +22,8 @@ class Spoken:
     """`python -m MODULE ARGUMENTS`; it ends with this process. Its events come in order, each read with a deadline."""
 
     def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        command = children.own([sys.executable, "-m", module, *arguments])
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment and dict(environment)
-        )
+        command, own = [sys.executable, "-m", module, *arguments], environment and dict(environment)
+        self.process = children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own)
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

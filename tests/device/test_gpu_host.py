@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from types import SimpleNamespace
@@ -149,6 +150,15 @@ def routed(steps, entries: int) -> Route:
     return route
 
 
+def added(captured: Captured, site, width: int) -> torch.Tensor:
+    """What a pass of one site leaves in zeros."""
+    y = torch.zeros(ROWS, width, dtype=torch.bfloat16)
+    captured.begin(60)
+    site.put(), site.wait(), site.add(y)
+    captured.finish()
+    return y
+
+
 @needs_emulator
 def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
     """So that the least recently used makes room, though no host sees a step."""
@@ -174,10 +184,7 @@ def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
     route.token_M[:2] = torch.tensor([2, 0], dtype=torch.int32)
     route.weights_N.copy_(torch.tensor([1.0, 0.5, 0.25]))
     site = captured.site(steps.header(0, 0)._replace(flags=slot.HAS_OUT_MAP), steps.x, route, by_entry=True)
-    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
-    captured.begin(60)
-    site.put(), site.wait(), site.add(y)
-    captured.finish()
+    y = added(captured, site, host.spec.out_width(SITE))
     assert torch.equal(y[2].float(), deltas[2]) and not y[1].any()
     rounded = 2**-8 * float(deltas.abs().max())
     torch.testing.assert_close(y[0].float(), 0.5 * deltas[0] + 0.25 * deltas[1], rtol=0, atol=rounded)
@@ -195,11 +202,7 @@ def test_captured_launches_outlive_their_link(host, tiny_adapters):
     site = captured.site(header, steps.x, route, by_entry=False)
 
     def run() -> torch.Tensor:
-        y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
-        captured.begin(60)
-        site.put(), site.wait(), site.add(y)
-        captured.finish()
-        return y
+        return added(captured, site, host.spec.out_width(SITE))
 
     def pushed() -> int:
         return int(np.frombuffer(bytes(link.state.tolist()), CLIENT)["pushed"][0])
@@ -216,12 +219,27 @@ def test_captured_launches_outlive_their_link(host, tiny_adapters):
     link.close()
     link = host.join(steps.handle).link
     captured.take_over(link)
-    y = torch.zeros(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
-    captured.begin(60)
-    site.put(), site.wait(), site.add(y)
-    captured.finish()
-    assert torch.equal(y, deltas) and pushed() == 1
+    assert torch.equal(run(), deltas) and pushed() == 1
     link.close(), steps.link.close()
+
+
+@needs_emulator
+def test_captured_launches_add_codes_as_the_host_reads_them(tmp_path, tiny_adapters):
+    """Codes put by a kernel that routes nothing, the answer added by one; rows of zeros and of what is no number."""
+    host = Host(tmp_path, wire="e4m3")
+    steps = host.join(host.load(tiny_adapters["all"]))
+    x = steps.x
+    x[1], x[2, 5] = 0, math.inf
+    deltas = steps.step()
+    assert deltas[0].isfinite().all() and deltas[0].any() and not deltas[1].any() and deltas[2].isnan().all()
+    other = host.join(steps.handle).link
+    captured = Captured(other)
+    header = steps.header(0, 0)._replace(flags=slot.HAS_IN_MAP)
+    site = captured.site(header, x, routed(steps, ROWS), by_entry=False)
+    assert torch.equal(added(captured, site, deltas.shape[1]).nan_to_num(7), deltas.nan_to_num(7))
+    with pytest.raises(ProtocolError, match="got float32 rows for a GPU, expected bfloat16 or float16"):
+        steps.link.put_rows(header, x.float(), torch.arange(ROWS))
+    other.close(), steps.link.close(), host.close()
 
 
 @needs_emulator
@@ -291,10 +309,7 @@ def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
             flags=IN_MAP, layer=site.layer, projection=PROJECTIONS.index(site.projection), windows=((0, width),)
         )
         launches = captured.site(header, steps.x, route, by_entry=False)
-        y = torch.zeros(ROWS, width, dtype=torch.bfloat16)
-        captured.begin(60)
-        launches.put(), launches.wait(), launches.add(y)
-        captured.finish()
+        y = added(captured, launches, width)
         rows = route.pair_N.tolist()
         for row, expert in zip(rows, experts, strict=True):
             exact = deltas[expert] @ steps.x[row].double()

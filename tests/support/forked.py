@@ -37,6 +37,7 @@ ENGINES = (
 IMPORTS = {
     "lora_server": SERVERS,
     "tests.support.gpu.gpu_serve": SERVERS,
+    "tests.support.gpu.gpu_engine": SERVERS,
     "tests.support.killed_serve": SERVERS,
     "lora_server.demo.engine": ENGINES,
     "tests.support.checking_engine": ENGINES,

@@ -16,21 +16,22 @@ from lora_server.wire.slot import RequestHeader, ResponseHeader
 ROWS = 3
 SITE = Site(0, "qkv")
 SECONDS = 60.0
-IN_MAP, PROJECTION = slot.HAS_IN_MAP, PROJECTIONS.index(SITE.projection)
+IN_MAP = slot.HAS_IN_MAP
 
 
 class Steps:
     """Of one client; `x` are the rows of each."""
 
-    def __init__(self, session: Session, handle: int, shard: int = 0, layer: int = SITE.layer) -> None:
+    def __init__(self, session: Session, handle: int, shard: int = 0, site: Site = SITE) -> None:
         self.link, self.terms, self.handle, self.seq = session.links[shard], session.terms, handle, 0
-        self.layer, spec, self.dtype = layer, session.terms.spec, code_of(session.terms, torch.bfloat16)
-        self.windows = ((0, spec.out_width(SITE)),)
-        self.x = torch.randn(ROWS, spec.in_width(SITE), generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.site, spec, self.dtype = site, session.terms.spec, code_of(session.terms, torch.bfloat16)
+        self.windows = ((0, spec.out_width(site)),)
+        self.x = torch.randn(ROWS, spec.in_width(site), generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def header(self, seq: int, payload_bytes: int, seconds: float = SECONDS) -> RequestHeader:
         client, epoch = self.terms.client, self.terms.epoch
-        where = (seq % self.link.region.layout.depth, self.layer, PROJECTION, self.dtype)
+        projection = PROJECTIONS.index(self.site.projection)
+        where = (seq % self.link.region.layout.depth, self.site.layer, projection, self.dtype)
         counts = (ROWS, ROWS, 1, ROWS, 0, self.x.shape[1])
         return RequestHeader(
             0, 0, client, epoch, seq, *where, *counts, self.windows, payload_bytes, int(seconds * 1e6), 0
