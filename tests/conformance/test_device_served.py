@@ -38,7 +38,7 @@ from tests.support.gpu.gpu_steps import SITE, Steps
 from tests.support.serving import HANG_SECONDS, cli, shard_processes, status, until
 from tests.support.workload import workload
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]  # a set-up builds kernels
 MAX_STEP_ROWS = 16
 LAYOUT = "ep2-pp1"
 

@@ -17,7 +17,10 @@ from tests.support.gpu.gpu_engine import Engine, EngineProcess, digest_by_host
 from tests.support.serving import HANG_SECONDS, shard_processes, status, until
 from tests.support.workload import workload
 
-pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.usefixtures("forked")]
+pytestmark = [
+    pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING),
+    *(pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)),  # a set-up builds kernels
+]
 ADAPTERS = ("fused", "attention", "experts", "qv")
 BATCHES = [("fused",), ("qv", None, "experts"), ("attention", "fused", "fused", None)]
 
@@ -138,6 +141,7 @@ def test_a_world_outlives_an_engine_and_ends_with_a_shard(place):
     assert "which is over, and a process is in one world in its life" in plays.ask("join")["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["network e4m3"], indirect=True)
 def test_rows_of_8_bits_have_the_bits_of_tcp(place):
     """From kernels that put codes and one that serves them."""

@@ -2,66 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections import Counter
 
+import numpy as np
 import pytest
 
-from tests.support.gpu import emulated, gpu_cases, gpu_codes, gpu_mutants, gpu_schedules, gpu_world
+from lora_server.transport.gpu import layout
+from tests.support.gpu import emulated, gpu_cases, gpu_codes, gpu_led, gpu_mutants, gpu_schedules, gpu_world
 
-pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "160"))  # make mutants plays 1000
-PARTS = 4
-
-
-@pytest.fixture(scope="module")
-def library():
-    return gpu_world.load()
-
-
-@pytest.fixture(scope="module")
-def nvshmem():
-    return gpu_world.load(nvshmem=True)
-
-
-@pytest.fixture(scope="module")
-def in_codes():
-    return gpu_world.load(in_codes=True)
-
-
-@pytest.mark.parametrize("case", gpu_cases.CASES, ids=lambda case: case.__name__)
-def test_case(case, library):
-    case(library)
-
-
-@pytest.mark.parametrize("case", gpu_cases.NETWORK_CASES, ids=lambda case: case.__name__)
-def test_case_beyond_a_network(case, nvshmem):
-    case(nvshmem)
-
-
-@pytest.mark.parametrize("case", gpu_codes.CASES, ids=lambda case: case.__name__)
-def test_case_of_rows_in_8_bits(case, in_codes):
-    case(in_codes)
+pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
+SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
+FEW, PARTS = 12, 4
+LIBRARIES = {  # of kernels; a stage in leader mode has those of mapped memory
+    "mapped": gpu_world.load,
+    "nvshmem": functools.partial(gpu_world.load, nvshmem=True),
+    "e4m3": functools.partial(gpu_world.load, in_codes=True),
+    "led": gpu_world.load,
+}
+CASES = {
+    "mapped": (*gpu_cases.CASES, gpu_codes.rows_of_the_other_wire_are_refused),
+    "nvshmem": gpu_cases.NETWORK_CASES,
+    "e4m3": gpu_codes.CASES,
+    "led": gpu_led.CASES,
+}
+PLAYED = {"mapped": SCHEDULES // 2, "nvshmem": SCHEDULES // 2, "e4m3": SCHEDULES // 8, "led": SCHEDULES // 4}
+STRUCTS = {
+    "Client": layout.CLIENT,
+    "Link": layout.LINK,
+    "Entry": layout.ENTRY,
+    "Site": layout.SITE,
+    "Command": layout.COMMAND,
+    "Note": layout.NOTE,
+    "Mailbox": layout.MAILBOX,
+    "Serve": layout.SERVE,
+}
 
 
-def test_rows_of_8_bits_are_refused_where_they_travel_as_they_are(library):
-    gpu_codes.rows_of_the_other_wire_are_refused(library)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind}-{case.__name__}") for kind, cases in CASES.items() for case in cases],
+)
+def test_case(kind, case):
+    case(LIBRARIES[kind]())
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("kind", ["library", "nvshmem", "in_codes"])
-def test_seeded_schedules(kind, part, request):
-    """Half of them with memory that is mapped, half with NVSHMEM's PEs, mapped or beyond a network; some in 8 bits."""
-    library, plays = request.getfixturevalue(kind), SCHEDULES // (8 if kind == "in_codes" else 2)
-    total = {"steps": 0, "answers": 0, "launches": 0}
-    for seed in range(part, plays, PARTS):
+def play(kind: str, seeds: range) -> None:
+    library, total = LIBRARIES[kind](), Counter[str]()
+    one = gpu_led.play if kind == "led" else gpu_schedules.play
+    for seed in seeds:
         try:
-            found = gpu_schedules.play(seed, library)
+            total.update(one(seed, library))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-        total = {name: count + found[name] for name, count in total.items()}
-    schedules = len(range(part, plays, PARTS))
-    assert total["steps"] > 5 * schedules and total["launches"] > schedules, total
+    assert total["steps"] > 5 * len(seeds) and total["launches"] > len(seeds), total
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_seeded_schedules(kind):
+    """With memory that is mapped, with NVSHMEM's PEs, mapped or beyond a network, in 8 bits, and in leader mode."""
+    play(kind, range(FEW))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_more_seeded_schedules(kind, part):
+    play(kind, range(FEW + part, max(PLAYED[kind], FEW + PARTS), PARTS))
 
 
 def test_every_sabotage_has_its_place():
@@ -70,3 +78,31 @@ def test_every_sabotage_has_its_place():
         gpu_mutants.mutated(mutant)
     short = set(gpu_mutants.SHORT)
     assert short <= {mutant.name for mutant in gpu_mutants.MUTANTS} and len(short) >= 15, "what CI runs"
+
+
+def test_structs_that_hosts_and_kernels_share_are_alike():
+    library = gpu_world.load()
+    names, i = [], 0
+    while name := library.layout_name(i):
+        names.append(name.decode())
+        i += 1
+    assert len(names) > 30
+    for name in names:
+        value = library.layout_of(name.encode())
+        struct, _, field = name.partition(".")
+        if name == "Order":
+            assert value == layout.ORDER_BYTES
+        elif name == "MAX_LINKS":
+            assert value == layout.MAX_LINKS
+        elif not field and name != "shared":
+            assert value == STRUCTS[struct].itemsize, name
+        elif field:
+            assert value == STRUCTS[struct].fields[field][1], name
+
+
+def test_handles():
+    assert layout.handle_of(3, 7) == 3 | 7 << 16
+    assert np.int32(layout.handle_of(65535, layout.MAX_GENERATION)) > 0
+    for index, generation in ((1 << 16, 1), (0, 0), (0, 1 << 15)):
+        with pytest.raises(ValueError, match=r"expected 16 and 15 bits"):
+            layout.handle_of(index, generation)

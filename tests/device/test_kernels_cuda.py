@@ -164,7 +164,7 @@ def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
 
 @needs_emulator
 @pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
-@pytest.mark.parametrize("cost", ["1", "rows"])
+@pytest.mark.parametrize("cost", ["1", pytest.param("rows", marks=pytest.mark.long)])
 def test_what_jobs_are_said_to_cost_changes_no_bits(combine, cost):
     """With a cost of 1, shares are of equal numbers of jobs."""
     _, packed = example("cpu", combine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import emulated
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,7 @@ from kernels_cuda.launch import max_rank_of
 from kernels_cuda.layout import CHUNK, FRAGMENT_BYTES, TILE_BYTES, BlockShape, PairShape, pack, shape_of, unpack
 from kernels_cuda.ops import NOTHING, Block, Pair, stack
 from kernels_cuda.tables import BLOCK, BlockTable
+from tests.support.gpu import emulated
 
 
 def random_block(random: np.random.Generator, dtype: torch.dtype) -> tuple[Block, int, int]:
@@ -111,6 +111,12 @@ def test_the_block_table_gives_rows_and_takes_them_back():
 
 
 @pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-@pytest.mark.parametrize("variant", [Variant(True, 2), Variant(False, 1), Variant(True, 8), Variant(True, 3, 3)])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(Variant(True, 2), Variant(False, 2), Variant(True, 3, 3)),  # other tests have them built
+        *(pytest.param(one, marks=pytest.mark.long) for one in (Variant(False, 1), Variant(True, 8))),
+    ],
+)
 def test_shared_memory_is_what_the_source_declares(variant):
     assert variant.shared_bytes == emulated.shared_bytes(variant)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import emulated
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from kernels_cuda.launch import DeviceStep, Workspace, arguments
 from kernels_cuda.layout import CHUNK, CHUNKS, GROUP, MAX_RANK, BlockShape, PairShape
 from kernels_cuda.shares import job_cost, rows_of_jobs, shares
 from kernels_cuda.tables import BlockTable
+from tests.support.gpu import emulated
 
 LISTER = {"list_shares.cu": (emulated.EMULATOR / "list_shares.cu").read_text()}
 MOST_TILES, RECORD_INTS = 4096, 12  # see list_shares.cu, ring.cuh

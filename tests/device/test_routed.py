@@ -19,8 +19,15 @@ from tests.support.workload import NEW_TOKENS, workload
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
 
-@pytest.mark.parametrize("layout", ["ep1-pp1", "ep3-pp2"])
-@pytest.mark.parametrize("kind", tiny.KINDS)
+SHORT = {"mixtral": "ep3-pp2", "qwen3_moe": "ep1-pp1", "gpt_oss": "ep1-pp1", "llama": "ep3-pp2"}
+SERVED = [
+    pytest.param(kind, layout, marks=() if SHORT[kind] == layout else pytest.mark.long)
+    for kind in tiny.KINDS
+    for layout in ("ep1-pp1", "ep3-pp2")
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), SERVED)
 def test_tokens_equal_peft(kind, layout, tmp_path):
     """Rows in the slots, prompts in several chunks, and more of them than a lane has slots."""
     load = workload(kind)

@@ -101,7 +101,7 @@ def test_weights_that_nobody_asks_for():
     assert (route.weights_N == GARBAGE).all()
 
 
-@pytest.mark.parametrize("warps", [4, 6, 8])
+@pytest.mark.parametrize("warps", [*(pytest.param(warps, marks=pytest.mark.long) for warps in (4, 6)), 8])
 @pytest.mark.parametrize(("tokens", "top_k"), [(1024, 8), (1024, 2), (8192, 1), (1170, 7)])
 def test_large_steps(tokens, top_k, warps):
     check(inputs(tokens, top_k, 512, 128, warps), 128, Variant(bulk_copy=False, warps=warps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -41,15 +42,17 @@ def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
 
 @cache
 def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> ctypes.CDLL:
-    """Compiled once per content, shared by processes."""
+    """Compiled once per content; processes share it, and wait for each other."""
     command = [str(COMPILER), "-O1", "-shared", "-fPIC", "-fno-gnu-unique", "-w", STANDARD, *variant.defines]
     command += [f"-DSTACK_BYTES={stack_bytes}", "-x", "c++", "-"]
     digest = hashlib.sha256("\0".join([source, *command]).encode()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"lora-kernels-{os.getuid()}-{digest}.so"
-    if not built.exists():
-        with tempfile.NamedTemporaryFile(dir=built.parent, suffix=".so", delete=False) as file:
-            subprocess.run([*command, "-o", file.name], input=source, text=True, check=True)
-        Path(file.name).replace(built)
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            half = built.with_suffix(".half")  # of one that is killed meanwhile
+            subprocess.run([*command, "-o", str(half)], input=source, text=True, check=True)
+            half.replace(built)
     return ctypes.CDLL(str(built))
 
 

@@ -54,6 +54,10 @@ class Scene:
     def do(self, *what: Waiting) -> None:
         drive(self.world, self.shard, list(what), [], self.chooser)
 
+    def replay(self) -> None:
+        """Each decision is the loop's."""
+        replay(self.shard.notes, self.log, {client.link: client.id for client in self.clients}, 0)
+
     def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
         """A step of a client, whatever becomes of it: what it added."""
         before = client.fill(BODIES[0], (handle, handle))
@@ -161,8 +165,8 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
     shard, world = scene.shard, scene.world
 
     def forged(budget_us: int) -> Waiting:
-        forger.seq += 1
-        yield from forger.one(BODIES[0].request((scene.handle,) * 2, forger.id, forger.epoch, forger.seq, budget_us))
+        forger.push(BODIES[0], (scene.handle,) * 2, wrong=False, budget_us=budget_us)
+        yield from forger.answered_to()
 
     def meanwhile(ns: int, heard: bool) -> Waiting:
         while (NoteKind.TAKEN, forger.link, forger.seq, 0) not in shard.notes:
@@ -170,8 +174,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
         yield from other.step(BODIES[3], (scene.handle,) * 2)
         world.pass_time(ns - 1_000_000)
         yield from other.step(BODIES[3], (scene.handle,) * 2)
-        answered = slot.signalled_seq(int(forger.places.response_signal[0]), forger.epoch)
-        assert answered < forger.seq, "it was not waited for"
+        assert not forger.is_answered(), "it was not waited for"
         if heard:
             shard.hold(forger.link, scene.handle)
         else:
@@ -235,7 +238,7 @@ def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
         for at in range(0, body.parts.rows, 4):
             for value in (0, 3, 0x7FFFFFFF, 0x80000001):
                 client.seq += 1
-                memory = body.request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**40)
+                memory = client.memory(body, (scene.handle,) * 2, client.seq, 2**40)
                 memory[at : at + 4] = value.to_bytes(4, "little")
                 scene.do(client.one(memory))
                 _, request = client.reference.check(bytes(memory), client.id, client.epoch, client.seq)
@@ -253,13 +256,10 @@ def more_clients_than_orders(library: ctypes.CDLL) -> None:
 
     def steps(client: WildClient) -> Waiting:
         for turn in range(3):
-            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle, other)
-            client.seq += 1
-            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**40))
-            client.look(client.seq, body, handles, {scene.handle, other})
+            yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], (scene.handle, other))
 
     scene.do(*(steps(client) for client in scene.clients))
-    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+    scene.replay()
 
 
 def more_clients_than_lanes(library: ctypes.CDLL) -> None:
@@ -269,10 +269,7 @@ def more_clients_than_lanes(library: ctypes.CDLL) -> None:
 
     def steps(client: WildClient, first: int, count: int) -> Waiting:
         for turn in range(first, first + count):
-            body, handles = BODIES[(client.index + turn) % len(BODIES)], (scene.handle,) * 2
-            client.seq += 1
-            yield from client.one(body.request(handles, client.id, client.epoch, client.seq, 2**60))
-            client.look(client.seq, body, handles, {scene.handle})
+            yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], (scene.handle,) * 2)
 
     def goes_and_comes(client: WildClient) -> Waiting:
         yield from steps(client, 0, 1)
@@ -283,7 +280,7 @@ def more_clients_than_lanes(library: ctypes.CDLL) -> None:
 
     scene.do(*(goes_and_comes(one) if one.link in (0, 33, 66, 97) else steps(one, 0, 3) for one in scene.clients))
     assert [one.answered for one in scene.clients] == [3] * (len(links) - 1) + [1]
-    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+    scene.replay()
 
 
 def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
@@ -292,24 +289,17 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 
     def one_after_the_other(client: WildClient, body: int) -> Waiting:
         for _ in range(8):
-            first = client.seq + 1
-            for _ in range(DEPTH):
-                client.push(BODIES[body], (scene.handle,) * 2, wrong=False, budget_us=2**60)
-            for seq in range(first, first + DEPTH):
-                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
-                    yield
-                client.look(seq, BODIES[body], (scene.handle,) * 2, {scene.handle})
+            yield from client.steps([BODIES[body]] * DEPTH, (scene.handle,) * 2)
 
     def comes_anew(client: WildClient) -> Waiting:
         for _ in range(6):
-            client.seq += 1
-            yield from client.one(BODIES[0].request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**60))
+            yield from client.steps([BODIES[0]], (scene.handle,) * 2)
             yield from client.cut_off()
             yield from client.join()
 
     stay, comes = scene.clients[:-1], scene.clients[-1]
     scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (0, 3, 1, 2), strict=True)), comes_anew(comes))
-    replay(scene.shard.notes, scene.log, {client.link: client.id for client in scene.clients}, 0)
+    scene.replay()
 
 
 def answers_keep_their_order(library: ctypes.CDLL) -> None:
@@ -319,14 +309,7 @@ def answers_keep_their_order(library: ctypes.CDLL) -> None:
 
     def rounds() -> Waiting:
         for _ in range(40):
-            first = client.seq + 1
-            for _ in range(DEPTH):
-                client.push(BODIES[0], handles, wrong=False, budget_us=2**60)
-            for seq in range(first, first + DEPTH):
-                while slot.signalled_seq(int(client.places.response_signal[0]), client.epoch) < seq:
-                    yield
-                scene.world.confirm(client.index + 1)
-                client.look(seq, BODIES[0], handles, {scene.handle})
+            yield from client.steps([BODIES[0]] * DEPTH, handles)
 
     scene.do(rounds())
 
@@ -340,8 +323,8 @@ def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
         for turn in range(2 * DEPTH):
             body, handles = BODIES[turn % len(BODIES)], (scene.handle,) * 2
             client.seq += 1
-            memory = body.request(handles, client.id, client.epoch, client.seq, BUDGET_NS // 1000)
-            client.log[client.id, client.epoch, client.seq] = bytes(memory)
+            memory = client.memory(body, handles, client.seq, BUDGET_NS // 1000)
+            client.record(client.seq, memory)
             world.write(client.own_slot(client.seq)[: len(memory)], np.frombuffer(memory, np.uint8))
             yield from client.nothing()  # a kernel of the same queue: what was written before it is seen behind it
             yield from client.ended(client.launch("link_send", client.seq))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -39,13 +40,18 @@ class Client:
         """The address by which a PE names a part of this link."""
         return address(array) if self.is_here else self.world.seen_by(pe, array)
 
+    def words(self, pe: int) -> dict[str, int]:
+        """What both ends know of a link, as one of them names it; in the order of CONNECT."""
+        p, seen = self.places, functools.partial(self.seen_by, pe)
+        words = {"epoch": self.epoch, "client": self.id, "depth": DEPTH}
+        words |= {"request_slots": seen(p.requests), "request_signal": seen(p.request_signal)}
+        words |= {"request_bytes": LAYOUT.request_bytes, "response_slots": seen(p.responses)}
+        return words | {"response_signal": seen(p.response_signal), "response_bytes": LAYOUT.response_bytes}
+
     def join(self) -> Waiting:
         self.epoch, self.seq = self.epoch + 1, 0
-        p = self.places
-        seen = functools.partial(self.seen_by, DEVICE)
-        words = [self.epoch, self.id, DEPTH, seen(p.requests), seen(p.request_signal), LAYOUT.request_bytes]
-        words += [seen(p.responses), seen(p.response_signal), LAYOUT.response_bytes, address(p.tables)]
-        words.append(layout.HERE if self.is_here else self.index + 1)
+        pe = layout.HERE if self.is_here else self.index + 1
+        words = [*self.words(DEVICE).values(), address(self.places.tables), pe]
         yield from self.shard.post(CommandKind.CONNECT, self.link, *words)
         self.since = len(self.shard.notes)
 
@@ -58,7 +64,7 @@ class Client:
         self.world.write(self.places.responses.reshape(-1), 0x5A)
         before = int(self.places.response_signal[0])
         handles = (self.shard.known[0],) * 2
-        late = self.bodies[0].request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, 2**40)  # in nobody's log
+        late = self.memory(self.bodies[0], handles, self.seq + 1, 2**40)  # in nobody's log
         self.world.write(self.places.requests[(self.seq + 1) % DEPTH][: len(late)], np.frombuffer(late, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq + 1))
         for _ in range(9):
@@ -107,6 +113,24 @@ class Client:
         else:
             assert code == "shard_unavailable" and self.shard.draining, payload
 
+    def memory(self, body: Body, handles: tuple[int, ...], seq: int, budget_us: int) -> bytearray:
+        """A step's bytes."""
+        return body.request(handles, self.id, self.epoch & 0xFFFFFFFF, seq, budget_us)
+
+    def record(self, seq: int, memory: bytearray) -> None:
+        self.log[self.id, self.epoch, seq] = bytes(memory)
+
+    def is_answered(self, seq: int = 0) -> bool:
+        """Its newest step, or another."""
+        if slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < (seq or self.seq):
+            return False
+        self.world.confirm(self.index + 1)
+        return True
+
+    def answered_to(self, seq: int = 0) -> Waiting:
+        while not self.is_answered(seq):
+            yield
+
     def is_foreign(self, handle: int) -> bool:
         """Whether this client never held it."""
         return self.shard.foreign == (self.link, handle & 0xFFFF)
@@ -151,26 +175,11 @@ class GpuClient(Client):
     def join(self) -> Waiting:
         """Captured graphs survive it: only the state block is another's."""
         yield from super().join()
-        p, state = self.places, self.state
-        for name, value in {
-            "epoch": self.epoch,
-            "client": self.id,
-            "depth": DEPTH,
-            "request_slots": self.seen_by(self.device, p.requests),
-            "request_signal": self.seen_by(self.device, p.request_signal),
-            "request_bytes": LAYOUT.request_bytes,
-            "response_slots": self.seen_by(self.device, p.responses),
-            "response_signal": self.seen_by(self.device, p.response_signal),
-            "response_bytes": LAYOUT.response_bytes,
-            "pushed": 0,
-            "answered": 0,
-            "budget_ns": BUDGET_NS,
-            "arrived": 0,
-            "status": 0,
-            "abort": 0,
-            "pe": layout.HERE if self.is_here else DEVICE,
-        }.items():
-            state[name] = value
+        for name, value in self.words(self.device).items():
+            self.state[name] = value
+        for name in ("pushed", "answered", "arrived", "status", "abort"):
+            self.state[name] = 0
+        self.state["budget_ns"], self.state["pe"] = BUDGET_NS, layout.HERE if self.is_here else DEVICE
 
     def fill(self, body: Body, handles: tuple[int, ...]) -> torch.Tensor:
         """What routing and the engine's layers leave on the device; returns y before the step."""
@@ -190,8 +199,7 @@ class GpuClient(Client):
     def step(self, body: Body, handles: tuple[int, ...]) -> Waiting:
         y, ready = self.fill(body, handles), set(self.shard.ready)
         self.seq += 1
-        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, BUDGET_NS // 1000)
-        self.log[self.id, self.epoch, self.seq] = bytes(memory)
+        self.record(self.seq, self.memory(body, handles, self.seq, BUDGET_NS // 1000))
         yield from self.launched(body)
         self.check(body, handles, ready, y)
 
@@ -245,8 +253,7 @@ class GpuClient(Client):
         """In the middle of a put, or of a wait; then its lease ends."""
         body, handles = self.random.choice(self.bodies), self.handles()
         self.fill(body, handles)
-        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq + 1, BUDGET_NS // 1000)
-        self.log[self.id, self.epoch, self.seq + 1] = bytes(memory)
+        self.record(self.seq + 1, self.memory(body, handles, self.seq + 1, BUDGET_NS // 1000))
         grid = self.launch(self.put, *self.put_values(body), grid=2)
         for _ in range(self.random.randrange(4)):
             yield
@@ -271,20 +278,31 @@ class WildClient(Client):
 
     def push(self, body: Body, handles: tuple[int, ...], wrong: bool, budget_us: int) -> bool:
         self.seq += 1
-        memory = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, budget_us)
+        memory = self.memory(body, handles, self.seq, budget_us)
         if wrong:
             self.wrong(memory)
-        self.log[self.id, self.epoch, self.seq] = bytes(memory)
+        self.write(memory)
+        return self.is_sound(self.seq) and memory == self.memory(body, handles, self.seq, budget_us)
+
+    def write(self, memory: bytearray) -> None:
+        """The newest step, and its signal."""
+        self.record(self.seq, memory)
         self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
-        _, request = self.reference.check(bytes(memory), self.id, self.epoch & 0xFFFFFFFF, self.seq)
-        original = body.request(handles, self.id, self.epoch & 0xFFFFFFFF, self.seq, budget_us)
-        return request is not None and self.same(memory, original)
 
-    @staticmethod
-    def same(memory: bytearray, original: bytearray) -> bool:
-        """The answer is the body's."""
-        return memory == original
+    def is_sound(self, seq: int) -> bool:
+        """By the loop's own checks."""
+        memory = self.log[self.id, self.epoch, seq]
+        return self.reference.check(memory, self.id, self.epoch & 0xFFFFFFFF, seq)[1] is not None
+
+    def steps(self, bodies: Sequence[Body], handles: tuple[int, ...], budget_us: int = 2**60) -> Waiting:
+        """All are pushed, then each is answered, rightly."""
+        first = self.seq + 1
+        for body in bodies:
+            self.push(body, handles, wrong=False, budget_us=budget_us)
+        for seq, body in enumerate(bodies, first):
+            yield from self.answered_to(seq)
+            self.look(seq, body, handles, self.shard.ready)
 
     def scribble(self, bodies: dict[int, Body]) -> None:
         """Over all but the rows of steps that the kernel has copied: what it checked is what it must use.
@@ -300,19 +318,8 @@ class WildClient(Client):
 
     def one(self, memory: bytearray) -> Waiting:
         """A step of these bytes, until it was answered."""
-        self.log[self.id, self.epoch, self.seq] = bytes(memory)
-        self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
-        self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
-        while slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
-            yield
-        self.world.confirm(self.index + 1)
-
-    def has_answer(self) -> bool:
-        """To its newest step."""
-        if slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < self.seq:
-            return False
-        self.world.confirm(self.index + 1)
-        return True
+        self.write(memory)
+        yield from self.answered_to()
 
     def code(self, seq: int) -> str:
         """Of the error that answered it; "" for rows."""
@@ -344,16 +351,12 @@ class WildClient(Client):
                 sound = self.push(body, handles, wrong, budget_us)
                 pushed.append((self.seq, body, sound, wrong, handles, set(self.shard.ready)))
             for seq, body, sound, wrong, handles, ready in pushed:
-                while slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < seq:
+                while not self.is_answered(seq):
                     self.scribble({seq: body for seq, body, _, wrong, *_ in pushed if not wrong})
                     yield
-                self.world.confirm(self.index + 1)
                 if sound or not wrong:
                     self.look(seq, body, handles, ready)
-                elif (
-                    self.reference.check(self.log[self.id, self.epoch, seq], self.id, self.epoch & 0xFFFFFFFF, seq)[1]
-                    is None
-                ):
+                elif not self.is_sound(seq):
                     self.look(seq, None, handles, ready)
                 else:
                     self.answered += 1  # another step than was meant, and a sound one: the replay judges it

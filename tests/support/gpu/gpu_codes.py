@@ -17,7 +17,7 @@ from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
 
 def _request(scene: Scene, client: WildClient, body: Body) -> bytearray:
     client.seq += 1
-    return body.request((scene.handle,) * 2, client.id, client.epoch, client.seq, 2**40)
+    return client.memory(body, (scene.handle,) * 2, client.seq, 2**40)
 
 
 def _refused(scene: Scene, client: WildClient, memory: bytearray, why: Refusal) -> Waiting:
@@ -69,8 +69,7 @@ def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
                 yield
             at, slots = body.parts, client.places.requests[client.seq % DEPTH]
             scene.world.write(slots[at.scales : at.scales + 4 * body.num_rows].view("<f4"), np.float32(math.nan))
-            while not client.has_answer():
-                yield
+            yield from client.answered_to()
             client.look(client.seq, body, handles, {scene.handle, other})
 
     scene.do(*(steps(client) for client in scene.clients))

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lora_server.transport.gpu.layout import LANES, MAX_LINKS, CommandKind, LinkStatus, NoteKind, Refusal, Role
-from lora_server.wire import slot
 from tests.support.gpu.gpu_cases import Scene
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_oracle import replay
@@ -148,8 +147,7 @@ class Member:
             if len(pushed) == DEPTH or turn == count - 1 or self.stage.chooser.random() < 0.4:
                 seqs = range(self.led.seq - len(pushed) + 1, self.led.seq + 1)
                 for part, (seq, body) in itertools.product(self.parts, list(zip(seqs, pushed, strict=True))):
-                    while slot.signalled_seq(int(part.places.response_signal[0]), part.epoch) < seq:
-                        yield
+                    yield from part.answered_to(seq)
                     part.look(seq, body, handles, part.shard.ready)
                 pushed.clear()
 
@@ -161,10 +159,6 @@ class Member:
                 for part in self.stage.chooser.sample(self.parts, 2):
                     yield from part.cut_off()
                 yield from self.join()
-
-
-def answered(part: WildClient, seq: int) -> bool:
-    return slot.signalled_seq(int(part.places.response_signal[0]), part.epoch) >= seq
 
 
 def begin(library: ctypes.CDLL, members: int, seed: int = 5) -> tuple[Stage, list[Member], tuple[int, int]]:
@@ -183,11 +177,6 @@ def one(part: WildClient, handles: tuple[int, int], body: int = 0, budget_us: in
     part.push(BODIES[body], handles, wrong=False, budget_us=budget_us)
 
 
-def finished(part: WildClient, seq: int) -> Waiting:
-    while not answered(part, seq):
-        yield
-
-
 def a_follower_serves_in_its_leaders_order(library: ctypes.CDLL) -> None:
     """Whatever came first, and whatever lacked its weights."""
     stage, members, _ = begin(library, 5)
@@ -200,10 +189,10 @@ def a_follower_serves_in_its_leaders_order(library: ctypes.CDLL) -> None:
         stage.turns(20)
         for member in stage.chooser.sample(members, len(members)):
             one(member.led, (handle, handle), stage.chooser.randrange(2))
-            stage.do(finished(member.led, member.led.seq))
-        assert not any(answered(member.following, member.following.seq) for member in members)
+            stage.do(member.led.answered_to())
+        assert not any(member.following.is_answered() for member in members)
         stage.follower.finish(handle)
-        stage.do(*(finished(member.following, member.following.seq) for member in members))
+        stage.do(*(member.following.answered_to() for member in members))
         assert stage.judge() == (turn + 1) * len(members)
         stage.do(*(shard.drop(1 + turn % 2) for shard in stage.shards))
 
@@ -214,9 +203,9 @@ def what_has_no_number_waits_for_its_budget(library: ctypes.CDLL) -> None:
     one(member.following, handles, budget_us=40_000)
     began = stage.world.now
     stage.turns()
-    assert not answered(member.following, 1)
+    assert not member.following.is_answered(1)
     stage.world.pass_time(40_000_000)
-    stage.do(finished(member.following, 1))
+    stage.do(member.following.answered_to(1))
     assert member.following.code(1) == "step_timeout" and stage.world.now - began >= 40_000_000
     stage.turns(10)
     assert (NoteKind.REFUSED, member.following.link, 1, Refusal.NOT_NUMBERED) in stage.follower.notes
@@ -230,7 +219,7 @@ def what_a_leader_refuses_its_followers_serve(library: ctypes.CDLL) -> None:
     other = stage.adapter(1)
     stage.do(stage.leader.drop(1))
     stage.do(member.push(BODIES[0], (other, other)))
-    stage.do(*(finished(part, 1) for part in member.parts))
+    stage.do(*(part.answered_to(1) for part in member.parts))
     assert [part.code(1) for part in member.parts] == ["unknown_adapter", ""]
     stage.do(member.steps(4, handles))
     assert stage.judge() == 5
@@ -244,11 +233,11 @@ def a_client_is_ahead_at_its_leader(library: ctypes.CDLL) -> None:
     for seq in range(1, 2 * DEPTH + 1):
         for part in member.parts[: 1 if seq > DEPTH else 2]:
             one(part, (handle, handle))
-        stage.do(finished(member.led, seq))
+        stage.do(member.led.answered_to(seq))
     stage.turns(30)
     stage.follower.finish(handle)
     for seq in range(1, 2 * DEPTH + 1):
-        stage.do(finished(member.following, seq))
+        stage.do(member.following.answered_to(seq))
         if seq <= DEPTH:
             one(member.following, (handle, handle))
     assert stage.judge() == 2 * DEPTH
@@ -270,13 +259,13 @@ def a_row_is_one_clients(library: ctypes.CDLL) -> None:
     stage.do(other.following.join())
     one(other.following, handles)
     stage.turns()
-    assert not answered(other.following, 1), "numbers of another's steps are none of its own"
+    assert not other.following.is_answered(1), "numbers of another's steps are none of its own"
     for seq in (1, 2, 3):
         one(newer, handles)
-        stage.do(finished(newer, seq))
-    stage.do(finished(other.following, 1))
+        stage.do(newer.answered_to(seq))
+    stage.do(other.following.answered_to(1))
     stage.turns()
-    assert not answered(older.following, 3), "a link that was given to another numbers no step of its"
+    assert not older.following.is_answered(3), "a link that was given to another numbers no step of its"
     stage.do(older.following.cut_off())
     stage.do(older.join())
     stage.do(older.steps(4, handles))
@@ -290,11 +279,11 @@ def a_row_is_one_epochs(library: ctypes.CDLL) -> None:
     stage.do(member.following.join())
     one(member.following, handles)
     stage.turns()
-    assert not answered(member.following, 1)
+    assert not member.following.is_answered(1)
     stage.do(member.led.cut_off())
     stage.do(member.led.join())
     one(member.led, handles)
-    stage.do(*(finished(part, 1) for part in member.parts))
+    stage.do(*(part.answered_to(1) for part in member.parts))
 
 
 def numbers_are_of_one_step(library: ctypes.CDLL) -> None:
@@ -304,9 +293,9 @@ def numbers_are_of_one_step(library: ctypes.CDLL) -> None:
     for seq in range(DEPTH + 2, 3 * DEPTH):
         one(member.following, handles)
         stage.turns(60)
-        assert not answered(member.following, seq)
+        assert not member.following.is_answered(seq)
         one(member.led, handles)
-        stage.do(*(finished(part, seq) for part in member.parts))
+        stage.do(*(part.answered_to(seq) for part in member.parts))
 
 
 def a_follower_that_comes_later_hears_of_all(library: ctypes.CDLL) -> None:
@@ -358,7 +347,7 @@ def launches_push_what_has_no_rows(library: ctypes.CDLL) -> None:
     assert (client.state["status"], failed[0]) == (LinkStatus.FAILED, 4), "the other links hear of it"
 
 
-def play(seed: int, library: ctypes.CDLL) -> int:
+def play(seed: int, library: ctypes.CDLL) -> dict[str, int]:
     """A seeded schedule: how many steps the follower has ordered. Raises AssertionError; the seed says it again."""
     chooser = random.Random(~seed)
     stage = Stage(seed, library, chooser.sample(range(2 * LANES), LINKS))
@@ -374,7 +363,7 @@ def play(seed: int, library: ctypes.CDLL) -> int:
     replay(stage.leader.notes, stage.logs[0], links, 0)
     ordered = stage.judge()
     assert ordered == sum(member.following.answered for member in members)
-    return ordered
+    return {"steps": ordered, "launches": sum(shard.launches for shard in stage.shards)}
 
 
 CASES = (

@@ -25,17 +25,8 @@ HANDLES, LINK, TURN, MOST = 40, 3, 77, 1024
 SEGMENTS, ENTRIES = 192, 256  # that a warp looks at together
 FOUND = np.dtype(
     [
-        (name, "<i4")
-        for name in (
-            "checked",
-            "checked_in",
-            "foreign",
-            "missing",
-            "looked_up_in",
-            "translated",
-            "translated_in",
-            "unused",
-        )
+        *(("checked", "<i4"), ("checked_in", "<i4"), ("foreign", "<i4"), ("missing", "<i4"), ("looked_up_in", "<i4")),
+        *(("translated", "<i4"), ("translated_in", "<i4"), ("unused", "<i4")),
     ]
 )
 
