@@ -55,6 +55,11 @@ class Workload:
     def paths(self) -> dict[str, Path]:
         return {path.name: path for path in sorted(self.adapters.iterdir())}
 
+    def answer(self, path: Path | None, prompt: list[int], new_tokens: int = NEW_TOKENS) -> Answer:
+        """PEFT's, with the adapter in that directory; None: the base model's."""
+        oracle = self.model if path is None else tiny.peft_model(self.model, path)
+        return generate(oracle, [Sequence(prompt, None)], new_tokens)[0]
+
     def check(self, answers: list[Answer], tolerance: float = 1e-4) -> None:
         """Tokens equal PEFT's, and log probabilities within the fp32 bar."""
         for sequence, ours, theirs in zip(self.batch, answers, self.expected, strict=True):
@@ -93,8 +98,6 @@ def workload(kind: str, engine: str = "transformers") -> Workload:
     for index, name in enumerate([*recipes, None, "fused"]):
         length = 3 + 2 * index % 9
         batch.append(Sequence(torch.randint(3, 250, (length,), generator=generator).tolist(), name))
-    expected = []
-    for sequence in batch:
-        oracle = model if sequence.adapter is None else tiny.peft_model(model, adapters / sequence.adapter)
-        expected += generate(oracle, [sequence], NEW_TOKENS)
-    return Workload(kind, model, base, adapters, batch, expected)
+    made = Workload(kind, model, base, adapters, batch, [])
+    made.expected.extend(made.answer(made.paths.get(one.adapter), one.prompt) for one in batch)
+    return made

@@ -16,7 +16,7 @@ from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
 from lora_server.errors import ConfigError, GeometryMismatchError, UnknownAdapterError
-from lora_server.spec import Site
+from lora_server.spec import Site, from_config
 from tests.support.workload import NEW_TOKENS, workload
 
 LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")
@@ -49,26 +49,21 @@ def test_deltas_matter():
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_bfloat16_within_its_rounding(kind: str):
-    load = workload(kind)
-    model = copy.deepcopy(load.model).to(torch.bfloat16)
+    """Every row goes to all experts: otherwise rounding, which is each processor's own, decides between them."""
+    load, all_experts = workload(kind), {} if kind == "llama" else {"num_experts_per_tok": workload(kind).spec.experts}
+    exact_model = tiny.make_model(kind, **all_experts)
+    model = copy.deepcopy(exact_model).to(torch.bfloat16)
     ids, mask = pad(load.batch, 0)
-    exact = torch.stack(
-        [
-            (tiny.peft_model(load.model, load.paths[name]) if name else load.model)(
-                ids[row : row + 1], attention_mask=mask[row : row + 1]
-            ).logits[0, -1]
-            for row, name in enumerate(load.names)
-        ]
-    )
-    rounded = torch.stack(
-        [
-            (tiny.peft_model(model, load.paths[name]) if name else model)(
-                ids[row : row + 1], attention_mask=mask[row : row + 1]
-            ).logits[0, -1]
-            for row, name in enumerate(load.names)
-        ]
-    ).float()
-    server = InprocServer(load.spec, load.paths, layout="ep2-pp2", dtype=torch.bfloat16)
+
+    def peft(base) -> torch.Tensor:
+        rows = [(ids[row : row + 1], mask[row : row + 1], name) for row, name in enumerate(load.names)]
+        oracles = [tiny.peft_model(base, load.paths[name]) if name else base for name in load.names]
+        logits = [oracle(x, attention_mask=m).logits[0, -1] for oracle, (x, m, _) in zip(oracles, rows, strict=True)]
+        return torch.stack(logits).float()
+
+    exact, rounded = peft(exact_model), peft(model)
+    spec = from_config(model.config.to_dict(), name=load.spec.name)
+    server = InprocServer(spec, load.paths, layout="ep2-pp2", dtype=torch.bfloat16)
     with attach(model, server) as lora, lora.adapters(load.names):
         ours = model(ids, attention_mask=mask).logits[:, -1].float()
     server.close()
@@ -99,17 +94,21 @@ def test_a_row_alone_equals_the_row_in_a_batch(mixtral_server):
         for row, name in enumerate(load.names):
             with lora.adapters([name]):
                 alone = load.model(ids[row : row + 1], attention_mask=mask[row : row + 1]).logits[0, -1]
-            assert torch.allclose(alone, together[row], atol=2e-5)
+            assert torch.allclose(alone, together[row], atol=1e-4)
 
 
+@pytest.mark.parametrize("given", ["by name", "by position"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
-def test_beam_search_equals_peft(mixtral_server, settings):
+def test_beam_search_equals_peft(mixtral_server, settings, given):
     load = workload("mixtral")
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **settings}
     names = ["fused", "attention"]
     prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     with attach(load.model, mixtral_server) as lora, lora.adapters(names):
-        ours = load.model.generate(prompts, **options)
+        if given == "by name":
+            ours = load.model.generate(prompts, **options)
+        else:
+            ours = load.model.generate(prompts, GenerationConfig(**options))
     per_prompt = settings.get("num_return_sequences", 1)
     for row, name in enumerate(names):
         expected = tiny.peft_model(load.model, load.paths[name]).generate(prompts[row : row + 1], **options)
@@ -224,11 +223,20 @@ def test_misuse_is_refused(mixtral_server):
                     load.model(torch.tensor([[5, 6]]))
             finally:
                 load.model.eval()
+    with pytest.raises(ConfigError, match="detached"), lora.adapters(["fused"]):
+        pass
 
 
-def test_another_base_model_is_refused(mixtral_server):
-    other = tiny.make_model("mixtral", num_hidden_layers=2)
-    with pytest.raises(GeometryMismatchError, match="layers is 2 here and 4 there"):
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"num_hidden_layers": 2}, GeometryMismatchError, "layers is 2 here and 4 there"),
+        ({"dtype": torch.float64}, ConfigError, "float64"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(mixtral_server, changed, error, words):
+    other = tiny.make_model("mixtral", **changed)
+    with pytest.raises(error, match=words):
         attach(other, mixtral_server)
     assert not any(module._forward_hooks for module in other.modules())
 
@@ -314,29 +322,6 @@ def test_expert_parallel_sentinels_are_skipped(mixtral_server):
         alone = experts(x, torch.tensor([[1, 1], [1, 1], [2, 3]]), torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.5, 0.5]]))
         lora._forward.batch = None
     assert torch.allclose(out, alone, atol=1e-5)
-
-
-def test_models_that_cannot_be_attached_are_refused(mixtral_server):
-    with pytest.raises(ConfigError, match="float64"):
-        attach(copy.deepcopy(workload("mixtral").model).double(), mixtral_server)
-
-
-def test_after_detach(mixtral_server):
-    load = workload("mixtral")
-    lora = attach(load.model, mixtral_server)
-    lora.detach()
-    with pytest.raises(ConfigError, match="detached"), lora.adapters(["fused"]):
-        pass
-
-
-def test_a_generation_config_given_by_position(mixtral_server):
-    load = workload("mixtral")
-    settings = GenerationConfig(num_beams=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused", None]):
-        ours = load.model.generate(prompts, settings)
-    expected = tiny.peft_model(load.model, load.paths["fused"]).generate(prompts[:1], generation_config=settings)
-    assert ours[:1].tolist() == expected.tolist()
 
 
 def test_a_copy_of_an_attached_model_is_a_plain_one(mixtral_server):
