@@ -17,12 +17,13 @@ from tests.support import undisturbed
 from tests.support.gpu import emulated, emulated_gpu
 from tests.support.module_calls import ModuleCalls, kill_in
 from tests.support.serving import HANG_SECONDS, shard_processes, until
-from tests.support.undisturbed import DISTURBANCES, SEEDS, Death, a_step_times_out
+from tests.support.undisturbed import DISTURBANCES, SEEDS, Death
 from tests.support.workload import workload
 
 pytestmark = pytest.mark.usefixtures("forked")
 NEW_TOKENS = 4
 MANY = 200  # requests that may fail before one is answered again
+SHORT_SECONDS = 2.0  # of a step, where a shard stands still
 OUTAGE = (StepError, ServerUnavailableError)
 
 
@@ -59,7 +60,7 @@ class Requests:
 
     def __init__(self, model, server, transport: str) -> None:
         self.model, self.batch, self.calls = model, undisturbed.batch(), ModuleCalls()
-        self._attach = lambda seconds: attach(model, server.address, transport=transport, timeout_seconds=seconds)
+        self._attach = lambda: attach(model, server.address, transport=transport, timeout_seconds=HANG_SECONDS)
         self.ids, self.mask = pad(self.batch, 0)
         with self.attached():
             self.expected = self.request()
@@ -68,8 +69,8 @@ class Requests:
         self.number = self.calls.end()
 
     @contextlib.contextmanager
-    def attached(self, seconds: float = HANG_SECONDS):
-        with self._attach(seconds) as self.lora:
+    def attached(self):
+        with self._attach() as self.lora:
             yield
 
     def request(self):
@@ -100,13 +101,19 @@ def requests(model, server, transport):
 
 @pytest.mark.parametrize("disturbance", DISTURBANCES, ids=str)
 def test_rows_are_those_of_an_undisturbed_run(requests, server, disturbance):
-    seconds = 2.0 if disturbance.begin is a_step_times_out else HANG_SECONDS
-    with requests.attached(seconds), contextlib.ExitStack() as going_on:
-        requests.calls.begin(lambda: going_on.enter_context(disturbance.begin(server)), requests.number // 2)
+    with requests.attached(), contextlib.ExitStack() as going_on:
+
+        def disturb() -> None:
+            going_on.enter_context(disturbance.begin(server))
+            if disturbance.seen:
+                requests.lora.client.timeout_seconds = SHORT_SECONDS
+
+        requests.calls.begin(disturb, requests.number // 2)
         codes = []
         if disturbance.seen:
             with pytest.raises(OUTAGE) as raised:
                 requests.request()
+            requests.lora.client.timeout_seconds = HANG_SECONDS
             codes = [raised.value.code]
             going_on.close()
         codes += requests.until_right()

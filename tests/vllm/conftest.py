@@ -1,13 +1,11 @@
-"""Servers and engines are started once per kind of model and shared; see CONTRIBUTING for what runs where."""
+"""Servers and engines are shared: those of Mixtral by all files of a run, others by the tests of one file."""
 
 from __future__ import annotations
 
 import pytest
 
-from lora_server.demo.launch import running_server
-from tests.support.serving import ANYWHERE
 from tests.support.workload import workload
-from tests.vllm.engines import FORKS, Engine
+from tests.vllm.engines import FORKS, Engine, serve
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +29,34 @@ def load(kind):
     return workload(kind, "vllm")
 
 
+@pytest.fixture(scope="session")
+def mixtral_server(scratch):
+    """Of all files that do not kill it."""
+    with serve(workload("mixtral", "vllm"), "mixtral", scratch) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def mixtral_engine(mixtral_server, scratch):
+    running = Engine(workload("mixtral", "vllm").base, mixtral_server.address, scratch / "engine-mixtral.log")
+    yield running
+    running.close()
+
+
 @pytest.fixture(scope="module")
-def server(load, kind, scratch):
-    """Four shards, so that experts, layers and dense sites lie apart."""
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2", *ANYWHERE]
-    with running_server(scratch / f"server-{kind}.log", flags) as running:
+def server(request, load, kind, scratch):
+    if kind == "mixtral":
+        yield request.getfixturevalue("mixtral_server")
+        return
+    with serve(load, kind, scratch) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def engine(load, kind, server, scratch):
+def engine(request, load, kind, server, scratch):
+    if kind == "mixtral":
+        yield request.getfixturevalue("mixtral_engine")
+        return
     running = Engine(load.base, server.address, scratch / f"engine-{kind}.log")
     yield running
     running.close()

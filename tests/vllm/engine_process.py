@@ -53,6 +53,7 @@ class Engine:
         self.llm = LLM(**settings)
         self.numbers: dict[str, int] = {}
         self.added = 0
+        self.calls: Any = None
 
     def generate(self, requests: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
         outputs = self.llm.generate(
@@ -99,6 +100,15 @@ class Engine:
     def add_lora(self, name: str) -> bool:
         return self.llm.llm_engine.add_lora(lora(name, self.numbers))
 
+    def strike(self, call: int = -1, pid: int = 0, seconds: float = 0.0) -> int:
+        """Kill a process so long after that call of a module from now on; how many calls there were until now."""
+        from tests.support.module_calls import ModuleCalls, kill_in
+
+        self.calls = self.calls or ModuleCalls()
+        seen = self.calls.end()
+        self.calls.begin(lambda: kill_in(pid, seconds), call)
+        return seen
+
     def evaluate(self, expression: str) -> Any:
         """For what a test must know of the process; `llm` is the engine."""
         return eval(expression, {"llm": self.llm, "sys": sys, "os": os, "gc": gc})
@@ -137,6 +147,10 @@ def serve(settings: dict[str, Any], reply_fd: int) -> None:
 
         emulated_gpu.use()
         emulated_world.use()
+    if os.environ.get("LORA_SERVER_TEST_ROWS_APART"):
+        from tests.vllm import rows_apart
+
+        rows_apart.use()
     if how := os.environ.get("LORA_SERVER_TEST_COMPILE"):
         compile_also_with_lora(*how.split(","))
     try:

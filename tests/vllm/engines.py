@@ -18,10 +18,12 @@ from lora_server.daemon.forked import Forked
 from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import Answer, Sequence
-from lora_server.demo.launch import free_address
+from lora_server.demo.launch import RunningServer, free_address, running_server
+from tests.support.serving import ANYWHERE
+from tests.support.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS, CALL_SECONDS = 300.0, 120.0
+START_SECONDS, CALL_SECONDS = 300.0, 300.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -138,6 +140,12 @@ def _forked(stdin: int, log: int, replies: int, env: dict[str, str]) -> Forked:
         os.environ.update(before)
         os.close(stdin)
         os.close(replies)
+
+
+def serve(load: Workload, name: str, scratch: Path) -> contextlib.AbstractContextManager[RunningServer]:
+    """Four shards, so that experts, layers and dense sites lie apart."""
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2", *ANYWHERE]
+    return running_server(scratch / f"server-{name}.log", flags)
 
 
 class ApiServer:

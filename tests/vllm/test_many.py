@@ -7,7 +7,7 @@ import torch
 
 from client_connector.directory import Directory
 from lora_server.demo import tiny
-from lora_server.demo.engine import Sequence, generate
+from lora_server.demo.engine import Sequence
 from tests.support.serving import until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import Engine
@@ -42,11 +42,6 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def peft(load, path, tokens: list[int], new_tokens: int = NEW_TOKENS):
-    model = load.model if path is None else tiny.peft_model(load.model, path)
-    return generate(model, [Sequence(tokens, None)], new_tokens)[0]
-
-
 def check(reply, expected, what: object = "") -> None:
     assert reply["tokens"] == expected.tokens, what
     assert max(abs(a - b) for a, b in zip(reply["logprobs"], expected.logprobs, strict=True)) <= 1e-3, what
@@ -61,18 +56,10 @@ def test_two_hundred_names_in_one_engine(load, engine, many, directory):
     batch = [Sequence(prompt(index % 20, 6), name) for index, name in enumerate(names)]
     replies = engine.generate(batch, 4)
     for index in range(20):
-        check(replies[index], peft(load, many[names[index]], batch[index].prompt, 4), names[index])
+        check(replies[index], load.answer(many[names[index]], batch[index].prompt, 4), names[index])
         for copy in range(index, NAMES, 20):
             assert replies[copy]["tokens"] == replies[index]["tokens"], (names[copy], names[index])
     until(lambda: holders(directory) == 0, "everything is released")
-
-
-def test_one_batch_of_base_and_eight_adapters(load, engine, many):
-    names = [None, "fused", "per-expert", "attention", "many-0", "many-1", "many-2", "many-3", "experts"]
-    batch = [Sequence(prompt(40 + index, 5 + 3 * index), name) for index, name in enumerate(names)]
-    paths = {**load.paths, **many, None: None}
-    for sequence, reply in zip(batch, engine.generate(batch, NEW_TOKENS), strict=True):
-        check(reply, peft(load, paths[sequence.adapter], sequence.prompt), sequence.adapter)
 
 
 def test_prefixes_are_shared_within_a_version_only(load, engine, many):
@@ -83,8 +70,8 @@ def test_prefixes_are_shared_within_a_version_only(load, engine, many):
         seen[name] = [engine.generate([Sequence(tokens, name)], NEW_TOKENS)[0] for _ in range(2)]
         assert [reply["cached"] for reply in seen[name]] == [0, 2 * BLOCK], name
         assert seen[name][0]["tokens"] == seen[name][1]["tokens"]
-    check(seen["fused"][1], peft(load, load.paths["fused"], tokens))
-    check(seen[None][1], peft(load, None, tokens))
+    check(seen["fused"][1], load.answer(load.paths["fused"], tokens))
+    check(seen[None][1], load.answer(None, tokens))
 
 
 def test_a_name_with_new_content_never_meets_old_kv(load, engine, directory, many, tmp_path):
@@ -94,12 +81,12 @@ def test_a_name_with_new_content_never_meets_old_kv(load, engine, directory, man
         paths[version] = tmp_path / str(version)
         tiny.make_adapter(load.model, paths[version], seed=seed, lora_rank=4, targets="all")
     directory.add("changing", str(paths[0]))
-    check(engine.generate([Sequence(tokens, "changing")], NEW_TOKENS)[0], peft(load, paths[0], tokens))
+    check(engine.generate([Sequence(tokens, "changing")], NEW_TOKENS)[0], load.answer(paths[0], tokens))
     directory.remove("changing")
     directory.add("changing", str(paths[1]))
     reply = engine.generate([Sequence(tokens, "changing")], NEW_TOKENS)[0]
     assert reply["cached"] == 0
-    check(reply, peft(load, paths[1], tokens))
+    check(reply, load.answer(paths[1], tokens))
     directory.remove("changing")
 
 
@@ -113,7 +100,7 @@ def test_abort_releases(load, engine, directory):
     assert engine.call("scheduler")["held"] == ["attention"]
     until(lambda: {one.name for one in directory.list() if one.holders} == {"attention"}, "the aborted one's is free")
     answers = engine.call("step", count=0)
-    check(answers[other], peft(load, load.paths["attention"], held["prompt"], 50))
+    check(answers[other], load.answer(load.paths["attention"], held["prompt"], 50))
     until(lambda: holders(directory) == 0, "everything is released")
 
 
@@ -163,7 +150,7 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
         assert preempted > 0, "the test must preempt"
         for name, sequence in zip(names, batch, strict=True):
             path = None if sequence.adapter is None else load.paths[sequence.adapter]
-            check(answers[name], peft(load, path, sequence.prompt, 60), sequence.adapter)
+            check(answers[name], load.answer(path, sequence.prompt, 60), sequence.adapter)
     finally:
         engine.close()
     until(lambda: holders(directory) == 0, "everything is released")

@@ -24,7 +24,6 @@ def test_alone_equals_peft(load, engine):
         assert reply["tokens"] == load.expected[index].tokens, sequence.adapter
 
 
-@ALL_KINDS
 def test_base_batches_cost_the_server_nothing(load, server, engine):
     before = settled_steps(server.address)
     base = [sequence for sequence in load.batch if sequence.adapter is None]

@@ -16,12 +16,20 @@ from client_connector.directory import Directory
 from client_connector.serving.settings import Settings
 from lora_server import __version__
 from lora_server.demo import tiny
-from lora_server.demo.engine import Sequence, generate
 from lora_server.demo.launch import launch
 from lora_server.errors import AdapterExistsError
 from tests.support.serving import HANG_SECONDS, kill, status, until
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import ApiServer
+from tests.vllm.engines import ApiServer, serve
+
+LONG = 120
+
+
+@pytest.fixture(scope="module")
+def server(load, kind, scratch):
+    """The tests kill its parts, and in the end all of it."""
+    with serve(load, f"{kind}-api", scratch) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +48,6 @@ def directory(server):
 
 def tokens(answer) -> list[int]:
     return answer["choices"][0]["token_ids"]
-
-
-def peft(load, path, prompt: list[int]) -> list[int]:
-    model = load.model if path is None else tiny.peft_model(load.model, path)
-    return generate(model, [Sequence(prompt, None)], NEW_TOKENS)[0].tokens
 
 
 def test_names_of_the_server_just_work(load, api):
@@ -85,7 +88,7 @@ def test_added_while_it_serves_and_removed(load, api, directory, tmp_path):
     assert api.complete("law", prompt, NEW_TOKENS)[0] == 404
     directory.add("law", str(tmp_path / "law"))
     code, answer = api.complete("law", prompt, NEW_TOKENS)
-    assert (code, tokens(answer)) == (200, peft(load, tmp_path / "law", prompt))
+    assert (code, tokens(answer)) == (200, load.answer(tmp_path / "law", prompt).tokens)
     directory.remove("law")
     assert api.complete("law", prompt, NEW_TOKENS)[0] == 404
 
@@ -97,7 +100,7 @@ def test_load_and_unload(load, api, directory, tmp_path):
     code, answer = api.request("POST", "/v1/load_lora_adapter", body)
     assert code == 200, answer
     assert "mine" in {adapter.name for adapter in directory.list()}, "on the server, for all its engines"
-    assert tokens(api.complete("mine", prompt, NEW_TOKENS)[1]) == peft(load, tmp_path / "mine", prompt)
+    assert tokens(api.complete("mine", prompt, NEW_TOKENS)[1]) == load.answer(tmp_path / "mine", prompt).tokens
     assert api.request("POST", "/v1/load_lora_adapter", body)[0] == 400, "loaded already"
     code, answer = api.request("POST", "/v1/unload_lora_adapter", {"lora_name": "mine"})
     assert code == 200, answer
@@ -133,26 +136,26 @@ def test_an_alora_that_is_not_invoked_says_so(load, api, directory, tmp_path):
     directory.add("called", str(tmp_path / "called"))
     prompt = load.batch[0].prompt
     code, answer = api.complete("called", prompt, NEW_TOKENS)
-    assert (code, tokens(answer)) == (200, peft(load, None, prompt))
+    assert (code, tokens(answer)) == (200, load.answer(None, prompt).tokens)
     assert answer["choices"][0]["stop_reason"].startswith("lora-server: base_model: not_invoked")
     assert answer["kv_transfer_params"]["lora_server"]["answered_by"] == "base_model"
     assert 'lora_server_requests_total{outcome="not_invoked"} 1.0' in api.request("GET", "/metrics")[1]
     code, answer = api.complete("called", [*prompt, 17, 18], NEW_TOKENS)
-    assert tokens(answer) == peft(load, tmp_path / "called", [*prompt, 17, 18])
+    assert tokens(answer) == load.answer(tmp_path / "called", [*prompt, 17, 18]).tokens
     assert answer["choices"][0]["stop_reason"] is None
     directory.remove("called")
 
 
 def test_a_shard_that_dies_is_waited_for(load, api, server, directory):
     """The request goes on with its adapter when the shard is back, and beside it the base model answers."""
-    calm = tokens(api.complete("fused", load.batch[0].prompt, 300)[1])
+    calm = tokens(api.complete("fused", load.batch[0].prompt, LONG)[1])
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(api.complete, name, load.batch[0].prompt, 300) for name in ("fused", "base")]
+        running = [pool.submit(api.complete, name, load.batch[0].prompt, LONG) for name in ("fused", "base")]
         until(lambda: any(adapter.holders for adapter in directory.list()), "it is held")
         os.kill(status(server.address).shards[1].pid, signal.SIGKILL)
-        (code, answer), (base_code, base) = (one.result(120) for one in running)
-    assert (code, tokens(answer)) == (200, calm) and len(calm) == 300, answer
-    assert (base_code, len(tokens(base))) == (200, 300)
+        (code, answer), (base_code, base) = (one.result(HANG_SECONDS) for one in running)
+    assert (code, tokens(answer)) == (200, calm) and len(calm) == LONG, answer
+    assert (base_code, len(tokens(base))) == (200, LONG)
     until(lambda: status(server.address).ready and status(server.address).shards[1].restarts == 1, "it is back")
     code, answer = api.complete("fused", load.batch[0].prompt, NEW_TOKENS)
     assert (code, tokens(answer)) == (200, load.expected[0].tokens)
@@ -167,12 +170,12 @@ def test_a_name_that_was_never_asked_for_waits_for_a_controller_that_is_away(loa
     code, answer = api.complete("unseen", prompt, NEW_TOKENS)
     assert code == 200 or time.monotonic() - asked >= Settings.timeout_seconds, answer
     until(lambda: api.complete("unseen", prompt, 1)[0] == 200, "it is served", HANG_SECONDS)
-    assert tokens(api.complete("unseen", prompt, NEW_TOKENS)[1]) == peft(load, path, prompt)
+    assert tokens(api.complete("unseen", prompt, NEW_TOKENS)[1]) == load.answer(path, prompt).tokens
     directory.remove("unseen")
 
 
 def test_a_client_that_hangs_up_releases_its_adapter(load, api, directory):
-    connection = http.client.HTTPConnection(api.address, timeout=60)
+    connection = http.client.HTTPConnection(api.address, timeout=HANG_SECONDS)
     body = {"model": "fused", "prompt": load.batch[0].prompt, "max_tokens": 400, "min_tokens": 400, "stream": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -190,7 +193,7 @@ def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
     answers = [api.complete("fused", prompt, 1) for _ in range(40)]
     assert {code for code, _ in answers} == {503}, answers
     assert {answer["error"]["type"] for _, answer in answers} == {"ServiceUnavailableError"}
-    connection = http.client.HTTPConnection(api.address, timeout=60)
+    connection = http.client.HTTPConnection(api.address, timeout=HANG_SECONDS)
     body = json.dumps({"model": "never-seen", "prompt": prompt, "max_tokens": 1})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()

@@ -1,0 +1,131 @@
+"""Every row that a vLLM engine gets through an outage is, bit by bit, that of an undisturbed run; what it does not get
+is a typed error. Requests start over in batches of other shapes, so engine and shards compute each row by itself."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from client_connector.serving.plan import parse_flag
+from lora_server.demo.launch import running_server
+from tests.support import undisturbed
+from tests.support.gpu import emulated, emulated_gpu
+from tests.support.serving import HANG_SECONDS, shard_processes, until
+from tests.support.undisturbed import DISTURBANCES, SEEDS, Death
+from tests.vllm.engines import ROOT, Engine
+
+NEW_TOKENS = 10
+FORWARD = "llm.llm_engine.model_executor.driver_worker.worker.model_runner.lora_manager.forward"
+SHORT_SECONDS = 2.0  # of a step, where a shard stands still
+TYPED = ("shard_unavailable", "step_timeout", "server_unavailable")
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "gpu"])
+def transport(request):
+    if request.param == "gpu" and emulated.MISSING:
+        pytest.skip(emulated.MISSING)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def dtype(transport):
+    return "bfloat16" if transport == "gpu" else "float32"
+
+
+@pytest.fixture(scope="module")
+def server(load, transport, dtype, tmp_path_factory):
+    """Shards on the host, or on GPUs that are this CPU, whose kernels compute rows apart anyway."""
+    if transport == "gpu":
+        emulated_gpu.compile_all()
+    folder = tmp_path_factory.mktemp(transport)
+    flags = ["--base-model", str(load.base), "--adapters", str(undisturbed.adapters(load.model, folder / "adapters"))]
+    flags += ["--layout", "ep2-pp1", "--data-dir", str(folder / "data"), "--dtype", dtype]
+    module = "tests.support.gpu.gpu_serve" if transport == "gpu" else "tests.support.rows_apart_serve"
+    with running_server(folder / "log", flags, module=module) as running:
+        yield running
+
+
+class Requests:
+    """One batch of an engine, and what its requests get undisturbed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.batch = engine, undisturbed.batch()
+        self.expected = self.finish(self.add())
+        engine.call("strike")
+        assert self.finish(self.add()) == self.expected
+        self.number = engine.call("strike")
+
+    def limit(self, seconds: float) -> None:
+        """What a step may take from now on; kernels that wait by themselves are told by `_budget`."""
+        told = f"setattr({FORWARD}.client, 'timeout_seconds', {seconds}), getattr({FORWARD}, '_budget', bool)()"
+        self.engine.call("evaluate", expression=f"({told})[0]")
+
+    def add(self) -> list[str]:
+        requests = [{"prompt": one.prompt, "adapter": one.adapter, "new_tokens": NEW_TOKENS} for one in self.batch]
+        return [self.engine.call("add", request=request) for request in requests]
+
+    def finish(self, names: list[str]) -> list[dict]:
+        answers = self.engine.call("step", count=0)
+        return [answers[name] for name in names]
+
+
+@pytest.fixture(scope="module")
+def requests(load, server, transport, dtype, scratch):
+    environment = {"LORA_SERVER_TRANSPORT": transport, "LORA_SERVER_TIMEOUT_SECONDS": str(HANG_SECONDS)}
+    environment |= {"LORA_SERVER_TEST_ROWS_APART": "1", "PYTHONPATH": str(ROOT)}
+    if transport == "gpu":
+        environment["LORA_SERVER_TEST_GPU"] = "1"
+    engine = Engine(load.base, server.address, scratch / f"undisturbed-{transport}.log", environment, dtype=dtype)
+    try:
+        yield Requests(engine)
+    finally:
+        engine.close()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(requests):
+    """What the other tests suppose: alone, and computed anew from its own text, a request gets the same bits."""
+    for one, together in zip(requests.batch, requests.expected, strict=True):
+        (alone,) = requests.engine.generate([one], NEW_TOKENS)
+        assert alone == together, one
+    for seen in ("tokens", "logprobs"):
+        answers = [tuple(answer[seen]) for answer in requests.expected]
+        assert len(set(answers)) >= len(answers) - 1, "each adapter acts; one aLoRA has the same words after its text"
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES, ids=str)
+def test_rows_are_those_of_an_undisturbed_run(requests, server, disturbance):
+    engine = requests.engine
+    if disturbance.seen:
+        requests.limit(SHORT_SECONDS)
+    names, earlier = requests.add(), len(engine.log.read_text())
+    engine.call("step", count=4)
+    with ThreadPoolExecutor(1) as pool:
+        with disturbance.begin(server):
+            finished = pool.submit(requests.finish, names)
+            if disturbance.seen:
+                until(lambda: "adapter rows failed" in engine.log.read_text()[earlier:], "it is seen", HANG_SECONDS)
+            else:
+                assert finished.result() == requests.expected
+                assert requests.finish(requests.add()) == requests.expected
+        assert finished.result() == requests.expected
+    requests.limit(HANG_SECONDS)
+    assert requests.finish(requests.add()) == requests.expected
+    if disturbance.seen is False:
+        assert "adapter rows failed" not in engine.log.read_text()[earlier:]
+    undisturbed.wait_complete(server)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_death_at_any_moment_of_a_step_changes_no_bit(requests, server, seed):
+    death, engine = Death.of(seed, shards=2), requests.engine
+    pid = shard_processes(server.address)[death.shard].pid
+    engine.call("strike", call=int(death.moment * requests.number), pid=pid, seconds=death.seconds)
+    answers = requests.finish(requests.add())
+    codes = [parse_flag(one["stop_reason"])[1] for one in answers if one["finish_reason"] == "error"]
+    print(death, codes)
+    for one, answer, expected in zip(requests.batch, answers, requests.expected, strict=True):
+        assert answer == expected or (one.adapter is not None and answer["finish_reason"] == "error"), one
+    assert set(codes) <= set(TYPED)
+    undisturbed.wait_complete(server)
+    assert requests.finish(requests.add()) == requests.expected
