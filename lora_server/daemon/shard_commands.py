@@ -46,7 +46,7 @@ class ShardCommands:
             self._load(command.load, done)
             return
         if kind == "pin":
-            self._store.keep(command.pin, done)
+            self._store.keep(command.pin, self._telling(done))
             return
         if kind == "bring":
             self._store.bring(command.bring, self._telling(done))
