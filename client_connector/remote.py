@@ -227,9 +227,8 @@ class RemoteSession(Session):
         try:
             while isinstance(answer := self.ask(ticket, names, _left(deadline) if deadline else CALL_SECONDS), Queued):
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or (not self.wait([ticket], left) and time.monotonic() >= deadline):
                     raise AdmissionError(answer.refusal(names))
-                self.wait([ticket], left)
             return answer
         except BaseException:
             self.cancel(ticket)
