@@ -66,13 +66,13 @@ def tiny_adapters(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Two shards of tiny-mixtral in processes; who wants others has a fixture of that name."""
+    """Two shards of tiny-mixtral in processes; a file that needs others has a fixture of this name."""
     from lora_server.demo.launch import running_server
+    from tests.support.serving import flags
     from tests.support.workload import workload
 
-    load = workload("mixtral")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
-    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+    more = ("--layout", "ep2-pp1", "--grpc-reflection")
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags(workload("mixtral"), *more)) as running:
         yield running
 
 

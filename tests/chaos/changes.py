@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import statistics
 import threading
 import time
@@ -18,19 +16,15 @@ from client_connector.client import Client
 from client_connector.remote import RemoteServer
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError, ServerUnavailableError
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.listing import all_pages
-from lora_server.wire.rpc import call, open_channel
 from tests.chaos.caller import SMALL, Caller
 from tests.chaos.floods import Behaved, held
 from tests.chaos.report import Held, Line
-from tests.support.serving import status, until
+from tests.support.serving import ask, kill_controller, listed, until
 from tests.support.workload import Workload
 
 KINDS = ("fused", "experts", "gate-up")  # what lies at the site where engines compute
 CHANGERS, PROBES, MOST_PINNED = 4, 3, 8
-COMPLETE_SECONDS, PATIENCE, SECONDS = 5.0, 120.0, 60.0
+COMPLETE_SECONDS, SECONDS = 5.0, 60.0
 State = tuple[str, bool] | None  # which kind a name means, and whether it is pinned
 MODEL_OF_TENANT = "fused"
 
@@ -44,11 +38,6 @@ class Changer:
         self.either: dict[str, State] = {}
         self.before: dict[str, list[str]] = {}
         self.changes: Counter[str] = Counter()
-
-    def ask(self, method: str, **fields: object) -> None:
-        with open_channel(self.address) as channel:
-            request = getattr(pb, f"{method}AdapterRequest")(**fields)
-            call(getattr(rpc.AdaptersStub(channel), method), request, server=self.address, seconds=SECONDS)
 
     def fill(self) -> None:
         for name in self.known:
@@ -79,7 +68,7 @@ class Changer:
     def _do(self, method: str, name: str, then: State, **fields: object) -> bool:
         self.either[name] = then
         try:
-            self.ask(method, name=name, **fields)
+            ask(self.address, method, name=name, **fields)
         except ServerUnavailableError:
             return False
         self._is_now(name, then)
@@ -126,10 +115,7 @@ class Campaign:
         return caller.first
 
     def _listed(self) -> dict[str, tuple[str, bool]]:
-        with open_channel(self.server.address) as channel:
-            stub = rpc.AdaptersStub(channel)
-            pages = all_pages(lambda one: call(stub.List, one, server=self.server.address, seconds=SECONDS))
-        return {one.name: (one.version, one.pinned) for one in pages.adapters if one.state != "draining"}
+        return {name: (one.version, one.pinned) for name, one in listed(self.server.address).items()}
 
     def fill(self) -> None:
         """Every name means something."""
@@ -152,7 +138,7 @@ class Campaign:
                 found = {name: (self.versions[version], pinned) for name, (version, pinned) in self._listed().items()}
                 line.lost += sum(one.compare(found) for one in self.changers)
                 line.answers += self._probe(found)
-        line.answers += Counter(str(one["outcome"]) for engine in self.engines for one in engine.steps)
+        line.answers += Counter(str(one["outcome"]) for engine in self.engines for one in list(engine.rounds))
         changes = sum((one.changes for one in self.changers), Counter[str]())
         done = ", ".join(f"{count:,} {what}" for what, count in sorted(changes.items()))
         median, worst = statistics.median(self.took), max(self.took)
@@ -165,18 +151,10 @@ class Campaign:
 
     def _kill(self) -> int:
         """How many engines did not go on while it was down."""
-        pid, steps = status(self.server.address).pid, [len(one.steps) for one in self.engines]
-        os.kill(pid, signal.SIGKILL)
-        began = time.monotonic()
-        until(lambda: self._is_complete(pid), "the server is complete", PATIENCE)
+        steps, began = [len(one.rounds) for one in self.engines], time.monotonic()
+        kill_controller(self.server)
         self.took.append(time.monotonic() - began)
-        return sum(len(one.steps) == before for one, before in zip(self.engines, steps, strict=True))
-
-    def _is_complete(self, dead: int) -> bool:
-        try:
-            return self.server.get("/readyz")[0] == 200 and status(self.server.address).pid != dead
-        except Exception:
-            return False
+        return sum(len(one.rounds) == before for one, before in zip(self.engines, steps, strict=True))
 
     def _probe(self, found: dict[str, State]) -> Counter[str]:
         """What some of the names answer with."""
@@ -196,8 +174,7 @@ class Campaign:
     def close(self) -> None:
         self.client.close()
         for engine in self.engines:
-            engine.process.kill()
-            engine.process.wait(20)
+            engine.stop()
 
 
 def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tuple[list[Line], Held]:
@@ -210,7 +187,7 @@ def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tup
     with running_server(scratch / "log", [*flags, "--data-dir", str(scratch / "data")]) as server:
         campaign = Campaign(server, load, 40 if short else 2000, dice)
         try:
-            until(lambda: all(len(one.steps) > 20 for one in campaign.engines), "the first steps", PATIENCE)
+            until(lambda: all(len(one.rounds) > 20 for one in campaign.engines), "the first steps")
             campaign.fill()
             before = held(server)
             line = campaign.play(2 if short else 20, float("inf") if short else COMPLETE_SECONDS)

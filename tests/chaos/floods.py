@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
 from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
+from tests.support.fleet import Engine
 from tests.support.serving import descendants, status, until
 
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
@@ -40,26 +39,17 @@ FLOODS = {
 }
 
 
-class Behaved:
+class Behaved(Engine):
     """The process of tests.chaos.caller, and its steps as they come."""
 
     def __init__(self, address: str, transport: str) -> None:
-        command = [sys.executable, "-m", "tests.chaos.caller", address, transport]
-        self.process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
-        self.steps: list[dict[str, object]] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self.steps.append(json.loads(line))
+        super().__init__([sys.executable, "-m", "tests.chaos.caller", address, transport])
 
     def during(self, seconds: float) -> tuple[float, Counter[str]]:
         """The p99 of the steps that end from now on, and what came of them."""
-        first, began = len(self.steps), time.monotonic()
-        until(lambda: time.monotonic() - began >= seconds and len(self.steps) - first >= 100, "steps", 120 + seconds)
-        steps = self.steps[first:]
+        first, began = len(self.rounds), time.monotonic()
+        until(lambda: time.monotonic() - began >= seconds and len(self.rounds) - first >= 100, "steps", 120 + seconds)
+        steps = self.rounds[first:]
         p99 = statistics.quantiles([float(str(one["seconds"])) for one in steps], n=100)[98]
         return p99, Counter(str(one["outcome"]) for one in steps)
 
@@ -74,14 +64,13 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
     with running_server(scratch / "log", [*flags, "--lease-seconds", "10"]) as server:
         behaved, bystander = Behaved(server.address, transport), RemoteServer(server.address, transport).join(60.0)
         try:
-            until(lambda: len(behaved.steps) > 50, "the first steps", 120)
+            until(lambda: len(behaved.rounds) > 50, "the first steps", 120)
             before = held(server)
             lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
             until(lambda: not _attacked(server), "the attackers' leases to end", 120)
             return lines, Held(f"floods, {transport}", before, _settled(server, before))
         finally:
-            behaved.process.kill()
-            behaved.process.wait(20)
+            behaved.stop()
             bystander.leave()
 
 

@@ -1,4 +1,4 @@
-"""What strangers do to the control plane's port, and what those who have a lease see of it: nothing."""
+"""Floods and garbage at the control plane's port: clients with a lease see nothing of them."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_health_answers_probes(server):
         assert unknown.status == answers.SERVICE_UNKNOWN
 
 
-def test_reflection_is_for_who_asks_for_it():
+def test_reflection_is_off_unless_a_flag_turns_it_on():
     path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     for reflection, code in ((False, grpc.StatusCode.UNIMPLEMENTED), (True, grpc.StatusCode.OK)):
         control = ControlServer(make_controller(), "127.0.0.1:0", Doorkeeper(SECRET), reflection)
@@ -204,7 +204,7 @@ def test_calls_of_a_kind_are_bounded():
     asyncio.run(asyncio.wait_for(flood(), HANG_SECONDS))
 
 
-def test_a_server_that_hears_nobody_knows_it(server):
+def test_a_server_that_hears_no_heartbeats_knows_it(server):
     control, controller, address = server
     go = threading.Event()
     assert control.stalled() == 0.0
@@ -217,7 +217,7 @@ def test_a_server_that_hears_nobody_knows_it(server):
         assert not beat(controller, address, channel).forgot
 
 
-def test_only_who_has_a_lease_speaks_for_it(server):
+def test_a_lease_is_spoken_for_only_by_its_holder(server):
     """Ids and epochs count up: whoever has a lease of its own can guess the others'."""
     _, controller, address = server
     victim = controller.clients.leases.grant("victim")
@@ -293,10 +293,10 @@ def test_what_fails_inside_is_an_error_of_ours(server, monkeypatch):
     _, controller, address = server
 
     def fails(*_, **__):
-        raise RuntimeError("nobody thought of it")
+        raise RuntimeError("unexpected")
 
     monkeypatch.setattr(controller.adapters, "get", fails)
     with open_channel(address) as channel, capture_logs() as lines, pytest.raises(LoraServerError) as failed:
         call(rpc.AdaptersStub(channel).Get, pb.GetAdapterRequest(name="x"), server=address, seconds=HANG_SECONDS)
-    assert "the server failed: RuntimeError('nobody thought of it')" in str(failed.value)
+    assert "the server failed: RuntimeError('unexpected')" in str(failed.value)
     assert lines[0]["event"] == "a call failed, and should not have"  # then that it was refused, once it was

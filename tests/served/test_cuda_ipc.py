@@ -11,15 +11,40 @@ from client_connector.transformers import attach
 from lora_server.demo import tiny
 from lora_server.demo.engine import pad
 from lora_server.demo.launch import running_server
-from lora_server.errors import ConfigError, StepError
+from lora_server.errors import StepError
 from lora_server.wire.messages import Welcome
 from lora_server.wire.region import RegionLayout
-from tests.support.serving import shard_processes, until
+from tests.support.serving import HANG_SECONDS, flags, kill_shard
 from tests.support.workload import workload
 
+pytestmark = pytest.mark.cuda
+ON_GPU = ("--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32")
 
-def flags(load, *more):
-    return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
+
+@pytest.fixture(scope="module")
+def load():
+    return workload("mixtral")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
+
+
+@pytest.fixture(scope="module")
+def server(request, load, tmp_path_factory):
+    """A server of the layout and wire that a test asks for; several shards share one GPU."""
+    layout, wire = request.param
+    more = (*ON_GPU, "--layout", layout, "--wire", wire)
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags(load, *more)) as running:
+        yield running
+
+
+def servers(*layouts):
+    """Run a test with each of these layouts and each wire."""
+    return pytest.mark.parametrize(
+        "server", [(one, wire) for one in layouts for wire in ("exact", "e4m3")], indirect=True
+    )
 
 
 def logits(model, load, address, transport):
@@ -28,50 +53,47 @@ def logits(model, load, address, transport):
         return model(ids, attention_mask=mask).logits[:, -1].float().cpu()
 
 
-def test_cuda_ipc_needs_gpus_on_both_sides(tmp_path):
-    load = workload("mixtral")
-    with running_server(tmp_path / "log", flags(load)) as server:
-        with pytest.raises(ConfigError, match="computes on cpu, the engine on cpu"):
-            attach(load.model, server=server.address, transport="cuda_ipc")
+@servers("ep1-pp1", "ep2-pp2")
+def test_every_transport_gives_the_same_bits(server, model, load):
+    """A row's bits do not depend on how it came, nor on its neighbours."""
+    found = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "tcp", "auto")]
+    for one in found[1:]:
+        assert torch.equal(one, found[0])
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("wire", ["exact", "e4m3"])
-@pytest.mark.parametrize("layout", ["ep1-pp1", "ep2-pp2"])
-def test_every_transport_gives_the_same_bits(tmp_path, layout, wire):
-    """Several shards share one GPU; a row's bits do not depend on how it came, nor on its neighbours."""
-    load = workload("mixtral")
-    model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
-    more = ("--layout", layout, "--device", "cuda", "--device-pool", "256MiB", "--max-step-rows", "32", "--wire", wire)
-    with running_server(tmp_path / "log", flags(load, *more)) as server:
-        answers = [logits(model, load, server.address, name) for name in ("cuda_ipc", "shm", "tcp", "auto")]
-    for answer in answers[1:]:
-        assert torch.equal(answer, answers[0])
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("wire", ["exact", "e4m3"])
+@servers("ep1-pp1")
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
-def test_no_site_waits_for_the_gpu(tmp_path, transport, wire):
+def test_no_site_waits_for_the_gpu(server, model, load, transport):
     """From the first layer to the last: routing, pushes, the engine's own GEMMs, and the deltas' way back."""
-    load = workload("mixtral")
-    model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
     ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
-    layers, more = model.base_model.layers, ("--device", "cuda", "--device-pool", "256MiB", "--wire", wire)
-    with running_server(tmp_path / "log", flags(load, *more)) as server:
-        with attach(model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
-            before = model(ids, attention_mask=mask).logits
-            began = layers[0].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
-            ended = layers[-1].register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"))
-            try:
-                after = model(ids, attention_mask=mask).logits
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                began.remove(), ended.remove()
+    layers = model.base_model.layers
+    with attach(model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
+        before = model(ids, attention_mask=mask).logits
+        began = layers[0].register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
+        ended = layers[-1].register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"))
+        try:
+            after = model(ids, attention_mask=mask).logits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            began.remove(), ended.remove()
     assert torch.equal(before, after)
 
 
-@pytest.mark.cuda
+@servers("ep1-pp1")
+def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(server, model, load):
+    ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
+    with attach(model, server=server.address, transport="cuda_ipc", timeout_seconds=HANG_SECONDS) as lora:
+        with lora.adapters(load.names):
+            before = model(ids, attention_mask=mask).logits
+        kill_shard(server, 0)
+        with lora.adapters(load.names):
+            try:
+                after = model(ids, attention_mask=mask).logits
+            except StepError:
+                after = model(ids, attention_mask=mask).logits
+        assert torch.equal(before, after)
+
+
 def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     """In one process here; between two in every test above."""
     from lora_server.transport.device_memory import GpuMemory, ImportedTwin
@@ -95,9 +117,7 @@ def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     client.close()
 
 
-@pytest.mark.cuda
-def test_as_exact_as_the_host(tmp_path):
-    load = workload("mixtral")
+def test_a_gpu_is_as_exact_as_the_host(tmp_path, load):
     exact = []
     for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "cpu"), (torch.bfloat16, "cuda")):
         model = tiny.make_model("mixtral", dtype=dtype).to(device)
@@ -106,24 +126,3 @@ def test_as_exact_as_the_host(tmp_path):
             exact.append(logits(model, load, server.address, "auto"))
     by_host, by_device = [(answer - exact[0]).abs().mean() for answer in exact[1:]]
     assert by_device <= 1.5 * by_host + 1e-3
-
-
-@pytest.mark.cuda
-def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(tmp_path):
-    load = workload("mixtral")
-    model = tiny.make_model("mixtral", dtype=torch.bfloat16).cuda()
-    ids, mask = (tensor.cuda() for tensor in pad(load.batch, 0))
-    with running_server(tmp_path / "log", flags(load, "--device", "cuda", "--device-pool", "256MiB")) as server:
-        with attach(model, server=server.address, transport="cuda_ipc", timeout_seconds=60) as lora:
-            with lora.adapters(load.names):
-                before = model(ids, attention_mask=mask).logits
-            (shard,) = shard_processes(server.address)
-            shard.kill()
-            until(lambda: server.get("/readyz")[0] != 200, "the shard is missed")
-            server.wait_ready()
-            with lora.adapters(load.names):
-                try:
-                    after = model(ids, attention_mask=mask).logits
-                except StepError:
-                    after = model(ids, attention_mask=mask).logits
-            assert torch.equal(before, after)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError
+from tests.support.killed_controller import STAGES
 from tests.support.restarts import SECONDS, Killed, Server, dies
-from tests.support.stages import STAGES
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server)
     assert [one.version for one in server.adapters.versions("law")] == [before.version]
 
 
-def test_what_a_directory_had_is_not_read_again_unless_it_was_touched(server, monkeypatch):
+def test_a_directorys_files_are_read_again_only_if_touched(server, monkeypatch):
     """By the stamps of its files; a whole restart, whose shards know nothing."""
     found = dict(itertools.islice(server.paths.items(), 2))
     server.adapters.register_directory(found)
@@ -84,7 +84,7 @@ def test_what_a_directory_had_is_not_read_again_unless_it_was_touched(server, mo
     assert server.adapters.get(next(iter(found))).record.pinned
 
 
-def test_what_is_said_of_an_update_goes_with_what_it_was_of(server):
+def test_a_failed_updates_warning_ends_with_the_next_update_or_its_adapter(server):
     """It was not there, or as it is; then the adapter was removed."""
     server.adapters.add("law", str(server.paths["fused"]), SECONDS)
     for uri in ("/nowhere", str(server.paths["fused"].parent)):

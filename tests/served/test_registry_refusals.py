@@ -13,14 +13,10 @@ from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterError, LoraServerError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import versions
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import call, open_channel
 from tests.support.adapter_files import LAYERS, Q, good
-from tests.support.serving import HANG_SECONDS, until
+from tests.support.serving import HANG_SECONDS, ask, until
 from tests.support.workload import workload
 
-SECONDS = 60.0
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "w1"]}
 FIRST = f"{Q}.lora_A.weight"
 # kind: what is changed in the config, what in the tensors, and what the refusal says
@@ -90,20 +86,11 @@ def without(path, key):
 def served(tmp_path_factory):
     directory, load = tmp_path_factory.mktemp("served"), workload("mixtral")
     (directory / "adapters").mkdir()
-    flags = [
-        "--base-model",
-        str(load.base),
-        "--data-dir",
-        str(directory / "data"),
-        "--adapter-root",
-        str(directory / "adapters"),
-    ]
-    with running_server(directory / "log", flags) as server, open_channel(server.address) as channel:
-        stub = rpc.AdaptersStub(channel)
+    flags = ["--base-model", str(load.base), "--data-dir", str(directory / "data")]
+    with running_server(directory / "log", [*flags, "--adapter-root", str(directory / "adapters")]) as server:
 
         def add(name, uri):
-            request = pb.AddAdapterRequest(name=name, uri=str(uri), wait_seconds=SECONDS)
-            return call(stub.Add, request, server=server.address, seconds=SECONDS)
+            return ask(server.address, "Add", name=name, uri=str(uri), wait_seconds=HANG_SECONDS)
 
         tiny.write_adapter(directory / "adapters" / "first", *fitting({}, {}))
         add("first", directory / "adapters" / "first")
@@ -154,5 +141,5 @@ def test_each_kind_has_a_message_of_its_own_and_the_registry_is_as_before(served
         message = str(caught.value)
         assert isinstance(caught.value, AdapterError) and said in message, (kind, message)
         messages[kind] = message.replace(str(source), "")
-    until(lambda: state(directory / "data") == before, "its rows and its copies are as before", HANG_SECONDS)
+    until(lambda: state(directory / "data") == before, "its rows and its copies are as before")
     assert len(messages) >= 25 and len(set(messages.values())) == len(messages), json.dumps(messages, indent=1)

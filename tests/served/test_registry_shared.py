@@ -26,6 +26,7 @@ from tests.support.serving import ANYWHERE, HANG_SECONDS, cli, command_of, until
 from tests.support.workload import workload
 
 SECONDS = 60.0
+pytestmark = pytest.mark.long
 
 
 class Server:

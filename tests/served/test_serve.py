@@ -1,7 +1,6 @@
 """A served, sharded LoRA server in real processes gives PEFT's tokens, in every layout, transport and mode."""
 
 import json
-import os
 import shutil
 import signal
 import time
@@ -20,17 +19,28 @@ from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
-from lora_server.errors import ConfigError, PermissionDeniedError, UnknownAdapterError
+from lora_server.errors import (
+    ConfigError,
+    PermissionDeniedError,
+    ServerUnavailableError,
+    StepError,
+    UnknownAdapterError,
+)
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
 from tests.support.serving import (
     ANYWHERE,
     HANG_SECONDS,
+    Nodes,
     all_gone,
+    answers,
     cli,
     descendants,
+    flags,
     free_base,
+    generates,
+    kill_controller,
     listening,
     shard_processes,
     status,
@@ -38,9 +48,18 @@ from tests.support.serving import (
 )
 from tests.support.workload import NEW_TOKENS, Workload, workload
 
-
-def flags(load: Workload, *more: str) -> list[str]:
-    return ["--base-model", str(load.base), "--adapters", str(load.adapters), *more]
+LONG = pytest.mark.long
+CONFIGURATIONS = [  # layout, coordination, model
+    ("ep2-pp2", "independent", "mixtral"),
+    ("ep3-pp2", "leader", "mixtral"),
+    *(
+        pytest.param(layout, mode, "mixtral", marks=LONG)
+        for mode in ("independent", "leader")
+        for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2", "ep1-pp4")
+        if (layout, mode) not in (("ep2-pp2", "independent"), ("ep3-pp2", "leader"), ("ep1-pp4", "leader"))
+    ),
+    *(pytest.param("ep2-pp2", "independent", kind, marks=LONG) for kind in ("qwen3_moe", "gpt_oss", "llama")),
+]
 
 
 def check(load: Workload, address: str, transport: str) -> None:
@@ -50,66 +69,46 @@ def check(load: Workload, address: str, transport: str) -> None:
         load.check(generate(load.model, load.batch, NEW_TOKENS))
 
 
-LAYOUTS = [(layout, "independent") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")]
-LED = [(layout, "leader") for layout in ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep3-pp2")]
-
-
-@pytest.mark.parametrize(("layout", "coordination"), LAYOUTS + LED)
-def test_tokens_equal_peft(tmp_path, layout, coordination):
-    load = workload("mixtral")
+@pytest.mark.parametrize(("layout", "coordination", "kind"), CONFIGURATIONS)
+def test_tokens_equal_peft(tmp_path, layout, coordination, kind):
+    load = workload(kind)
     more = ("--layout", layout, "--coordination", coordination, "--max-step-rows", "32")
     with running_server(tmp_path / "log", flags(load, *more)) as server:
-        for transport in ("shm", "tcp"):
+        for transport in ("auto", "shm", "tcp"):
             check(load, server.address, transport)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "llama"])
-def test_every_kind_of_model(tmp_path, kind):
-    load = workload(kind)
-    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
-        check(load, server.address, "auto")
-
-
-@pytest.mark.parametrize("coordination", ["independent", "leader"])
-def test_two_nodes_form_one_server(tmp_path, coordination):
-    load = workload("mixtral")
-    common = flags(load, "--layout", "ep2-pp2", "--nodes", "2", "--coordination", coordination)
-    ports = DataPorts(free_base(7) if coordination == "leader" else None, Layout(2, 2))
-    if ports.base:
-        token = tmp_path / "token"
-        token.write_text("the same on all nodes\n")
-        common += ["--data-port-base", str(ports.base), "--join-token-file", str(token)]
-    first = launch(tmp_path / "log0", *common, "--node-rank", "0")
-    second = launch(
-        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--http", "127.0.0.1:0"
-    )
-    try:
+@pytest.mark.long
+def test_two_nodes_with_fixed_ports_listen_nowhere_else(tmp_path):
+    """A killed controller's and a killed shard's successors use the same ports again."""
+    load, ports = workload("mixtral"), DataPorts(free_base(7), Layout(2, 2))
+    token = tmp_path / "token"
+    token.write_text("the same on all nodes\n")
+    common = flags(load, "--layout", "ep2-pp2", "--coordination", "leader", "--join-token-file", str(token))
+    with Nodes(tmp_path, *common, "--data-port-base", str(ports.base)) as nodes:
+        first, second = nodes.start(), nodes.start("--http", "127.0.0.1:0")
         first.wait_ready()
         until(lambda: '"serving"' in second.tail(), "the second node says where it is")
         (said,) = [line for line in map(json.loads, second.log.read_text().splitlines()) if line["event"] == "serving"]
         second.http = said["http"]
         assert second.get("/readyz") == (200, "ok\n")
-        reply = status(first.address)
-        assert [shard.node for shard in reply.shards] == [0, 0, 1, 1]
         check(load, first.address, "tcp")
         check(load, first.address, "auto")
-        if ports.base:
-            _check_ports(ports, first, second)
-            with attach(load.model, server=first.address, transport="tcp") as lora, lora.adapters(load.names):
-                load.check(generate(load.model, load.batch, NEW_TOKENS))
-                killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
-                for process in killed:
-                    process.kill()
-                all_gone(killed)
-                first.wait_ready()
-                load.check(generate(load.model, load.batch, NEW_TOKENS))
-            _check_ports(ports, first, second)
-    finally:
-        assert (second.stop(), first.stop()) == (0, 0)
+        _check_ports(ports, first, second)
+        with attach(load.model, server=first.address, transport="tcp") as lora, lora.adapters(load.names):
+            load.check(generate(load.model, load.batch, NEW_TOKENS))
+            reply = status(first.address)
+            killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
+            for process in killed:
+                process.kill()
+            all_gone(killed)
+            first.wait_ready()
+            load.check(generate(load.model, load.batch, NEW_TOKENS))
+        _check_ports(ports, first, second)
 
 
 def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) -> None:
-    """Everybody listens where the rule says, the controller and nodes at their flags' too, and nobody elsewhere."""
+    """Each process listens where the rule says, the controller and nodes at their flags' too, and nowhere else."""
     listen, http, others_http = (Address.parse(text).port for text in (first.address, first.http, second.http))
     reply = status(first.address)
     found = {psutil.Process(reply.pid): {listen, http}}
@@ -122,22 +121,14 @@ def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) 
     assert {one: listening(one) for one in family if listening(one)} == found
 
 
-def test_nodes_must_agree(tmp_path):
-    load = workload("mixtral")
-    common = flags(load, "--layout", "ep1-pp2", "--nodes", "2")
-    first = launch(tmp_path / "log0", *common)
-    second = launch(
-        tmp_path / "log1", *common, "--node-rank", "1", "--controller", first.address, "--max-step-rows", "99"
-    )
-    try:
+def test_nodes_with_different_settings_do_not_serve(tmp_path):
+    with Nodes(tmp_path, *flags(workload("mixtral"), "--layout", "ep1-pp2")) as nodes:
+        first, second = nodes.start(), nodes.start("--max-step-rows", "99")
         until(lambda: "other settings than the controller's" in second.tail(), "the second node says why")
         assert first.get("/readyz")[0] == 503
-    finally:
-        first.stop()
-        second.stop()
 
 
-def test_adapters_while_serving(tmp_path):
+def test_adapters_come_and_go_while_the_server_serves(tmp_path):
     load = workload("mixtral")
     paths = load.paths
     with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1", *ANYWHERE]) as server:
@@ -150,17 +141,15 @@ def test_adapters_while_serving(tmp_path):
         clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
         assert clash.returncode == 1
         assert "adapters update" in clash.stderr
-        law = listed(server)["law"]
+        law = rows(server)["law"]
         assert (law["lora_rank"], law["resident_layers"]) == (8, 4)
 
         with attach(load.model, server=server.address) as lora:
             with lora.adapters(["law"]):
                 removed = cli("adapters", "remove", "law", *at, "--json")
                 assert json.loads(removed.stdout) == {"name": "law", "holders": 1}
-                index = load.names.index("fused")
-                (answer,) = generate(load.model, [load.batch[index]], NEW_TOKENS)
-                assert answer.tokens == load.expected[index].tokens, "what a request holds stays until it ends"
-            until(lambda: not listed(server), "the weights are gone")
+                assert generates(load, "fused"), "what a request holds stays until it ends"
+            until(lambda: not rows(server), "the weights are gone")
             with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
                 pass
         until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
@@ -171,33 +160,25 @@ def test_adapters_while_serving(tmp_path):
 
 
 def _check_log(lines: list[dict]) -> None:
-    """Of a server whose adapter was added twice, not replaced, removed; and that was stopped in order."""
+    """Check the log of a server whose adapter was added twice, refused once and removed; it was stopped in order."""
     events = [line["event"] for line in lines]
     assert events[0] == "starting"
     assert events.index("serving") > max(index for index, event in enumerate(events) if event == "shard up")
     mine = [line for line in lines if line.get("name") == "law"]
-    assert [line["event"] for line in mine] == [
-        "adapter added",
-        "adapter added again",
-        "adapter not added",
-        "adapter removed",
-    ]
-    assert (mine[0]["lora_rank"], mine[0]["bytes"] > 0, len(mine[0]["version"]), mine[0]["seconds"] > 0) == (
-        8,
-        True,
-        12,
-        True,
-    )
+    said = ["adapter added", "adapter added again", "adapter not added", "adapter removed"]
+    assert [line["event"] for line in mine] == said
+    assert (mine[0]["lora_rank"], len(mine[0]["version"])) == (8, 12)
+    assert mine[0]["bytes"] > 0 and mine[0]["seconds"] > 0
     assert "adapters update" in mine[2]["error"]
     assert mine[3]["holders"] == 1
     assert events.count("shard left") == 2
     assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]
 
 
-def listed(server) -> dict[str, dict]:
+def rows(server: RunningServer) -> dict[str, dict]:
     """Adapters by name, as the CLI shows them."""
-    rows = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
-    return {row["name"]: row for row in rows}
+    found = json.loads(cli("adapters", "list", "--server", server.address, "--json").stdout)
+    return {row["name"]: row for row in found}
 
 
 def copy_with(source: Path, target: Path, **fields: object) -> None:
@@ -213,15 +194,14 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
     tiny.make_adapter(other, adapters / "other-base", lora_rank=4, seed=1)
     copy_with(load.paths["qv"], adapters / "dora", use_dora=True)
     copy_with(load.paths["qv"], adapters / "alike", base_model_name_or_path="Other-7B")
-    (adapters / "good").symlink_to(load.paths["fused"])
+    (adapters / "fused").symlink_to(load.paths["fused"])
     (adapters / "notes.txt").write_text("ignored")
-    with running_server(
-        tmp_path / "log", ["--base-model", str(load.base), "--adapters", str(adapters), *ANYWHERE]
-    ) as server:
+    served = ["--base-model", str(load.base), "--adapters", str(adapters), *ANYWHERE]
+    with running_server(tmp_path / "log", served) as server:
         at = ("--server", server.address)
-        rows = listed(server)
-        assert [rows[name]["state"] for name in ("dora", "other-base")] == ["refused", "refused"]
-        assert "Other-7B" in rows["alike"]["warnings"][0] and rows["good"]["error"] == ""
+        found = rows(server)
+        assert [found[name]["state"] for name in ("dora", "other-base")] == ["refused", "refused"]
+        assert "Other-7B" in found["alike"]["warnings"][0] and found["fused"]["error"] == ""
         for command in (["adapters", "list"], ["adapters", "show", "dora"], ["status"]):
             done = cli(*command, *at)
             assert done.returncode == 0, done.stderr
@@ -232,81 +212,83 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
         assert [one.name for one in reply.refused] == ["dora", "other-base"]
         assert 'lora_server_adapters_refused{code="adapter_format"} 2.0' in server.get("/metrics")[1]
         with attach(load.model, server=server.address) as lora:
-            index = load.names.index("fused")
-            with lora.adapters(["good"]):
-                assert generate(load.model, [load.batch[index]], NEW_TOKENS)[0].tokens == load.expected[index].tokens
+            assert answers(lora, load, "fused")
             with pytest.raises(UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
                 pass
         assert cli("adapters", "remove", "other-base", *at).returncode == 0
-        before = status(server.address).pid
-        os.kill(before, signal.SIGKILL)
-        until(lambda: server.get("/readyz")[0] == 200 and status(server.address).pid != before, "a new controller")
+        kill_controller(server)
         assert [one.name for one in status(server.address).refused] == ["dora"]
         assert cli("adapters", "add", "dora", str(load.paths["qv"]), *at).returncode == 0
-        assert listed(server)["dora"]["state"] == "ready"
+        assert rows(server)["dora"]["state"] == "ready"
         assert status(server.address).refused == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_behind(tmp_path, number):
+ENDS = [signal.SIGKILL, *(pytest.param(one, marks=LONG) for one in (signal.SIGINT, signal.SIGTERM))]
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("number", ENDS)
+def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(tmp_path, number):
     load = workload("mixtral")
     server = launch(tmp_path / "log", *flags(load, "--layout", "ep2-pp2"))
     server.wait_ready()
-    with attach(load.model, server=server.address, transport="shm") as lora, lora.adapters(["fused"]):
-        processes = descendants(server.process.pid)
-        assert len(processes) == 6, "a fork server, a controller and four shards"
-        maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
-        assert "memfd:lora-client" in maps
-        assert "/dev/shm/" not in maps
-        server.process.send_signal(number)
-        assert server.process.wait(20) == (0 if number != signal.SIGKILL else -9)
-        until(lambda: not any(process.is_running() for process in processes), "all shards are gone", 10)
+    with attach(load.model, server=server.address, transport="shm", timeout_seconds=5) as lora:
+        with lora.adapters(["fused"]):
+            processes = descendants(server.process.pid)
+            assert len(processes) == 6, "a fork server, a controller and four shards"
+            maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
+            assert "memfd:lora-client" in maps
+            assert "/dev/shm/" not in maps
+            server.process.send_signal(number)
+            assert server.process.wait(HANG_SECONDS) == (0 if number != signal.SIGKILL else -9)
+            all_gone(processes)
+        with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
+            load.model(torch.tensor([[5, 6]]))
+    with pytest.raises(ServerUnavailableError, match="is it running"):
+        RemoteServer(server.address).join(2)
 
 
-def test_http(tmp_path):
-    load = workload("mixtral")
-    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp1", "--grpc-reflection")) as server:
-        assert server.get("/livez") == (200, "ok\n")
-        assert server.get("/nowhere")[0] == 404
-        check(load, server.address, "auto")
-        until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
-        metrics = server.get("/metrics")[1]
-        assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
-        with open_channel(server.address) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            serving = health_pb2.HealthCheckResponse.SERVING
-            until(lambda: health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == serving, "gRPC health")
-            known = ProtoReflectionDescriptorDatabase(channel).get_services()
-            assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
-        assert "lora_server_adapters 6.0" in metrics
+def test_http_and_grpc_tell_health_metrics_and_services(server):
+    assert server.get("/livez") == (200, "ok\n")
+    assert server.get("/nowhere")[0] == 404
+    check(workload("mixtral"), server.address, "auto")
+    until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
+    metrics = server.get("/metrics")[1]
+    assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
+    with open_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request, serving = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
+        until(lambda: health.Check(request, timeout=HANG_SECONDS).status == serving, "gRPC health")
+        known = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
+    assert "lora_server_adapters 6.0" in metrics
 
 
-def test_nobody_computes_with_what_it_does_not_hold(tmp_path):
-    """Handles count up, so anybody can name them; the processes of one engine may share what one of them holds."""
+def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(server):
+    """Handles count up, so any client can name them; the processes of one engine may share what one of them holds."""
     load = workload("mixtral")
     experts = load.model.model.layers[0].mlp.experts
     x, weights = torch.randn(2, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 2)
     index = torch.tensor([[0, 1], [2, 3]])
-    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2")) as server:
-        scheduler = RemoteServer(server.address, links=False).join()
-        (held,) = scheduler.acquire(["fused"], time.monotonic() + HANG_SECONDS)
-        with attach(load.model, server.address, timeout_seconds=20) as lora:
+    scheduler = RemoteServer(server.address, links=False).join()
+    (held,) = scheduler.acquire(["fused"], time.monotonic() + HANG_SECONDS)
+    with attach(load.model, server.address, timeout_seconds=HANG_SECONDS) as lora:
 
-            def compute():
-                lora._forward.batch = Batch.of([held] * 2, None, decode=True)
-                try:
-                    return experts(x, index, weights)
-                finally:
-                    lora._forward.batch = None
+        def compute():
+            lora._forward.batch = Batch.of([held] * 2, None, decode=True)
+            try:
+                return experts(x, index, weights)
+            finally:
+                lora._forward.batch = None
 
-            with pytest.raises(PermissionDeniedError, match="which this client does not hold"):
-                compute()
-            lora.client.recover()
-            lora.client.session.borrow(scheduler.proof)
-            assert not torch.allclose(compute(), experts(x, index, weights))
-            scheduler.leave()
-            with pytest.raises(PermissionDeniedError):
-                compute()
+        with pytest.raises(PermissionDeniedError, match="which this client does not hold"):
+            compute()
+        lora.client.recover()
+        lora.client.session.borrow(scheduler.proof)
+        assert not torch.allclose(compute(), experts(x, index, weights))
+        scheduler.leave()
+        with pytest.raises(PermissionDeniedError):
+            compute()
 
 
 def test_engines_learn_the_servers_wire_and_refuse_another(tmp_path):
@@ -315,12 +297,12 @@ def test_engines_learn_the_servers_wire_and_refuse_another(tmp_path):
         for transport in ("shm", "tcp"):
             with attach(load.model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
                 assert lora.client.described()["wire"] == "e4m3"
-                answers = generate(load.model, load.batch, 1)
-            error = [abs(o.logprobs[0] - t.logprobs[0]) for o, t in zip(answers, load.expected, strict=True)]
+                found = generate(load.model, load.batch, 1)
+            error = [abs(o.logprobs[0] - t.logprobs[0]) for o, t in zip(found, load.expected, strict=True)]
             assert max(error) > 1e-4, "8 bits were not exact"
-            same = sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in zip(answers, load.expected, strict=True))
+            same = sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in zip(found, load.expected, strict=True))
             assert same >= len(load.names) - 1
         with pytest.raises(ConfigError, match="server's is e4m3, the engine takes exact"):
             attach(load.model, server=server.address, wire="exact")
-        with pytest.raises(ConfigError, match="transport cuda_ipc: shard 0 computes on cpu"):
+        with pytest.raises(ConfigError, match="transport cuda_ipc: shard 0 computes on cpu, the engine on cpu"):
             attach(load.model, server=server.address, transport="cuda_ipc")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import psutil
 import pytest
 from structlog.testing import capture_logs
 
@@ -13,7 +12,7 @@ from client_connector.serving.settings import Settings
 from client_connector.vllm.settings import configured
 from lora_server.demo.launch import launch, running_server
 from lora_server.errors import ConfigError
-from tests.support.serving import ANYWHERE, HANG_SECONDS, cli, kill, status, until
+from tests.support.serving import ANYWHERE, cli, flags, kill, kill_controller, status, until
 from tests.support.workload import workload
 
 
@@ -30,10 +29,7 @@ def test_a_name_is_an_engines_or_an_adapters(tmp_path):
         assert refused.returncode == 1
         assert f"'base': engine {os.uname().nodename}:{os.getpid()} serves its base model" in refused.stderr
 
-        controller = psutil.Process(status(server.address).pid)
-        controller.kill()
-        controller.wait(HANG_SECONDS)
-        server.wait_ready()
+        kill_controller(server)
         assert cli(*add, server.address).returncode == 1, "the next controller knows it too"
 
         holder.close()
@@ -44,15 +40,16 @@ def test_a_name_is_an_engines_or_an_adapters(tmp_path):
         engine(server.address, "mixtral").close()
 
 
-def test_a_server_that_comes_back_with_such_an_adapter_is_said_aloud(tmp_path):
-    """The engine stays: its other adapters, and its base model, are somebody's."""
+@pytest.mark.long
+def test_a_server_that_comes_back_with_such_an_adapter_is_logged_as_an_error(tmp_path):
+    """The engine stays: its other adapters, and its base model, are in use."""
     load = workload("mixtral")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
     first = launch(tmp_path / "first", "--base-model", str(load.base))
     first.wait_ready()
     holder = engine(first.address, "fused")
     kill(first)
-    with running_server(tmp_path / "second", [*flags, "--listen", first.address]) as second, capture_logs() as lines:
+    again = flags(load, "--listen", first.address)
+    with running_server(tmp_path / "second", again) as second, capture_logs() as lines:
         use = holder.hold("r", "experts", ())
         until(lambda: use.held is not None or use.failure is not None, "it is joined anew")
         assert use.failure is None

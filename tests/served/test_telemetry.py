@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from client_connector.transformers import attach
 from lora_server import telemetry
 from lora_server.demo.launch import running_server
 from lora_server.errors import UnknownAdapterError
-from tests.support.serving import HANG_SECONDS, until
+from tests.support.serving import HANG_SECONDS, flags, until
 from tests.support.workload import workload
 
 POOL = 490_000  # bytes; "fused" takes all but 7 kB
@@ -42,7 +43,7 @@ class Collector(ThreadingHTTPServer):
         return [one for one in self.spans if one["name"] == name and wanted <= one["attributes"].items()]
 
     def wait_for(self, name, **attributes):
-        until(lambda: self.named(name, **attributes), f"a span {name} {attributes}", HANG_SECONDS)
+        until(lambda: self.named(name, **attributes), f"a span {name} {attributes}")
         return self.named(name, **attributes)[0]
 
 
@@ -93,9 +94,10 @@ def load():
 
 @pytest.fixture(scope="module")
 def server(collector, load, tmp_path_factory):
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--max-active-adapters", "1"]
-    flags += ["--otlp-endpoint", collector.endpoint, "--log-format", "json", "--device-pool", str(POOL)]
-    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as running:
+    more = ("--max-active-adapters", "1", "--device-pool", str(POOL), "--otlp-endpoint", collector.endpoint)
+    with running_server(
+        tmp_path_factory.mktemp("server") / "log", flags(load, *more, "--log-format", "json")
+    ) as running:
         yield running
 
 
@@ -104,13 +106,15 @@ def in_trace(collector, name, of):
 
 
 def test_a_request_is_one_trace_through_engine_and_server(collector, load, server):
-    with attach(load.model, server=server.address) as lora:
-        for name in ("attention", "fused"):  # there is room for one
-            with lora.adapters([name]):
+    with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
+        for name in ("attention", "fused"):  # the pool holds one; no other test uses the second
+            with telemetry.span(f"of {name}"), lora.adapters([name]):
                 load.model(torch.tensor([load.batch[0].prompt]))
-    acquire = collector.wait_for("lora.acquire", adapters="fused")
+    request = collector.wait_for("of fused")
+    until(lambda: in_trace(collector, "lora.acquire", request), "its request for an adapter")
+    (acquire,) = in_trace(collector, "lora.acquire", request)
     names = ("lora.generation", "lora.server.Acquire", "lora.load")
-    until(lambda: all(in_trace(collector, name, acquire) for name in names), "all of its trace", HANG_SECONDS)
+    until(lambda: all(in_trace(collector, name, acquire) for name in names), "all of its trace")
     ((generation,), (answered,), (loaded,)) = (in_trace(collector, name, acquire) for name in names)
     assert [one["process"] for one in (generation, answered, loaded)] == [
         ("lora-connector", ""),
@@ -129,7 +133,7 @@ def test_the_wait_for_a_place_is_a_span(collector, server):
     sessions = [RemoteServer(server.address, links=False).join(HANG_SECONDS) for _ in range(2)]
     try:
         first, second = sessions
-        (held,) = first.acquire(["fused"], time.monotonic() + HANG_SECONDS)
+        (held,) = first.acquire(["qv"], time.monotonic() + HANG_SECONDS)
         with telemetry.span("test"):
             ticket = second.ticket()
             second.ask(ticket, ["experts"])
@@ -142,7 +146,13 @@ def test_the_wait_for_a_place_is_a_span(collector, server):
 
 
 def test_a_refused_call_is_found_by_its_id(collector, server):
-    session = RemoteServer(server.address, links=False).join(HANG_SECONDS)
+    def refusals():
+        (line,) = (
+            re.findall(r'lora_server_refusals_total.code="unknown_adapter". (.*)', server.get("/metrics")[1]) or "0"
+        )
+        return float(line)
+
+    session, before = RemoteServer(server.address, links=False).join(HANG_SECONDS), refusals()
     try:
         with pytest.raises(UnknownAdapterError) as raised, telemetry.span("refused"):
             session.acquire(["nobody"])
@@ -154,7 +164,7 @@ def test_a_refused_call_is_found_by_its_id(collector, server):
     trace = collector.wait_for("refused")["trace"]
     until(lambda: [one for one in collector.named("lora.server.Acquire") if one["trace"] == trace], "it came")
     assert all(one["failed"] for one in collector.named("lora.server.Acquire") if one["trace"] == trace)
-    assert 'lora_server_refusals_total{code="unknown_adapter"} 1.0' in server.get("/metrics")[1]
+    assert refusals() == before + 1
 
 
 def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
@@ -162,7 +172,7 @@ def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     holder = Holder(Settings(server.address), lambda text: ())
     try:
-        assert holder.hold("cmpl-1", "fused", (), headers).failure is None
+        assert holder.hold("cmpl-1", "qv", (), headers).failure is None
         assert holder.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
         holder.release("cmpl-1")
         holder.release("cmpl-2")

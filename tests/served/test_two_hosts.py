@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from lora_server.demo.launch import READY_SECONDS, launch
+from lora_server.demo.launch import READY_SECONDS
 from tests.support.fleet import Fleet, now
 from tests.support.hosts import hosts, missing
-from tests.support.serving import status, until
+from tests.support.serving import Nodes, flags, status, until
 from tests.support.workload import workload
 
 MISSING = missing()
@@ -20,19 +20,14 @@ LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 12  # leases and silence 
 BUSY = 5  # a machine that is so many times busier
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-@pytest.mark.timeout(600)
 def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
     load = workload("mixtral")
     with contextlib.ExitStack() as stack:
         near, far = stack.enter_context(hosts(2))
-        common = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep1-pp2"]
-        common += ["--nodes", "2", "--insecure"]
-        first = launch(tmp_path / "log0", *common, host=near.address, prefix=near.prefix)
-        stack.callback(first.stop)
-        more = ("--node-rank", "1", "--controller", first.address)
-        second = launch(tmp_path / "log1", *common, *more, host=far.address, prefix=far.prefix)
-        stack.callback(second.stop)
+        nodes = stack.enter_context(Nodes(tmp_path, *flags(load, "--layout", "ep1-pp2", "--insecure")))
+        first, second = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
         first.wait_ready(READY_SECONDS)
         shards = [(shard.pid, shard.node) for shard in status(first.address).shards]
         assert [node for _, node in shards] == [0, 1]
@@ -50,6 +45,6 @@ def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
             until(lambda: first.get("/readyz")[0] == 200, "the server is complete", BACK_SECONDS * BUSY)
             print(f"link down for {seconds} s: all engines right again {slowest:.1f} s after it was up")
             print(dict(fleet.check()))
-        assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "nobody was restarted"
+        assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "none was restarted"
         assert second.process.poll() is None
         print(first.tail(), second.tail())

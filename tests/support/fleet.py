@@ -8,32 +8,38 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from lora_server.demo import children
 from lora_server.errors import BY_CODE
 from tests.support.checking_engine import CheckingJob
-from tests.support.serving import until
+from tests.support.serving import HANG_SECONDS, until
 from tests.support.workload import Workload
 
 TYPED = set(BY_CODE) | {"right"}
 
 
-class Engine:
-    """One process; its rounds are read by a thread."""
+def checking(job: Path, prefix: Sequence[str] = ()) -> list[str]:
+    """The command of an engine that checks itself."""
+    return [*prefix, sys.executable, "-m", "tests.support.checking_engine", str(job)]
 
-    def __init__(self, job: Path, prefix: tuple[str, ...] = ()) -> None:
-        command = [*prefix, sys.executable, "-m", "tests.support.checking_engine", str(job)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+class Engine:
+    """A process that prints a JSON line per round; a thread reads them."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.process = children.start(command, stdout=subprocess.PIPE, text=True)
         self.rounds: list[dict] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(20)
-        self._reader.join(20)
+        self.process.wait(HANG_SECONDS)
+        self._reader.join(HANG_SECONDS)
         self.process.stdout.close()
 
     def _read(self) -> None:
@@ -53,10 +59,12 @@ class Fleet:
         self.engines = []
         prefixes = how.pop("prefixes", ((),) * len(transports))
         for index, (transport, prefix) in enumerate(zip(transports, prefixes, strict=True)):
-            job = CheckingJob(str(load.base), server, transport, how.get("timeout", 20.0), load.batch, load.expected)
+            job = CheckingJob(
+                str(load.base), server, transport, how.get("timeout", HANG_SECONDS / 2), load.batch, load.expected
+            )
             file = scratch / f"engine-{index}.json"
             file.write_bytes(msgspec.json.encode(job))
-            self.engines.append(Engine(file, prefix))
+            self.engines.append(Engine(checking(file, prefix)))
 
     def __enter__(self) -> Fleet:
         return self
@@ -65,7 +73,7 @@ class Fleet:
         for engine in self.engines:
             engine.stop()
 
-    def all_right_again(self, since: float, seconds: float) -> float:
+    def all_right_again(self, since: float, seconds: float = HANG_SECONDS) -> float:
         """Until every engine has had a whole round that was right after `since`; how long the slowest took."""
         until(lambda: all(one.right_since(since) for one in self.engines), f"right again: {self.outcomes()}", seconds)
         return max(one.right_since(since) for one in self.engines) - since

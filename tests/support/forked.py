@@ -38,13 +38,14 @@ IMPORTS = {
     "lora_server": SERVERS,
     "tests.support.gpu.gpu_serve": SERVERS,
     "tests.support.gpu.gpu_engine": SERVERS,
-    "tests.support.killed_serve": SERVERS,
+    "tests.support.killed_controller": SERVERS,
     "lora_server.demo.engine": ENGINES,
     "tests.support.checking_engine": ENGINES,
     "tests.support.endless_engine": ENGINES,
 }
 SIMPLE = {"stdin", "stdout", "stderr", "text", "env", "cwd"}
-OURS = ("LORA_SERVER_", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")  # nothing reads them while it is imported; torch sets one
+# what no import reads; torch sets the last
+OURS = ("LORA_SERVER_", "PYTEST_", "OTEL_", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Job(msgspec.Struct):
@@ -114,6 +115,7 @@ class Forks:
                 return start(command, **how)
             return ForkedPopen(self._servers[IMPORTS[command[2]]], command, **how)
 
+        fork.__wrapped__ = start
         children.start = fork
         try:
             yield

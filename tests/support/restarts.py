@@ -1,4 +1,4 @@
-"""A controller with a database, which dies and is started again beside the shard that it had."""
+"""A controller with a database that is killed and started again; its shard lives on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from lora_server.registry.versions import Ledger
 from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of, workload
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 class Killed(BaseException):
-    """What nothing of ours catches, as nothing survives a SIGKILL."""
+    """A SIGKILL within this process: no handler of ours catches it."""
 
 
 def dies(server, monkeypatch, where, method, after):
-    """The first call of a method is the last thing that this controller does; after: it is done yet."""
+    """Kill the controller at the first call of a method: before it begins, or `after` it is done."""
     original = getattr(where, method)
 
     def last(*arguments, **named):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import grpc
 import psutil
 
 from lora_server.demo import children
-from lora_server.demo.launch import RunningServer
+from lora_server.demo.engine import generate
+from lora_server.demo.launch import RunningServer, launch
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import open_channel
+from lora_server.wire.listing import all_pages
+from lora_server.wire.rpc import call, open_channel
+from tests.support.workload import NEW_TOKENS, Workload
 
 ANYWHERE = ("--adapter-root", "/")
 HANG_SECONDS = 120.0  # a limit is for hangs: what takes seconds may take a minute on a busy machine
@@ -32,15 +40,130 @@ def cli(*arguments: str, seconds: float = HANG_SECONDS) -> subprocess.CompletedP
     return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
+def until(condition: Callable[[], object], what: str, seconds: float = HANG_SECONDS) -> None:
+    """Poll something that another process or thread makes true; a deadline, not a guess."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def flags(work: Workload, *more: str) -> list[str]:
+    """Flags of `lora-server serve` for a workload."""
+    return ["--base-model", str(work.base), "--adapters", str(work.adapters), *more]
+
+
 def status(address: str) -> pb.StatusReply:
     with open_channel(address) as channel:
-        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
+        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=HANG_SECONDS / 2)
+
+
+def reached(address: str) -> pb.StatusReply | None:
+    """The server's status; None while its controller is away."""
+    try:
+        return status(address)
+    except grpc.RpcError:
+        return None
+
+
+def complete(address: str) -> pb.StatusReply | None:
+    """The server's status; None while its controller is away or it is not ready."""
+    reply = reached(address)
+    return reply if reply is not None and reply.ready else None
+
+
+def ask(address: str, method: str, **fields: object) -> Any:
+    """Call a method of the Adapters service; raises the server's error."""
+    kind = {"List": "ListAdaptersRequest"}.get(method, f"{method}AdapterRequest")
+    with open_channel(address) as channel:
+        stub = getattr(rpc.AdaptersStub(channel), method)
+        return call(stub, getattr(pb, kind)(**fields), server=address, seconds=HANG_SECONDS)
+
+
+def listed(address: str) -> dict[str, pb.Adapter]:
+    """Adapters by name, in the order of handles, but for versions that drain."""
+    with open_channel(address) as channel:
+        stub = rpc.AdaptersStub(channel)
+        pages = all_pages(lambda one: call(stub.List, one, server=address, seconds=HANG_SECONDS))
+    return {one.name: one for one in pages.adapters if one.state != "draining"}
+
+
+def generates(work: Workload, kind: str) -> bool:
+    """Whether the model's tokens, with the adapters that it holds now, are PEFT's for this adapter of the workload."""
+    index = work.names.index(kind)
+    (answer,) = generate(work.model, [work.batch[index]], NEW_TOKENS)
+    return answer.tokens == work.expected[index].tokens
+
+
+def answers(lora: Any, work: Workload, name: str, kind: str = "") -> bool:
+    """Whether adapter `name` answers with PEFT's tokens for the workload's adapter `kind`, or of its own name."""
+    with lora.adapters([name]):
+        return generates(work, kind or name)
+
+
+def wait_successor(server: RunningServer, pid: int) -> None:
+    """Wait until another controller than `pid` has a complete server."""
+
+    def succeeded() -> bool:
+        reply = complete(server.address)
+        return reply is not None and reply.pid != pid
+
+    until(succeeded, "another controller has a complete server")
+    server.wait_ready()
+
+
+def kill_controller(server: RunningServer) -> None:
+    """SIGKILL a controller; return when its successor has a complete server."""
+    before = status(server.address).pid
+    os.kill(before, signal.SIGKILL)
+    wait_successor(server, before)
+
+
+def kill_shard(server: RunningServer, shard: int) -> None:
+    """SIGKILL a shard; return when another process is up in its place."""
+    before = status(server.address).shards[shard].pid
+    os.kill(before, signal.SIGKILL)
+
+    def replaced() -> bool:
+        reply = complete(server.address)
+        return reply is not None and reply.shards[shard].pid != before
+
+    until(replaced, f"shard {shard} is replaced")
+
+
+def stop(server: RunningServer) -> int:
+    """SIGTERM; the exit code of a node, which has as long as a busy machine needs."""
+    return children.stop(server.process, HANG_SECONDS)
+
+
+class Nodes:
+    """The nodes of one server. The first that starts is node 0; the others join it as node 1."""
+
+    def __init__(self, directory: Path, *common: str) -> None:
+        self.directory, self.common, self.all = directory, common, list[RunningServer]()
+
+    def start(self, *own: str, joins: bool = True, **how: Any) -> RunningServer:
+        """Start the next node with flags of its own; does not wait."""
+        more = ("--node-rank", "1", "--controller", self.all[0].address) if self.all and joins else ()
+        log = self.directory / f"log{len(self.all)}"
+        self.all.append(launch(log, *self.common, "--nodes", "2", *more, *own, **how))
+        return self.all[-1]
+
+    def stop(self) -> list[int]:
+        """Exit codes; the last that started ends first."""
+        return [stop(one) for one in reversed(self.all)]
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
 
 def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
     """Steps that each shard has served, once two reports in a row agree (they come about once a second)."""
     seen, since = None, time.monotonic()
-    deadline = since + 30
+    deadline = since + HANG_SECONDS
     while time.monotonic() < since + seconds:
         steps = [shard.stats.steps for shard in status(address).shards]
         if steps != seen:
@@ -49,14 +172,6 @@ def settled_steps(address: str, seconds: float = 2.5) -> list[int]:
         time.sleep(0.1)
     assert seen is not None
     return seen
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Poll something that another process or thread makes true; a deadline, not a guess."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 def shard_processes(address: str) -> list[psutil.Process]:
@@ -69,16 +184,16 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill(server: RunningServer) -> None:
-    """All of a node at once, as if its machine had gone."""
+    """Kill every process of a node at once, as if its machine had gone."""
     family = descendants(server.process.pid)
     server.process.kill()
     for process in family:
         process.kill()
-    server.process.wait(10)
+    server.process.wait(HANG_SECONDS)
 
 
 def free_base(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on at 127.0.0.1 now; none that is ever chosen for one."""
+    """The first of so many ports in a row, all free at 127.0.0.1 now; none that the kernel gives out by itself."""
     for base in random.sample(range(20000, 30000), 100):
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
             for port in range(base, base + count):
@@ -94,7 +209,7 @@ def listening(process: psutil.Process) -> set[int]:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Empty for one that has ended."""
+    """A process's command line; empty once it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -102,7 +217,7 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What a process of a node calls itself; empty for one that has ended."""
+    """What a process of a node calls itself; empty once it has ended."""
     try:
         return process.name()
     except psutil.Error:
@@ -110,12 +225,12 @@ def name_of(process: psutil.Process) -> str:
 
 
 def keepers(pid: int) -> list[psutil.Process]:
-    """Those of the children of a process (lora_server/demo/children.py); they are nobody's descendants."""
+    """The keepers of a process's children (lora_server/demo/children.py); they are no descendants of it."""
     return [one for one in psutil.process_iter() if command_of(one)[3:5] == [children.__file__, str(pid)]]
 
 
 def all_gone(processes: list[psutil.Process]) -> None:
-    """Wait until none of them runs; one that nobody has reaped does not."""
+    """Wait until none of them runs; a zombie does not."""
 
     def gone(process: psutil.Process) -> bool:
         try:
@@ -124,7 +239,7 @@ def all_gone(processes: list[psutil.Process]) -> None:
             return True
 
     assert processes
-    until(lambda: all(map(gone, processes)), f"none of {processes} is left", HANG_SECONDS)
+    until(lambda: all(map(gone, processes)), f"none of {processes} is left")
 
 
 def start_engine(model: str, server: str, *names: str) -> subprocess.Popen[str]:

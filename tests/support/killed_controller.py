@@ -1,4 +1,4 @@
-"""A controller's process that is killed in an update, by itself; see tests.support.killed_serve."""
+"""`lora-server serve`, as `python -m` runs this, whose controller, `main()`, kills itself where a test says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from pathlib import Path
 from lora_server.config import ProcessConfig
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.controller_main import ControllerProcess
-from tests.support.stages import STAGES
 
 ORDER = "die"  # a file in --data-dir: the stage, and whether it is done yet
+STAGES = [  # methods of the controller's adapters, in the order of an update
+    # what is the last to be begun, or done; whether the new version serves then
+    ("_record", False, False),  # it was read
+    ("_load_beside", False, False),
+    ("_load_beside", True, False),  # shards load it
+    ("_keep_replaced", False, False),  # shards have it
+    ("_keep_replaced", True, True),  # and it is kept
+    ("_take_back_refusal", False, True),  # and it is listed
+    ("_collect", False, True),  # and shards were told
+]
 
 
 def order(method: str, after: bool) -> str:
@@ -29,7 +38,7 @@ class DyingController(ControllerProcess):
             self._wrap(method, set(methods[:index]))
 
     def _wrap(self, method: str, earlier: set[str]) -> None:
-        """A call counts behind those of the earlier stages: others than an update have some of these, too."""
+        """Let a call count behind those of the earlier stages: not only updates have some of these."""
         original = getattr(self.controller.adapters, method)
 
         def wrapped(*arguments: object, **named: object) -> object:
@@ -46,7 +55,7 @@ class DyingController(ControllerProcess):
 
 
 def die(file: Path, here: str) -> None:
-    """Once."""
+    """End this process by SIGKILL, once, where the order says `here`."""
     if file.exists() and file.read_text() == here:
         file.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,3 +63,11 @@ def die(file: Path, here: str) -> None:
 
 def main() -> None:
     run_child(DyingController)
+
+
+if __name__ == "__main__":
+    from lora_server.cli import main as serve
+    from lora_server.daemon import node
+
+    node.CONTROLLER = "tests.support.killed_controller"
+    serve()
