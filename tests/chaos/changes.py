@@ -17,7 +17,7 @@ from client_connector.remote import RemoteServer
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError, ServerUnavailableError
 from tests.chaos.caller import SMALL, Caller
-from tests.chaos.floods import Behaved, held
+from tests.chaos.floods import START_SECONDS, Behaved, held
 from tests.chaos.report import Held, Line
 from tests.support.serving import ask, kill_controller, listed, until
 from tests.support.workload import Workload
@@ -187,7 +187,7 @@ def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tup
     with running_server(scratch / "log", [*flags, "--data-dir", str(scratch / "data")]) as server:
         campaign = Campaign(server, load, 40 if short else 2000, dice)
         try:
-            until(lambda: all(len(one.rounds) > 20 for one in campaign.engines), "the first steps")
+            until(lambda: all(len(one.rounds) > 20 for one in campaign.engines), "the first steps", START_SECONDS)
             campaign.fill()
             before = held(server)
             line = campaign.play(2 if short else 20, float("inf") if short else COMPLETE_SECONDS)

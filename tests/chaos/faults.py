@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from lora_server.demo.launch import RunningServer, running_server
-from tests.chaos.floods import held
+from tests.chaos.floods import START_SECONDS, held
 from tests.chaos.report import Held, Line
 from tests.support.fleet import Engine, Fleet, checking, now
 from tests.support.serving import all_gone, status, until
@@ -19,7 +19,6 @@ from tests.support.workload import Workload
 
 VICTIMS = ("client", "first shard", "other shard", "controller")  # in leader mode the first leads, the other follows
 PATIENCE = 120.0  # until all engines are right again
-START_SECONDS = 300.0  # for engines' processes, whose imports take a minute on a busy machine: not the server's doing
 STOP_SECONDS = 1.0
 
 

@@ -22,6 +22,7 @@ from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
 from tests.support.fleet import Engine
 from tests.support.serving import descendants, status, until
 
+START_SECONDS = 300.0  # for engines' processes, whose imports take a minute on a busy machine: not the server's doing
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
 OTHERS = 64  # adapters that are prefetched
 # kind: how many in the short form, and in the long one
@@ -64,7 +65,7 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
     with running_server(scratch / "log", [*flags, "--lease-seconds", "10"]) as server:
         behaved, bystander = Behaved(server.address, transport), RemoteServer(server.address, transport).join(60.0)
         try:
-            until(lambda: len(behaved.rounds) > 50, "the first steps", 120)
+            until(lambda: len(behaved.rounds) > 50, "the first steps", START_SECONDS)
             before = held(server)
             lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
             until(lambda: not _attacked(server), "the attackers' leases to end", 120)

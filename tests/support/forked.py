@@ -43,6 +43,7 @@ IMPORTS = {
     "tests.support.checking_engine": ENGINES,
     "tests.support.endless_engine": ENGINES,
 }
+IMPORT_SECONDS = 600.0  # for hangs alone: imports take 5 s of one CPU
 SIMPLE = {"stdin", "stdout", "stderr", "text", "env", "cwd"}
 # what no import reads; torch sets the last
 OURS = ("LORA_SERVER_", "PYTEST_", "OTEL_", "TORCHINDUCTOR_CACHE_DIR")
@@ -91,7 +92,7 @@ class Forks:
     """Fork servers by what they have imported, each started when it is first asked."""
 
     def __init__(self) -> None:
-        self._servers = {imports: ForkServer(imports) for imports in (SERVERS, ENGINES)}
+        self._servers = {imports: ForkServer(imports, IMPORT_SECONDS) for imports in (SERVERS, ENGINES)}
         self._environment, self._directory = dict(os.environ), Path.cwd()
 
     def can(self, command: list[str], how: dict) -> bool:
