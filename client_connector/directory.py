@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from client_connector.remote import CALL_SECONDS
 from client_connector.retry import while_busy
 from lora_server.errors import LoraServerError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
@@ -19,15 +19,15 @@ ADD_SECONDS, BRING_SECONDS, READY_SECONDS = 120.0, 120.0, 0.5
 class Directory:
     """Adapters of the server at HOST:PORT. Needs no lease. Without credentials it shows those of the environment."""
 
-    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
-        self._address, self._credentials = address, credentials
+    def __init__(self, address: str, credentials: Credentials | None = None, timings: Timings = DEFAULTS) -> None:
+        self._address, self._credentials, self._seconds = address, credentials, timings.call
         self._while_busy = while_busy(BRING_SECONDS)
         self._channel = open_channel(address, credentials)
         self._adapters = rpc.AdaptersStub(self._channel)
         self._access = rpc.AccessStub(self._channel)
 
-    def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
-        return call(method, request, server=self._address, seconds=seconds)
+    def _call(self, method: Any, request: Any, seconds: float | None = None) -> Any:
+        return call(method, request, server=self._address, seconds=self._seconds if seconds is None else seconds)
 
     def get(self, name: str, on_behalf_of: str = "") -> pb.Adapter:
         """A listed adapter, as a tenant means it; one that the server is just bringing is waited for. Raises
@@ -54,7 +54,7 @@ class Directory:
     def add(self, name: str, uri: str) -> pb.Adapter:
         """Validate and load on every shard; raises AdapterError. Same name and content: what is there."""
         request = pb.AddAdapterRequest(name=name, uri=uri, wait_seconds=ADD_SECONDS)
-        added: pb.Adapter = self._call(self._adapters.Add, request, ADD_SECONDS + CALL_SECONDS)
+        added: pb.Adapter = self._call(self._adapters.Add, request, ADD_SECONDS + self._seconds)
         return added
 
     def remove(self, name: str) -> None:

@@ -26,7 +26,8 @@ from lora_server.errors import (
 )
 from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
-from lora_server.transport.base import HANDSHAKE_SECONDS, Link
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.transport.base import Link
 from lora_server.transport.connect import agreed_wire, check_transport, check_wire, connect, tell_far
 from lora_server.transport.session import MAX_PREFETCHED, Held, Proof, Server, Session, Terms
 from lora_server.wire import lora_server_pb2 as pb
@@ -36,10 +37,7 @@ from lora_server.wire.messages import Hello
 from lora_server.wire.rpc import call, open_channel
 
 JOIN_SECONDS = 30.0
-CALL_SECONDS, LET_GO_SECONDS = 10.0, 1.0
 LEAST_SECONDS = 0.05
-LOOK_SECONDS = 0.05  # between two looks at a place in the queue, where the server cannot tell
-HEARTBEAT_SECONDS = 1.0  # or a quarter of the lease: a restarted controller soon knows what is held
 
 
 class Queued(NamedTuple):
@@ -69,6 +67,7 @@ class RemoteServer(Server):
         served_names: Sequence[str] = (),
         wire: str = "any",
         credentials: Credentials | None = None,
+        timings: Timings = DEFAULTS,
     ) -> None:
         """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
 
@@ -78,6 +77,7 @@ class RemoteServer(Server):
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
         self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
+        self.timings = timings
         telemetry.configure_from(os.environ, "lora-connector")
 
     @override
@@ -90,7 +90,9 @@ class RemoteServer(Server):
 
     def ask_terms(self, seconds: float = JOIN_SECONDS) -> Terms:
         """What a session would have, before one takes a place that it could not give back."""
-        session = RemoteServer(self.address, links=False, credentials=self.credentials).join(seconds)
+        session = RemoteServer(self.address, links=False, credentials=self.credentials, timings=self.timings).join(
+            seconds
+        )
         session.leave()
         return session.terms
 
@@ -101,7 +103,7 @@ class RemoteSession(Session):
 
     def __init__(self, server: RemoteServer, deadline: float) -> None:
         """One attempt, until `deadline` (time.monotonic()) at most."""
-        self._server = server
+        self._server, self._timings = server, server.timings
         self._channel = open_channel(server.address, server.credentials)
         self._clients = rpc.ClientsStub(self._channel)
         self._left = threading.Event()
@@ -123,7 +125,7 @@ class RemoteSession(Session):
 
                 world.check(server.device)
                 request.place.CopyFrom(world.wanted())
-            lease: pb.Lease = self._call(self._clients.Join, request, _left(deadline))
+            lease: pb.Lease = self._call(self._clients.Join, request, self._seconds(deadline))
         except BaseException:
             self._close()
             raise
@@ -157,35 +159,43 @@ class RemoteSession(Session):
             tell_far(endpoints)
         transport, device = self._server.transport, self._server.device
         for endpoint in endpoints:
-            seconds = min(HANDSHAKE_SECONDS, _left(deadline))
-            self.links.append(connect(endpoint, hello, transport, device, seconds))
+            seconds = min(self._timings.handshake, self._seconds(deadline))
+            self.links.append(connect(endpoint, hello, transport, device, seconds, self._timings))
 
     def _connect_world(self, lease: pb.Lease, deadline: float) -> None:
         from client_connector import world
 
+        request = pb.WorldRequest(proof=self._proof)
+
         def ask() -> pb.Place:
-            place: pb.Place = self._call(self._clients.World, pb.WorldRequest(proof=self._proof), _left(deadline))
+            place: pb.Place = self._call(self._clients.World, request, self._seconds(deadline))
             return place
 
         def missing() -> str:
             status = rpc.ServerStub(self._channel).Status
-            return str(self._call(status, pb.StatusRequest(), LET_GO_SECONDS).reason)
+            return str(self._call(status, pb.StatusRequest(), self._timings.release).reason)
 
         place = world.gathered(lease.place, ask, missing, deadline)
         entered = world.enter(place, self.terms, self._server.device)
         for link in world.links(entered, lease, lambda: self._lost is None):
             self.links.append(link)
 
-    def _call(self, method: Any, request: Any, seconds: float = CALL_SECONDS) -> Any:
+    def _call(self, method: Any, request: Any, seconds: float | None = None) -> Any:
+        seconds = self._timings.call if seconds is None else seconds
         return call(method, request, server=self._server.address, seconds=seconds)
 
+    def _seconds(self, deadline: float) -> float:
+        """Seconds for a call that has to end by then, and soon anyway; some, so that the server can say why it
+        cannot."""
+        return min(self._timings.call, max(deadline - time.monotonic(), LEAST_SECONDS))
+
     def _heartbeat(self, lease_seconds: float) -> None:
-        while not self._left.wait(min(lease_seconds / 4, HEARTBEAT_SECONDS)):
+        while not self._left.wait(min(lease_seconds / 4, self._timings.heartbeat)):
             try:
                 settled = list(self._settled)
                 beat = pb.HeartbeatRequest(proof=self._proof, settled=settled)
                 reply = self._call(self._clients.Heartbeat, beat, lease_seconds / 2)
-                self._tell(reply.forgot)
+                self._tell(reply.forgot, self._timings.call)
                 with self._lock:
                     del self._settled[: len(settled)]
             except LeaseError as error:
@@ -194,7 +204,7 @@ class RemoteSession(Session):
             except LoraServerError:  # it may come back: only the server itself ends a lease
                 continue
 
-    def _tell(self, forgot: bool, seconds: float = CALL_SECONDS) -> None:
+    def _tell(self, forgot: bool, seconds: float) -> None:
         """What is held, to a controller that does not know; what was let go or cancelled, to one that was away."""
         deadline = time.monotonic() + seconds
         if not self._telling.acquire(timeout=seconds):
@@ -203,18 +213,16 @@ class RemoteSession(Session):
             with self._lock:
                 holding, unreleased, cancelled = list(self._holding.elements()), [*self._unreleased], [*self._cancelled]
             if forgot:
-                self._call(
-                    self._clients.Restore, pb.RestoreRequest(proof=self._proof, handles=holding), _left(deadline)
-                )
+                restore = pb.RestoreRequest(proof=self._proof, handles=holding)
+                self._call(self._clients.Restore, restore, self._seconds(deadline))
             elif unreleased:
                 release = pb.ReleaseRequest(proof=self._proof, handles=unreleased)
-                self._call(self._clients.Release, release, _left(deadline))
+                self._call(self._clients.Release, release, self._seconds(deadline))
             with self._lock:
                 del self._unreleased[: len(unreleased)]
             if cancelled:
-                self._call(
-                    self._clients.Cancel, pb.CancelRequest(proof=self._proof, tickets=cancelled), _left(deadline)
-                )
+                cancel = pb.CancelRequest(proof=self._proof, tickets=cancelled)
+                self._call(self._clients.Cancel, cancel, self._seconds(deadline))
                 with self._lock:
                     del self._cancelled[: len(cancelled)]
                     self._settled += cancelled
@@ -225,7 +233,8 @@ class RemoteSession(Session):
     def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
         ticket = self.ticket()
         try:
-            while isinstance(answer := self.ask(ticket, names, _left(deadline) if deadline else CALL_SECONDS), Queued):
+            seconds = self._seconds(deadline or float("inf"))
+            while isinstance(answer := self.ask(ticket, names, seconds), Queued):
                 left = deadline - time.monotonic()
                 if left <= 0 or (not self.wait([ticket], left) and time.monotonic() >= deadline):
                     raise AdmissionError(answer.refusal(names))
@@ -239,7 +248,7 @@ class RemoteSession(Session):
         return next(self._tickets)
 
     def ask(
-        self, ticket: int, names: Sequence[str], seconds: float = CALL_SECONDS, on_behalf_of: str = ""
+        self, ticket: int, names: Sequence[str], seconds: float | None = None, on_behalf_of: str = ""
     ) -> list[Held] | Queued:
         """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued.
 
@@ -270,8 +279,10 @@ class RemoteSession(Session):
         began = time.monotonic()
         request = pb.AwaitRequest(proof=self._proof, tickets=tickets, seconds=seconds)
         reply = self._call(self._clients.Await, request)
-        if not reply.tickets and time.monotonic() - began < LOOK_SECONDS:  # more clients wait than it has threads for
-            self._left.wait(min(seconds, LOOK_SECONDS))
+        if (
+            not reply.tickets and time.monotonic() - began < self._timings.queue_look
+        ):  # more clients wait than it has threads for
+            self._left.wait(min(seconds, self._timings.queue_look))
         return list(reply.tickets)
 
     def cancel(self, ticket: int) -> None:
@@ -305,7 +316,7 @@ class RemoteSession(Session):
 
     def _try_to_tell(self) -> None:
         try:
-            self._tell(forgot=False, seconds=LET_GO_SECONDS)
+            self._tell(forgot=False, seconds=self._timings.release)
         except LeaseError as error:
             self._lost = self._lost or error
         except LoraServerError:
@@ -333,7 +344,7 @@ class RemoteSession(Session):
         unanswered = any(link.unanswered for link in self.links)
         request = pb.LeaveRequest(proof=self._proof, unanswered=unanswered)
         try:
-            self._call(self._clients.Leave, request, LET_GO_SECONDS)
+            self._call(self._clients.Leave, request, self._timings.release)
         except LoraServerError as error:
             self._lost = self._lost or error
         self._close()
@@ -342,11 +353,6 @@ class RemoteSession(Session):
         self._left.set()
         self._prefetches.close()
         self._channel.close()
-
-
-def _left(deadline: float) -> float:
-    """Seconds for a call that has to end by then, and soon anyway; some, so that the server can say why it cannot."""
-    return min(CALL_SECONDS, max(deadline - time.monotonic(), LEAST_SECONDS))
 
 
 def _held(one: pb.HeldAdapter) -> Held:

@@ -57,6 +57,9 @@ def page() -> str:
         "over the default. An unknown key or flag is refused. All nodes of one server need the same base model,\n"
         "`layout`, `dtype`, `coordination`, `max_step_rows` and `wire`; a shard that differs is refused and says so.",
         table(("Flag", "Environment", "YAML key", "Type", "Default", "Meaning"), serve_rows()),
+        "For tests and experiments, `timings` in the `--config` file, or `LORA_SERVER_TIMINGS` as JSON, replaces\n"
+        "durations of `lora_server/timings.py`, in seconds: `LORA_SERVER_TIMINGS='{\"shard_silence\": 1}'`. vLLM's\n"
+        "connector reads the same variable. They are no flags, and may change with any release.",
         "## vLLM",
         "Environment of vLLM, or `--additional-config '{\"lora_server\": {...}}'` with these keys, which win;\n"
         '`{"lora_server": "HOST:PORT"}` gives the address alone. See [vLLM](vllm.md).',
@@ -83,6 +86,8 @@ def page() -> str:
 def serve_rows() -> Iterator[Row]:
     """One per field of the one configuration."""
     for name, field in ServeConfig.model_fields.items():
+        if not field.description:  # `timings`
+            continue
         flag = f"`--{name.replace('_', '-')}`"
         shown = default_of(field).removeprefix("default: ")
         yield flag, f"`LORA_SERVER_{name.upper()}`", f"`{name}`", kind_of(field), shown, field.description or ""

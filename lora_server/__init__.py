@@ -3,6 +3,7 @@
 spec, placement, errors, address, config   leaves: what a model, a layout, an error, a node's settings are
 ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
 host_memory                                and what there is to take
+clock, timings                             time, injected, and every duration that is a policy
 wire/ transport/                           what travels, and how
 adapters/ sources/ memory/ shard/          from files to weights to deltas
 control/ access/ registry/ daemon/         the control plane: adapters, tokens, the database; and the processes

@@ -22,6 +22,7 @@ from lora_server.errors import ConfigError
 from lora_server.logs import Format
 from lora_server.placement import Layout, share
 from lora_server.ports import HIGHEST, DataPorts
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.units import Size
 
 
@@ -197,6 +198,7 @@ class ServeConfig(BaseSettings):
         "it, OTEL_EXPORTER_OTLP_ENDPOINT.",
     )
     lease_seconds: float = Field(10.0, gt=0, description="Seconds of silence after which a client is cut off.")
+    timings: Timings = DEFAULTS  # for tests and experiments, so it is no flag
 
     @model_validator(mode="before")
     @classmethod

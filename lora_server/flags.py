@@ -16,13 +16,14 @@ _PLAIN = (bool, int, float, Path)  # anything else is parsed by the class, from 
 
 
 def flags_of(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes **flags one option per field, None where it is not given; others stay in front."""
+    """Give a command that takes **flags one option per field that is described, None where it is not given; others
+    stay in front."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         prefix = settings.model_config["env_prefix"]
-        flags = [_flag(name, field, prefix) for name, field in settings.model_fields.items()]
+        flags = [_flag(name, field, prefix) for name, field in settings.model_fields.items() if field.description]
         parameters = [*own, *flags]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {one.name: one.annotation for one in parameters}

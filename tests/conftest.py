@@ -17,6 +17,13 @@ hypothesis.settings.load_profile("tests")
 pytest.register_assert_rewrite("tests.support")  # asserts of what tests share say what they got, as those of tests do
 
 
+def pytest_configure() -> None:
+    """Every server and engine that a test starts has fast timings."""
+    from tests.support.clocks import FAST, environment
+
+    os.environ.update(environment(FAST))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="no NVIDIA GPU here")

@@ -33,7 +33,12 @@ class Asking:
         self._settings, self._tokenize = settings, tokenize
         names = settings.served_names
         self._server = RemoteServer(
-            settings.address, settings.transport, links=False, served_names=names, wire=settings.wire
+            settings.address,
+            settings.transport,
+            links=False,
+            served_names=names,
+            wire=settings.wire,
+            timings=settings.timings,
         )
         self._lock = threading.Lock()  # state
         self._calls = threading.RLock()  # the session, while it is talked to; taken before _lock
@@ -42,12 +47,12 @@ class Asking:
             self._session.leave()
             raise ConfigError(self._hidden())
         self._uses: dict[str, Use] = {}
-        self._waiting = Waiting(self._ask_again, lambda: self._directory.ready(), self._give_up)
+        self._waiting = Waiting(self._ask_again, lambda: self._directory.ready(), self._give_up, settings.timings)
         self._known: set[int] = set()  # handles that workers heard of
         self._suspect = False
         self._rejoin = Rejoin(self._regain, "scheduler")
         self._lookahead = Lookahead(lambda expected: self._session.prefetch(expected))
-        self._directory = Directory(settings.address)
+        self._directory = Directory(settings.address, timings=settings.timings)
         self._releases: queue.SimpleQueue[tuple[Session, int] | None] = queue.SimpleQueue()
         threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
 

@@ -29,6 +29,7 @@ from client_connector.serving.watchdog import Watchdog
 from kernels_cuda.routing import MAX_KEYS, MAX_PAIRS, Choice, Route
 from lora_server.errors import AdapterError, ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
+from lora_server.timings import Timings
 from lora_server.transport.gpu.captured import Captured, CapturedSite
 from lora_server.transport.gpu.link import KernelLink
 from lora_server.transport.session import Terms
@@ -42,10 +43,17 @@ class LaunchedPass(PlannedPass):
     """One engine worker's, over links of transport gpu or nvshmem; one thread. See PlannedPass."""
 
     def __init__(
-        self, client: Client, ready: Callable[[], bool], *, dtype: torch.dtype, max_rows: int, max_adapters: int
+        self,
+        client: Client,
+        ready: Callable[[], bool],
+        *,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_adapters: int,
+        outage_seconds: float = Timings.outage_step,
     ) -> None:
         """max_rows: of an engine's step, padding included; max_adapters: in one. Raises ConfigError."""
-        super().__init__(client, ready)
+        super().__init__(client, ready, outage_seconds)
         terms = client.terms
         check_launches(terms, dtype, max_adapters)
         links = _kernel_links(client)

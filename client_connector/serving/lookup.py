@@ -8,16 +8,22 @@ from collections.abc import Callable
 
 from client_connector.directory import Directory
 from lora_server.errors import LoraServerError, ServerBusyError, ServerUnavailableError
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
-
-LOOK_SECONDS = 0.2  # between two looks of one request at a server that is away
 
 
 class Lookup:
     """Of one front end. An outage has `seconds` for all requests: once it is older they fail at once."""
 
-    def __init__(self, directory: Directory, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._seconds, self._clock = directory, seconds, clock
+    def __init__(
+        self,
+        directory: Directory,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        look_seconds: float = Timings.lookup,
+    ) -> None:
+        """`look_seconds`: between two looks of one request at a server that is away."""
+        self._directory, self._seconds, self._clock, self._look_seconds = directory, seconds, clock, look_seconds
         self._away_since: float | None = None
 
     async def get(self, name: str, tenant: str = "", waits: bool = True) -> pb.Adapter:
@@ -38,4 +44,4 @@ class Lookup:
             else:
                 self._away_since = None
                 return found
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(self._look_seconds)

@@ -30,9 +30,9 @@ from client_connector.serving.staging import Staging, add_rows
 from lora_server.errors import AdapterError, LoraServerError, ShardUnavailableError, UnknownAdapterError
 from lora_server.logs import Repeats
 from lora_server.spec import Site
+from lora_server.timings import Timings
 from lora_server.transport.session import Held, Proof, Session
 
-OUTAGE_SECONDS = 1.0
 Part = tuple[torch.Tensor, int]  # columns of an engine's result, and the first of the answer's that belong there
 log = structlog.get_logger()
 
@@ -40,8 +40,15 @@ log = structlog.get_logger()
 class PlannedPass(ForwardPass):
     """One engine worker's; one thread."""
 
-    def __init__(self, client: Client, ready: Callable[[], bool] = lambda: False) -> None:
-        """`ready` says, without waiting, whether the server is up."""
+    def __init__(
+        self,
+        client: Client,
+        ready: Callable[[], bool] = lambda: False,
+        outage_seconds: float = Timings.outage_step,
+    ) -> None:
+        """`ready` says, without waiting, whether the server is up; `outage_seconds`: that the first step of an outage
+        waits."""
+        self._outage_seconds = outage_seconds
         super().__init__(client)
         self._ready = ready
         self._known: dict[int, Held] = {}
@@ -156,7 +163,7 @@ class PlannedPass(ForwardPass):
         if lost is not None:
             # a run that the scheduler joined is up; otherwise only the first step of an outage waits, and a little
             up = self.client.terms.server != server or self._ready()
-            seconds = self.client.timeout_seconds if up else 0.0 if self._rejoin.waited else OUTAGE_SECONDS
+            seconds = self.client.timeout_seconds if up else 0.0 if self._rejoin.waited else self._outage_seconds
             if not self._rejoin.wait(seconds):
                 raise lost
         if self.client.terms.server != server:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from lora_server.errors import ConfigError
+from lora_server.timings import DEFAULTS, Timings
 
 KEY = "lora_server"  # names what is ours in an engine's configuration, paths and answers
 ADDRESS = "LORA_SERVER_ADDRESS"
@@ -18,6 +20,7 @@ ENVIRONMENT = {
     "timeout_seconds": "LORA_SERVER_TIMEOUT_SECONDS",
     "world_seconds": "LORA_SERVER_WORLD_SECONDS",
 }
+TIMINGS = "LORA_SERVER_TIMINGS"
 NUMBERS = ("timeout_seconds", "world_seconds")
 ERROR, BASE_MODEL = "error", "base_model"
 LAUNCHED = ("gpu", "nvshmem")  # transports over which kernels send and wait, and CUDA graphs hold their launches
@@ -37,6 +40,7 @@ class Settings:
     `wire`: that the server must have.
     `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
+    `timings`: for tests and experiments, an object; from the environment as JSON.
     """
 
     address: str
@@ -46,6 +50,7 @@ class Settings:
     timeout_seconds: float = 10.0
     world_seconds: float = 300.0
     served_names: tuple[str, ...] = ()
+    timings: Timings = DEFAULTS
 
     def __post_init__(self) -> None:
         if self.on_failure not in (ERROR, BASE_MODEL):
@@ -89,4 +94,13 @@ def find(own: object, environment: Mapping[str, str], where: str = KEY) -> Setti
             given[name] = float(given.get(name, getattr(Settings, name)))
         except (TypeError, ValueError):
             raise ConfigError(f"{name}: got {given[name]!r}, expected a number of seconds") from None
+    given["timings"] = _timings(given.get("timings", environment.get(TIMINGS) or {}))
     return Settings(**given)
+
+
+def _timings(given: Any) -> Timings:
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+        return given if isinstance(given, Timings) else Timings(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"timings: got {given!r}, expected an object of numbers of seconds ({error})") from None

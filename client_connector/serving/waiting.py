@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from client_connector.remote import RemoteSession
 from client_connector.serving.plan import Failure
 from lora_server.errors import LoraServerError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.session import Held
-
-AWAIT_SECONDS = 0.1  # of one call: who comes or goes meanwhile is seen by the next
-AWAY_SECONDS = 0.05  # between two looks at a server that is away
 
 
 @dataclass(eq=False)
@@ -44,8 +42,13 @@ class Waiting:
     is cancelled. While the server is away, `is_up` says so, and `give_up` hears of those that wait for it."""
 
     def __init__(
-        self, again: Callable[[Use], bool], is_up: Callable[[], bool], give_up: Callable[[Use, bool], object]
+        self,
+        again: Callable[[Use], bool],
+        is_up: Callable[[], bool],
+        give_up: Callable[[Use, bool], object],
+        timings: Timings = DEFAULTS,
     ) -> None:
+        self._timings = timings
         self._again, self._is_up, self._give_up = again, is_up, give_up
         self._uses: list[Use] = []
         self._changed = threading.Condition()
@@ -87,7 +90,7 @@ class Waiting:
         away = [use for use in uses if use.until]
         if away:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, AWAY_SECONDS)
+                self._changed.wait_for(lambda: self._closed, self._timings.away_look)
             is_up = self._is_up()
             for use in away:
                 self._give_up(use, is_up)
@@ -96,7 +99,8 @@ class Waiting:
         if session is None:
             return []
         try:
-            decided = session.wait([use.ticket for use in uses if use.session is session], AWAIT_SECONDS)
+            tickets = [use.ticket for use in uses if use.session is session]
+            decided = session.wait(tickets, self._timings.queue_wait)  # the next call sees who came or went
         except LoraServerError:  # asking again says what is the matter
             decided = [use.ticket for use in uses]
         asked = [use for use in uses if use.session is not session or use.ticket in decided]

@@ -20,10 +20,11 @@ import structlog
 from client_connector.directory import Directory
 from client_connector.serving.settings import ADDRESS, OF
 from lora_server.errors import ConfigError, LoraServerError, UnauthenticatedError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 
 TENANT_HEADER = "LORA_SERVER_TENANT_HEADER"
-KNOWN_SECONDS, NOT_KNOWN_SECONDS, MOST_KNOWN = 2.0, 0.5, 4096
+MOST_KNOWN = 4096
 MAX_BODY = 64 << 20
 OPEN = frozenset({"/health", "/ping"})
 METRICS, MODELS, LOAD, UNLOAD = "/metrics", "/v1/models", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -63,11 +64,11 @@ class Refusal(Exception):
 class Tenants:
     """ASGI. Raises ConfigError where there is no server."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], timings: Timings = DEFAULTS) -> None:
         address = os.environ.get(ADDRESS)
         if not address:
             raise ConfigError(f"{ADDRESS}: got none, expected the LoRA server that knows the tokens")
-        self._app, self._directory = app, Directory(address)
+        self._app, self._directory, self._timings = app, Directory(address, timings=timings), timings
         self._header = os.environ.get(TENANT_HEADER, "").lower().encode()
         self._known: dict[str, tuple[float, pb.Caller | None]] = {}  # by token, until when
 
@@ -112,7 +113,8 @@ class Tenants:
             raise Refusal(503, "the LoRA server that knows the tokens does not answer; try again") from None
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
-        self._known[token] = time.monotonic() + (KNOWN_SECONDS if caller else NOT_KNOWN_SECONDS), caller
+        seconds = self._timings.token_known if caller else self._timings.token_unknown
+        self._known[token] = time.monotonic() + seconds, caller
         return caller
 
     async def _checked(self, scope: Scope, receive: Receive, caller: Caller) -> Receive:

@@ -44,10 +44,13 @@ class Entry(NamedTuple):
 class Audit:
     """Thread-safe. Without a database it is in the log alone."""
 
-    def __init__(self, database: Database | None) -> None:
-        self._database = database
+    def __init__(
+        self, database: Database | None, refused: Bucket | None = None, refused_kept: int = REFUSED_KEPT
+    ) -> None:
+        """`refused`: how many refusals are kept of a flood; `refused_kept`: of all."""
+        self._database, self._refused_kept = database, refused_kept
         self._waiting: deque[dict[str, Any]] = deque(maxlen=WAITING)
-        self._bucket, self._left_out = Bucket(REFUSED_RATE, REFUSED_AT_ONCE), 0
+        self._bucket, self._left_out = refused or Bucket(REFUSED_RATE, REFUSED_AT_ONCE), 0
         self._lock = threading.Lock()  # these
         self._writing = threading.Lock()
 
@@ -85,7 +88,7 @@ class Audit:
             if not entries:
                 return
             try:
-                self._database.write(lambda connection: _write(connection, entries))
+                self._database.write(lambda connection: _write(connection, entries, self._refused_kept))
             except ServerUnavailableError as error:
                 log.warning("the audit log cannot be written now", entries=len(entries), reason=str(error))
                 return
@@ -106,10 +109,10 @@ class Audit:
         return [Entry(**row._mapping) for row in reversed(rows)]
 
 
-def _write(connection: Connection, entries: list[dict[str, Any]]) -> None:
+def _write(connection: Connection, entries: list[dict[str, Any]], refused_kept: int) -> None:
     connection.execute(insert(audit), entries)
     refused = audit.c.outcome.in_(REFUSALS)
-    for which, kept in ((refused, REFUSED_KEPT), (~refused, KEPT)):
+    for which, kept in ((refused, refused_kept), (~refused, KEPT)):
         first = select(audit.c.serial).where(which).order_by(audit.c.serial.desc()).offset(kept).limit(1)
         serial = connection.execute(first).scalar()
         if serial is not None:

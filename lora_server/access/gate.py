@@ -21,8 +21,9 @@ from lora_server.access.names import Names
 from lora_server.access.store import Known, Store, Tenant
 from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError, UnauthenticatedError
 from lora_server.registry.database import Database
+from lora_server.timings import Timings
 
-LOOK_SECONDS, CLOSE_SECONDS = 0.5, 5.0
+CLOSE_SECONDS = 5.0
 STRANGER = Identity("-", Role.VIEWER)  # of no tenant; sees what all may
 NODE = Identity(OPERATOR, Role.VIEWER, "node")  # a process of the server itself
 MISSING = "got no token, expected one: give LORA_SERVER_TOKEN_FILE, or LORA_SERVER_TOKEN"
@@ -32,7 +33,13 @@ log = structlog.get_logger()
 class Gate:
     """Thread-safe. Tokens are required once there is one, or from the start on."""
 
-    def __init__(self, database: Database | None = None, required: bool = False, node_secret: str = "") -> None:
+    def __init__(
+        self,
+        database: Database | None = None,
+        required: bool = False,
+        node_secret: str = "",
+        look_seconds: float = Timings.token_look,
+    ) -> None:
         """Without a database there are no tokens. `node_secret` proves processes of the server itself.
 
         Raises ServerUnavailableError.
@@ -40,6 +47,7 @@ class Gate:
         self._node_header = f"Node {node_secret}".encode() if node_secret else b""
         self.store = Store(database) if database is not None else None
         self.audit, self.limits = Audit(database), Limits()
+        self._look_seconds = look_seconds
         self.on_change: Callable[[], object] = lambda: None  # tokens or tenants are others
         self._required = required
         self._known = self.store.load() if self.store is not None else Known()
@@ -140,7 +148,7 @@ class Gate:
         self.on_change()
 
     def _run(self) -> None:
-        while not self._stopping.wait(LOOK_SECONDS):
+        while not self._stopping.wait(self._look_seconds):
             try:
                 self.look()
                 self.audit.flush()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.adapters import Adapters
 from lora_server.control.adapters.held import CheckInUse
 from lora_server.control.adapters.registry import Record
@@ -17,11 +18,11 @@ from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.control.members.world import World
 from lora_server.control.prefetch import Prefetches
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
 
-GRANT_SECONDS = 10.0
-MAX_WAITERS, AWAIT_SECONDS = 64, 1.0  # clients that wait for a place on a thread of ours, and for how long at a time
+MAX_WAITERS = 64  # clients that wait for a place on a thread of ours
 log = structlog.get_logger()
 
 
@@ -29,12 +30,20 @@ class Clients:
     """Thread-safe. `settled`: all shards have said whom they know, so that an unknown lease is none."""
 
     def __init__(
-        self, leases: Leases, shards: ShardTable, adapters: Adapters, settled: threading.Event, world: World
+        self,
+        leases: Leases,
+        shards: ShardTable,
+        adapters: Adapters,
+        settled: threading.Event,
+        world: World,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+        max_waiters: int = MAX_WAITERS,
     ) -> None:
         self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
-        self.world = world
-        self.prefetches = Prefetches(leases, adapters, shards)
-        self._waiters = threading.Semaphore(MAX_WAITERS)
+        self.world, self._timings = world, timings
+        self.prefetches = Prefetches(leases, adapters, shards, timings.prefetch_gap, clock)
+        self._waiters = threading.Semaphore(max_waiters)
         self.refused = ""  # why nobody may join
 
     def join(
@@ -63,7 +72,8 @@ class Clients:
             if asked is not None:
                 lease.place = self.world.take(lease.client, asked)
                 grant.pe = lease.place.rank
-            wait_all([handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()], GRANT_SECONDS, "a grant")
+            sent = [handle.send(pb.ShardCommand(grant=grant)) for handle in live.values()]
+            wait_all(sent, self._timings.grant, "a grant")
         except LoraServerError:
             self.end(lease.client, lease.epoch)
             raise
@@ -133,7 +143,7 @@ class Clients:
         if not self._waiters.acquire(blocking=False):
             return self._adapters.wait_admitted(client, tickets, 0.0)
         try:
-            return self._adapters.wait_admitted(client, tickets, min(seconds, AWAIT_SECONDS))
+            return self._adapters.wait_admitted(client, tickets, min(seconds, self._timings.await_call))
         finally:
             self._waiters.release()
 
@@ -162,7 +172,7 @@ class Clients:
         """Steps of one client may name what the other holds; raises LeaseError for either."""
         client, lender = self.renew(proof), self.renew(holder)
         command = pb.ShardCommand(borrow=pb.Borrow(client=client, holder=lender))
-        wait_all(self._shards.broadcast(command), GRANT_SECONDS, "what a client borrows")
+        wait_all(self._shards.broadcast(command), self._timings.grant, "what a client borrows")
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
         """Clients that a shard kept from an earlier controller of the same run."""

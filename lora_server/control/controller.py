@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
 from lora_server.control.adapters.followed import FollowedAdapters
 from lora_server.control.arrivals import Arrivals
-from lora_server.control.clients import Clients
+from lora_server.control.clients import MAX_WAITERS, Clients
 from lora_server.control.drain import Drain
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
@@ -16,6 +17,7 @@ from lora_server.control.members.world import World
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
+from lora_server.timings import DEFAULTS, Timings
 
 
 class Controller:
@@ -32,21 +34,37 @@ class Controller:
         allowed: Allowed = NOWHERE,
         ledger: Ledger | None = None,
         copies: Copies | None = None,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+        max_waiters: int = MAX_WAITERS,
     ) -> None:
         """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
         adapters from far; `allowed`: where those that are added may lie; `ledger`: where those are kept for good,
         `copies`: where their files are."""
         settled = threading.Event()
+        self.timings = timings
         self.agreement, self._require_all, self.allowed = agreement, require_all_adapters, allowed
-        self.shards = ShardTable(agreement.layout, agreement.coordination)
-        leases = Leases() if leases is None else leases
+        self.shards = ShardTable(agreement.layout, agreement.coordination, timings.shard_silence, clock)
+        leases = Leases(clock=clock) if leases is None else leases
         self.adapters = FollowedAdapters(
-            agreement, self.shards, settled, leases, max_active_adapters, fetcher, allowed, ledger, copies
+            agreement,
+            self.shards,
+            settled,
+            leases,
+            max_active_adapters,
+            fetcher,
+            allowed,
+            ledger,
+            copies,
+            timings,
+            clock,
         )
         self.fetcher = fetcher
-        world = World(self.shards, agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots)
-        self.clients = Clients(leases, self.shards, self.adapters, settled, world)
-        self.drain = Drain(self.shards, self.clients, self.adapters, ledger.drains if ledger is not None else None)
+        places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
+        world = World(self.shards, *places, timings.world_rest, clock)
+        self.clients = Clients(leases, self.shards, self.adapters, settled, world, timings, clock, max_waiters)
+        drains = ledger.drains if ledger is not None else None
+        self.drain = Drain(self.shards, self.clients, self.adapters, drains, timings.drain_look, clock)
         listed = ledger.listed() if ledger is not None else None
         self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted, listed)
         self.arrivals.on_run = self.drain.settle

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.adapters import Adapters
 from lora_server.control.adapters.told import RESTARTED
 from lora_server.control.clients import Clients
 from lora_server.control.members.shards import ShardTable, wait_all
 from lora_server.errors import ConfigError, ServerBusyError, ServerUnavailableError
 from lora_server.registry.drains import Drains
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 
-LOOK_SECONDS = 0.05
 LEAST_SECONDS, MOST_SECONDS = 0.0, 3600.0
 log = structlog.get_logger()
 
@@ -30,8 +30,17 @@ log = structlog.get_logger()
 class Drain:
     """Thread-safe. One at a time."""
 
-    def __init__(self, shards: ShardTable, clients: Clients, adapters: Adapters, drains: Drains | None = None) -> None:
-        """`drains`: where it is kept."""
+    def __init__(
+        self,
+        shards: ShardTable,
+        clients: Clients,
+        adapters: Adapters,
+        drains: Drains | None = None,
+        look_seconds: float = Timings.drain_look,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """`drains`: where it is kept. `look_seconds`: between two looks for a shard's successor."""
+        self._look_seconds, self._clock = look_seconds, clock
         self._shards, self._clients, self._adapters, self._drains = shards, clients, adapters, drains
         self._drained = drains.drained() if drains is not None else set()  # under an earlier controller
         self._run = ""
@@ -79,7 +88,7 @@ class Drain:
         Raises ConfigError for no shard of this server, ServerUnavailableError where requests do not end in time (then
         nothing was done), or the successor is not up in time.
         """
-        deadline = time.monotonic() + _checked(seconds)
+        deadline = self._clock.now() + _checked(seconds)
         live = self._shards.require_up()
         if shard not in live:
             raise ConfigError(f"--shard: got {shard}, expected one of 0 to {max(live)}")
@@ -88,7 +97,7 @@ class Drain:
         with self._alone():
             self.reason = f"shard {shard} is started anew"
             try:
-                if held := self._adapters.drain(self.reason, deadline - time.monotonic()):
+                if held := self._adapters.drain(self.reason, deadline - self._clock.now()):
                     raise ServerUnavailableError(
                         f"shard {shard}: not started anew, since {held} adapters were still in use after "
                         f"{seconds:g} s; give it longer"
@@ -97,7 +106,7 @@ class Drain:
                 old = live[shard].pid
                 log.info("shard is told to end, to be started anew", shard=shard, pid=old)
                 stop = live[shard].send(pb.ShardCommand(stop=True))
-                wait_all([stop], max(1.0, deadline - time.monotonic()), "its end")
+                wait_all([stop], max(1.0, deadline - self._clock.now()), "its end")
                 self._until(lambda: self._is_new(shard, old), deadline, shard)
             finally:
                 self._go_on()
@@ -109,9 +118,9 @@ class Drain:
     def _until(self, done: Callable[[], bool], deadline: float, shard: int) -> None:
         pause = threading.Event()
         while not done():
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 raise ServerUnavailableError(f"shard {shard}: its successor is not up yet; see its node's log")
-            pause.wait(LOOK_SECONDS)
+            self._clock.wait(pause, self._look_seconds)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

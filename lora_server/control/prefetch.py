@@ -6,21 +6,21 @@ A client that says too much, or too often, is not heard; that is counted, by why
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.adapters import Adapters
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardTable
 from lora_server.logs import Repeats
+from lora_server.timings import Timings
 from lora_server.transport.session import MAX_PREFETCHED, Proof
 from lora_server.wire import lora_server_pb2 as pb
 
 MAX_AHEAD_US = 60_000_000  # what is expected later counts as expected then
-MIN_SECONDS = 0.01  # between two of one client
 SPACING_US = 50_000  # each counts as expected so much later than the one before it: others' first ones go between
 log = structlog.get_logger()
 
@@ -31,8 +31,17 @@ class Prefetches:
     At most MAX_PREFETCHED handles of a client are outstanding: what it said last.
     """
 
-    def __init__(self, leases: Leases, adapters: Adapters, shards: ShardTable) -> None:
+    def __init__(
+        self,
+        leases: Leases,
+        adapters: Adapters,
+        shards: ShardTable,
+        gap_seconds: float = Timings.prefetch_gap,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """`gap_seconds`: between two of one client."""
         self._leases, self._adapters, self._shards = leases, adapters, shards
+        self._gap_seconds, self._clock = gap_seconds, clock
         self.ignored = Counter(dict.fromkeys(("too much", "too often", "not held"), 0))  # by why
         self._complain = Repeats(log.warning)
         self._announced: dict[int, set[int]] = {}  # by client
@@ -48,10 +57,10 @@ class Prefetches:
                 return
             if len(expected) > MAX_PREFETCHED:
                 self._ignore("too much", client=client, adapters=len(expected))
-            elif time.monotonic() < self._quiet_until.get(client, 0.0):
+            elif self._clock.now() < self._quiet_until.get(client, 0.0):
                 self._ignore("too often", client=client)
             else:
-                self._quiet_until[client] = time.monotonic() + MIN_SECONDS
+                self._quiet_until[client] = self._clock.now() + self._gap_seconds
                 self._pass_on(client, expected)
 
     def _pass_on(self, client: int, expected: Mapping[int, int]) -> None:

@@ -28,6 +28,7 @@ from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launch
 from lora_server.sources.fetch import Fetcher
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import DeviceMemory
 from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.gpu import Gpu
@@ -63,6 +64,7 @@ class Memory:
     sharing: int = 1
     fetcher: Fetcher | None = None  # of files from far
     preload: bool = False
+    timings: Timings = DEFAULTS
 
     def bytes_of(self, size: Size, available: int, flag: str) -> int:
         """Of one pool; raises ConfigError where it is more than there is."""
@@ -92,6 +94,7 @@ class Memory:
             on_layer=on_layer,
             fetcher=self.fetcher,
             preload=self.preload,
+            timings=self.timings,
         )
 
 

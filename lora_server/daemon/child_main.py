@@ -23,7 +23,6 @@ from lora_server.sources.fetch import Fetcher, FromNode0
 from lora_server.spec import ModelSpec
 
 DISK_CACHE = "disk-cache"  # its directory, where --disk-cache does not name one
-STUCK_SECONDS = 10.0  # without a parent; one that lives would have killed it before
 log = structlog.get_logger()
 
 
@@ -66,7 +65,7 @@ def run_child(make: Callable[[ProcessConfig], Process]) -> None:
         _trace(config)
         process = make(config)
         on_signals((signal.SIGTERM,), process.stop)
-        threading.Thread(target=_watch_parent, args=(process,), daemon=True, name="parent").start()
+        threading.Thread(target=_watch_parent, args=(process, config.timings.stuck), daemon=True, name="parent").start()
         code = process.run()
     except LoraServerError as error:
         say(Up(refused=str(error)))
@@ -87,8 +86,9 @@ def _trace(config: ProcessConfig) -> None:
         telemetry.configure_from(os.environ, "lora-server")
 
 
-def _watch_parent(process: Process) -> None:
+def _watch_parent(process: Process, seconds: float) -> None:
+    """A parent that lives would have killed a stuck child before `seconds` are over."""
     sys.stdin.buffer.read()
     process.stop()
-    time.sleep(STUCK_SECONDS)
+    time.sleep(seconds)
     os._exit(1)

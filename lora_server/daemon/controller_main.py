@@ -37,11 +37,7 @@ from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.spec import ModelSpec
 
-SWEEP_SECONDS = 0.5
-REGISTRY_SECONDS = 1.0
 COPIES = "adapters"  # in --data-dir
-STALL_SECONDS = 1.0  # what is heard later is heard late
-GRACE_SECONDS = 1.0
 log = structlog.get_logger()
 
 
@@ -50,7 +46,7 @@ class ControllerProcess:
 
     def __init__(self, config: ProcessConfig) -> None:
         """Raises ConfigError for an address that cannot be had."""
-        self.config = config
+        self.config, self._timings = config, config.timings
         self._stopping = threading.Event()
         self._stack = contextlib.ExitStack()
         self._found = self._find_adapters()
@@ -68,14 +64,17 @@ class ControllerProcess:
             Allowed.of(config),
             Ledger(self.database, config.spec_json),
             _copies(config, spec),
+            config.timings,
         )
         controller.adapters.sends = not config.no_copy
         if config.resolve:
-            controller.adapters.resolver = resolver = Resolver(config.resolve, controller.adapters.add)
+            controller.adapters.resolver = resolver = Resolver(
+                config.resolve, controller.adapters.add, again_seconds=config.timings.resolve_again
+            )
             self._stack.callback(resolver.close)
         collector = ControllerCollector(controller)
         self.control: ControlServer | None = None
-        self.gate = Gate(self.database, config.require_tokens, config.secret)
+        self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
         self._stack.callback(self.gate.close)
         self.gate.on_change = self._end_revoked
         pages = page.answers(controller, lambda name: self.gate.names.owner(name))
@@ -91,7 +90,7 @@ class ControllerProcess:
             ) from error
         self.control = control
         collector.refusals = control.refused
-        self._stack.callback(control.close, GRACE_SECONDS)
+        self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
 
     def _find_adapters(self) -> dict[str, Path]:
@@ -116,23 +115,23 @@ class ControllerProcess:
         following = threading.Thread(target=self._follow_registry, daemon=True, name="registry")
         following.start()
         swept = time.monotonic()
-        while not self._stopping.wait(SWEEP_SECONDS):
-            late, swept = time.monotonic() - swept - SWEEP_SECONDS, time.monotonic()
+        while not self._stopping.wait(self._timings.sweep):
+            late, swept = time.monotonic() - swept - self._timings.sweep, time.monotonic()
             try:
                 self._sweep(control, late)
             except Exception:
                 log.exception("sweep failed; it goes on")
         self._stack.close()
-        registering.join(GRACE_SECONDS)
-        following.join(GRACE_SECONDS)
+        registering.join(self._timings.grace)
+        following.join(self._timings.grace)
         return 0
 
     def _sweep(self, control: ControlServer, late: float) -> None:
-        stalled = control.stalled()
-        if STALL_SECONDS < stalled <= STALL_SECONDS + SWEEP_SECONDS:
+        stalled, stall, sweep = control.stalled(), self._timings.stall, self._timings.sweep
+        if stall < stalled <= stall + sweep:
             log.warning("too busy to hear clients: no lease ends meanwhile")
-        if max(stalled, late) > STALL_SECONDS:
-            self.controller.clients.leases.excuse(SWEEP_SECONDS + max(0.0, late))
+        if max(stalled, late) > stall:
+            self.controller.clients.leases.excuse(sweep + max(0.0, late))
         self.controller.clients.expire()
         self.controller.adapters.cut_off()
         control.set_ready(not self._not_ready())
@@ -145,7 +144,7 @@ class ControllerProcess:
 
     def _not_ready(self) -> str:
         stalled = self.control.stalled() if self.control is not None else 0.0
-        busy = f"too busy to hear clients for {stalled:.1f} s" if stalled > STALL_SECONDS else ""
+        busy = f"too busy to hear clients for {stalled:.1f} s" if stalled > self._timings.stall else ""
         return self.controller.not_ready() or busy
 
     def stop(self) -> None:
@@ -156,11 +155,13 @@ class ControllerProcess:
     def _register(self) -> None:
         """The start-up directory, once every shard has said what it keeps; with --watch also what comes later."""
         self._name_ignored()
-        while not self.controller.arrivals.settled.wait(SWEEP_SECONDS):
+        while not self.controller.arrivals.settled.wait(self._timings.sweep):
             if self._stopping.is_set():
                 return
         if self.config.watch and self.config.adapters is not None:
-            Watcher(self.controller.adapters, self.config.adapters, self._stopping, self._registered).run()
+            settle, poll = self._timings.watch_settle, self._timings.watch_poll
+            adapters, directory = self.controller.adapters, self.config.adapters
+            Watcher(adapters, directory, self._stopping, self._registered, settle, poll).run()
             return
         self.controller.adapters.register_directory(self._found)
         self._registered()
@@ -168,7 +169,7 @@ class ControllerProcess:
     def _follow_registry(self) -> None:
         """What other servers change in a database that they share; and what nobody needs on this disk."""
         adapters, said = self.controller.adapters, ""
-        while not self._stopping.wait(REGISTRY_SECONDS):
+        while not self._stopping.wait(self._timings.registry_look):
             try:
                 if self.controller.arrivals.settled.is_set() and self.database.shared:
                     adapters.refresh()

@@ -12,13 +12,13 @@ import grpc
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from lora_server.errors import AdapterSourceError, ServerUnavailableError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import call, open_channel, translate
 
-AWAY_SECONDS = 60.0  # that the controller may be, without a byte; it comes back within seconds
-MIN_PAUSE, MAX_PAUSE = 0.1, 2.0
+MIN_PAUSE = 0.1
 FILES_SECONDS, READ_SECONDS = 30.0, 600.0  # a file may have to wait for others
 _T = TypeVar("_T")
 
@@ -31,6 +31,7 @@ class Node0:
     credentials: Credentials
     shard: int
     instance: str
+    timings: Timings = DEFAULTS
 
     @contextlib.contextmanager
     def files(self, version: str) -> Iterator[Node0Files]:
@@ -95,10 +96,11 @@ class Node0Files:
 
     def _patiently(self, request: Callable[[], _T], check: Callable[[], None]) -> _T:
         """What fails because the controller is away, or has too much to do, is tried again."""
+        timings = self._node.timings
         retrying = Retrying(
             retry=retry_if_exception_type(ServerUnavailableError),
-            stop=stop_after_delay(AWAY_SECONDS),
-            wait=wait_random_exponential(MIN_PAUSE, max=MAX_PAUSE),
+            stop=stop_after_delay(timings.node0_away),
+            wait=wait_random_exponential(MIN_PAUSE, max=timings.node0_pause),
             before=lambda _: check(),
             reraise=True,
         )
@@ -106,6 +108,6 @@ class Node0Files:
             return retrying(request)
         except ServerUnavailableError as error:
             raise AdapterSourceError(
-                f"node 0 did not send its files within {AWAY_SECONDS:g} s ({error}); they are asked for again with the "
-                "next request for it, once node 0 runs and this node reaches it"
+                f"node 0 did not send its files within {timings.node0_away:g} s ({error}); they are asked for again "
+                "with the next request for it, once node 0 runs and this node reaches it"
             ) from error

@@ -30,9 +30,9 @@ import structlog
 from lora_server import logs
 from lora_server.daemon.forked import Forked, Piped
 from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.timings import Timings
 
 IMPORT_SECONDS = 120.0  # of a fresh server, on a busy machine
-FORK_SECONDS = 30.0  # else it is stuck, and another is started
 UP = b"up"
 MAX_DESCRIPTORS = 4
 GPUS = "/dev/nvidia"
@@ -58,9 +58,15 @@ class ForkServer:
     A child is in a process group of its own: Ctrl-C goes to the parent, which stops its children in order.
     """
 
-    def __init__(self, modules: Sequence[str], import_seconds: float = IMPORT_SECONDS) -> None:
-        """`modules`: what is imported before the first fork; `import_seconds`: a fresh server has for that."""
-        self._modules, self._import_seconds = modules, import_seconds
+    def __init__(
+        self,
+        modules: Sequence[str],
+        import_seconds: float = IMPORT_SECONDS,
+        fork_seconds: float = Timings.fork,
+    ) -> None:
+        """`modules`: what is imported before the first fork; `import_seconds`: a fresh server has for that. One that
+        does not fork within `fork_seconds` is stuck, and another is started."""
+        self._modules, self._import_seconds, self._fork_seconds = modules, import_seconds, fork_seconds
         self._lock = threading.Lock()
         self._closed = False
         self._socket: socket.socket | None = None
@@ -72,7 +78,7 @@ class ForkServer:
         Raises ConfigError where it cannot be forked.
         """
         _get_ready(self._modules)
-        self._socket, theirs = _pair()
+        self._socket, theirs = _pair(self._fork_seconds)
         pid = os.fork()
         if pid == 0:
             self._socket.close()
@@ -119,7 +125,7 @@ class ForkServer:
             log.warning("the fork server died; starting another", status=self._server.returncode)
         if self._socket is not None:
             self._socket.close()
-        ours, theirs = _pair()
+        ours, theirs = _pair(self._fork_seconds)
         with theirs:
             theirs.set_inheritable(True)
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), *self._modules]
@@ -127,7 +133,7 @@ class ForkServer:
         try:
             ours.settimeout(self._import_seconds)
             ours.recv(len(UP))
-            ours.settimeout(FORK_SECONDS)
+            ours.settimeout(self._fork_seconds)
         except OSError:
             ours.close()
             raise
@@ -146,9 +152,9 @@ class ForkServer:
                 self._socket.close()
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _pair(seconds: float) -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(FORK_SECONDS)
+    ours.settimeout(seconds)
     return ours, theirs
 
 

@@ -27,7 +27,8 @@ def listen_http(
     """Serve it until `stack` ends; raises ConfigError where it cannot be had."""
     try:
         tls = tls_files.context(config) if config.tls_cert is not None else None
-        server = HttpServer(config.http.host, config.http.port, not_ready, collector, more, gate, tls)
+        host, port, seconds = *config.http, config.timings.http_request
+        server = HttpServer(host, port, not_ready, collector, more, gate, tls, seconds)
     except OSError as error:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         raise ConfigError(

@@ -31,7 +31,7 @@ from lora_server.errors import ConfigError, LoraServerError
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 
-UP_SECONDS, RETRY_SECONDS = 120.0, 1.0
+RETRY_SECONDS = 1.0
 MIN_TOKEN = 16
 CONTROLLER, SHARD = "lora_server.daemon.controller_main", "lora_server.daemon.shard_main"
 log = structlog.get_logger()
@@ -58,7 +58,7 @@ class Node:
 
     def _start(self) -> None:
         run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
-        self._stack.callback(lambda: processes.stop(self._children))
+        self._stack.callback(lambda: processes.stop(self._children, self.config.timings.stop))
         self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
         exposure.check(self.config)
@@ -74,11 +74,11 @@ class Node:
             return
         controller = self._run("controller", CONTROLLER, process)
         if not (process.listen.port and process.http.port):  # its shards, and its successors, have to be told
-            up = controller.wait_up(UP_SECONDS)
+            up = controller.wait_up(process.timings.node_up)
             chosen = {"listen": Address.parse(up.listen), "http": Address.parse(up.http)}
             controller.config = process = process.model_copy(update=chosen)
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
-        controller.wait_up(UP_SECONDS)
+        controller.wait_up(process.timings.node_up)
         self._watch(process, process.listen.local())
 
     def _watch(self, process: ProcessConfig, controller: Address) -> None:
@@ -92,7 +92,7 @@ class Node:
             self._run(name, SHARD, process.model_copy(update={"shard": shard}))
 
     def _run(self, name: str, module: str, process: ProcessConfig) -> Child:
-        child = Child(name, module, self._forks, process, self._fail, self._stop)
+        child = Child(name, module, self._forks, process, self._fail, self._stop, process.timings)
         self._children.append(child)
         child.start()
         return child
@@ -121,7 +121,7 @@ class Node:
 def serve(config: ServeConfig) -> str:
     """Run a node until SIGINT or SIGTERM; returns '' or why it failed. A second signal changes nothing."""
     spec = _checked(config)
-    forks = ForkServer([CONTROLLER, SHARD])
+    forks = ForkServer([CONTROLLER, SHARD], fork_seconds=config.timings.fork)
     forks.fork_off()
     stop = threading.Event()
     on_signals((signal.SIGINT, signal.SIGTERM), stop.set)  # by a thread: after the fork

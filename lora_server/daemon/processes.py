@@ -22,14 +22,11 @@ from lora_server.config import ProcessConfig
 from lora_server.daemon.forked import Piped
 from lora_server.daemon.forks import ForkServer
 from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.timings import DEFAULTS, Timings
 
 EXIT_FAILED, EXIT_REFUSED = 1, 78
-STOP_SECONDS = 5.0
 MAX_FAILED_STARTS = 5  # of one that never was up
-GIVE_UP_SECONDS = 60.0  # of failed starts of one that was
-PAUSE_SECONDS = 1.0  # before a restart of one that lived less
 ASKED_TO_STOP = (0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-TOGETHER_SECONDS = 1.0  # who stops a whole group of processes stops node and child in any order
 log = structlog.get_logger()
 
 
@@ -57,6 +54,7 @@ class Child:
     config: ProcessConfig
     on_fatal: Callable[[str], None]
     node_stops: threading.Event
+    timings: Timings = DEFAULTS
     restarts: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopping: threading.Event = field(default_factory=threading.Event)
@@ -79,26 +77,26 @@ class Child:
         return self._up
 
     def _keep_alive(self) -> None:
-        failed_starts, last_up = 0, 0.0
+        failed_starts, last_up, timings = 0, 0.0, self.timings
         while not self._stopping.is_set():
             started = time.monotonic()
             up, code = self._run_once()
-            if self._stopping.is_set() or self.node_stops.wait(TOGETHER_SECONDS if code in ASKED_TO_STOP else 0):
+            if self._stopping.is_set() or self.node_stops.wait(timings.stop_together if code in ASKED_TO_STOP else 0):
                 return
             if up is not None and not up.refused:
                 failed_starts, last_up = 0, time.monotonic()
             else:
                 failed_starts += 1
             hopeless = code == EXIT_REFUSED or failed_starts >= MAX_FAILED_STARTS
-            if failed_starts and (time.monotonic() - last_up > GIVE_UP_SECONDS if last_up else hopeless):
+            if failed_starts and (time.monotonic() - last_up > timings.restart_limit if last_up else hopeless):
                 log.error(f"{self.name} died: {_reason(code)}")
                 self._end(up.refused if up is not None and up.refused else f"failed {failed_starts} times to start")
                 return
             log.error(f"{self.name} died: {_reason(code)}; restarting it")
             self.config = self.config.model_copy(update={"restarted": True})
             self.restarts += 1
-            if time.monotonic() - started < PAUSE_SECONDS:
-                self._stopping.wait(PAUSE_SECONDS)
+            if time.monotonic() - started < timings.restart_pause:
+                self._stopping.wait(timings.restart_pause)
 
     def _end(self, reason: str) -> None:
         self._answered.set()
@@ -154,11 +152,11 @@ def _first_words(stream: IO[bytes]) -> Up | None:
     return None
 
 
-def stop(children: list[Child]) -> None:
-    """All of them: SIGTERM, then SIGKILL for what is left after STOP_SECONDS."""
+def stop(children: list[Child], seconds: float = Timings.stop) -> None:
+    """All of them: SIGTERM, then SIGKILL for what is left after `seconds`."""
     for child in children:
         child.terminate()
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + seconds
     for child in children:
         child.join(deadline)
 

@@ -16,10 +16,10 @@ from lora_server.memory.store import WeightStore
 from lora_server.shard.coordination import Part
 from lora_server.sources.fetch import NODE0
 from lora_server.sources.remote import is_remote
+from lora_server.timings import Timings
 from lora_server.transport.base import Grant, Port
 from lora_server.wire import lora_server_pb2 as pb
 
-STEP_SECONDS = 30.0  # what was prefetched has the deadline of its step, and goes after all that wait already
 log = structlog.get_logger()
 
 
@@ -35,7 +35,10 @@ class ShardCommands:
         world: ShardWorld | None,
         moved: Callable[[], None],
         stop: Callable[[], None],
+        step_seconds: float = Timings.expected_step,
     ) -> None:
+        """`step_seconds`: what is prefetched has the deadline of its step, and goes after all that wait already."""
+        self._step_seconds = step_seconds
         self._node_rank, self._port, self._store = node_rank, port, store
         self._coordinator, self._world, self._moved, self._stop = coordinator, world, moved, stop
 
@@ -118,7 +121,7 @@ class ShardCommands:
         """Under the client's own name, so that its steps fulfil it."""
         now = time.monotonic()
         for need in asked.needs:
-            self._store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + STEP_SECONDS)
+            self._store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + self._step_seconds)
         self._store.forget(asked.client, {need.handle for need in asked.needs})
 
     def _grant(self, grant: pb.Grant) -> None:

@@ -44,7 +44,6 @@ from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.region import RegionLayout
 
-LEAVE_SECONDS = 1.0
 SWITCH_SECONDS = 1e-4  # the loop must get the GIL back quickly from a loading thread, and give it when it spins
 log = structlog.get_logger()
 
@@ -65,25 +64,46 @@ class ShardProcess:
         self.stopping = threading.Event()
         self.exit_code = 0
         region = RegionLayout.for_model(spec, config.max_step_rows, config.slots, config.wire)
+        timings = config.timings
         self.port = Port(region, on_gone=self._client_gone)
         self.shm = self._shm_listener()
         data = config.data_ports.data(config.shard)
         self.certificate = self._own_certificate()
         self.tcp = TcpListener(
-            self.port, config.bind_host, config.advertise, data, self._client_memory(), self.certificate
+            self.port,
+            config.bind_host,
+            config.advertise,
+            data,
+            self._client_memory(),
+            self.certificate,
+            timings.handshake,
         )
         self.stream = ControllerStream(
-            str(config.controller), own_credentials(config), self._registration, self._execute, self._layers_ready
+            str(config.controller),
+            own_credentials(config),
+            self._registration,
+            self._execute,
+            self._layers_ready,
+            timings,
         )
-        node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance)
+        node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance, timings)
         self.fetcher = open_fetcher(config, spec, node0.files)
         self.coordinator = Part()
         self.world: ShardWorld | None = None
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
-        self._reports = ShardReports(self.shard, self.port, self.coordinator, self.fetcher, self.stream.report)
+        self._reports = ShardReports(
+            self.shard, self.port, self.coordinator, self.fetcher, self.stream.report, timings.shard_report
+        )
         self._commands = ShardCommands(
-            config.node_rank, self.port, self.store, self.coordinator, self.world, self._reports.moved, self.stop
+            config.node_rank,
+            self.port,
+            self.store,
+            self.coordinator,
+            self.world,
+            self._reports.moved,
+            self.stop,
+            timings.expected_step,
         )
 
     def _serving(self, placement: Placement) -> Shard | Pump:
@@ -102,6 +122,8 @@ class ShardProcess:
             coordinator,
             compute,
             config.wire,
+            foreign_seconds=config.timings.foreign_step,
+            turn_seconds=config.timings.turn,
         )
 
     def _pump(self, resident: Resident) -> Pump:
@@ -155,6 +177,7 @@ class ShardProcess:
             sharing=sharing,
             fetcher=self.fetcher,
             preload=config.preload,
+            timings=config.timings,
         )
 
     @property
@@ -171,7 +194,8 @@ class ShardProcess:
         directory, name = self.config.run_dir, f"shard-{self.config.shard}"
         for killed in directory.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
-        return ShmListener(self.port, directory / f"{name}-{os.getpid()}.sock", self._client_memory())
+        path, timings = directory / f"{name}-{os.getpid()}.sock", self.config.timings
+        return ShmListener(self.port, path, self._client_memory(), timings.handshake, timings.quarantine)
 
     def _own_certificate(self) -> ShardCertificate | None:
         """Steps are encrypted where the control plane is."""
@@ -190,8 +214,9 @@ class ShardProcess:
             return Independent()
         if layout.ep_rank(self.config.shard) == 0:
             orders = self.config.data_ports.orders(layout.stage(self.config.shard))
-            return Leader(self.config.bind_host, self.config.advertise, orders, self.certificate)
-        return Follower(self.port.ring, self.config.slots)
+            bind_host, advertise, seconds = self.config.bind_host, self.config.advertise, self.config.timings.handshake
+            return Leader(bind_host, advertise, orders, self.certificate, seconds)
+        return Follower(self.port.ring, self.config.slots, self.config.timings.handshake)
 
     def _part_of(self, kernel: ServeKernel) -> Part:
         """The same where a kernel serves."""
@@ -199,11 +224,11 @@ class ShardProcess:
         if config.coordination == "independent":
             return Part()
         if Layout.parse(config.layout).ep_rank(config.shard):
-            return KernelFollower(kernel)
+            return KernelFollower(kernel, config.timings.handshake)
         name = f"numbers-{config.shard}"
         for killed in config.run_dir.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
-        return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock")
+        return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock", config.timings.handshake)
 
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -215,7 +240,7 @@ class ShardProcess:
         self.tcp.close()
         self.coordinator.close()
         self.store.close()
-        self.stream.leave(LEAVE_SECONDS)
+        self.stream.leave(self.config.timings.shard_leave)
         if os.getppid() != self._parent:
             leave(self.config.run_dir, self._held)
         log.info("shard stopped", shard=self.config.shard)

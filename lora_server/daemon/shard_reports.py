@@ -11,10 +11,9 @@ from lora_server.shard.coordination import Part
 from lora_server.shard.loop import Shard
 from lora_server.shard.pump import Pump
 from lora_server.sources.fetch import Fetcher
+from lora_server.timings import Timings
 from lora_server.transport.base import Port
 from lora_server.wire import lora_server_pb2 as pb
-
-STATS_SECONDS = 0.5
 
 
 class ShardReports:
@@ -27,9 +26,10 @@ class ShardReports:
         coordinator: Part,
         fetcher: Fetcher,
         report: Callable[[pb.ShardReport], None],
+        seconds: float = Timings.shard_report,
     ) -> None:
         self._shard, self._store, self._port, self._coordinator = shard, shard.store, port, coordinator
-        self._fetcher, self._report = fetcher, report
+        self._fetcher, self._report, self._seconds = fetcher, report, seconds
 
     def moved(self) -> None:
         """What came to or left a tier since it was asked last."""
@@ -42,7 +42,7 @@ class ShardReports:
 
     def run(self, stopping: threading.Event) -> None:
         """Until it is set."""
-        while not stopping.wait(STATS_SECONDS):
+        while not stopping.wait(self._seconds):
             self._store.note_disk(self._fetcher.cache.versions())
             self._tidy_disk()
             self.moved()

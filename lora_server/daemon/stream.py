@@ -16,14 +16,12 @@ import structlog
 
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, LeaseError, LoraServerError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import open_channel, translate
 
-RETRY_SECONDS = 0.2
-START_SECONDS = 3.0  # a controller that starts beside this process listens by then
-REMIND_SECONDS = 30.0  # between two lines about the same outage
 log = structlog.get_logger()
 
 Done = Callable[[LoraServerError | None], None]
@@ -39,12 +37,14 @@ class ControllerStream:
         register: Callable[[], pb.Registration],
         execute: Callable[[pb.ShardCommand, Done], None],
         layers_ready: Callable[[int], int],
+        timings: Timings = DEFAULTS,
     ) -> None:
+        self._timings = timings
         self._address, self._credentials = address, credentials
         self._register, self._execute, self._layers_ready = register, execute, layers_ready
         self._kept = Kept()
         self._reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
-        self._quiet_until = time.monotonic() + START_SECONDS  # or an outage was spoken of
+        self._quiet_until = time.monotonic() + timings.controller_start  # or an outage was spoken of
         self.up = threading.Event()  # a controller has taken the registration
         self._ended = threading.Event()
 
@@ -79,10 +79,10 @@ class ControllerStream:
                 log.error("the controller turned this shard away", reason=str(error))
                 return error
             if time.monotonic() > self._quiet_until:
-                self._quiet_until = time.monotonic() + REMIND_SECONDS
+                self._quiet_until = time.monotonic() + self._timings.outage_reminder
                 event = "no controller; serving on and trying again" if self.up.is_set() else "no controller yet"
                 log.warning(event, controller=self._address, reason=str(error))
-            stopping.wait(RETRY_SECONDS)
+            stopping.wait(self._timings.controller_retry)
         return None
 
     def _serve_once(self) -> LoraServerError | None:

@@ -7,14 +7,13 @@
       ▲  ╲   ▲   ╲          │           not there yet; it is HOST where packed weights lie in the host pool, and
       │   ▼  │    ▼         │           no device memory is taken for it
       │  HOST     FAILED ◄──┘
-      └── evicted ──────────┘           FAILED is tried again when somebody asks, after RETRY_SECONDS
+      └── evicted ──────────┘           FAILED is tried again when somebody asks, after `load_retry`
 
 An adapter's memory is allocated, and taken back, as a whole; its layers become READY one by one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,7 +24,6 @@ from lora_server.errors import LoraServerError
 from lora_server.memory.manifest import Manifest
 from lora_server.memory.pools import Extent
 
-RETRY_SECONDS = 1.0
 MIN_STAY, STAY_PER_LOAD = 0.05, 10.0  # seconds; an adapter stays so many times as long as its load took
 HALF_LIFE = 60.0  # seconds, of the count of uses
 
@@ -197,7 +195,7 @@ class Entry:
         self.waiting = [] if over else self.waiting
         return looked + waited
 
-    def retry(self) -> None:
-        """Somebody asks for it: a failure that is old may be over."""
-        if self.failure is not None and time.monotonic() > self.failed_at + RETRY_SECONDS:
+    def retry(self, now: float, seconds: float) -> None:
+        """Somebody asks for it: a failure that is so many seconds old may be over."""
+        if self.failure is not None and now > self.failed_at + seconds:
             self.failure = None

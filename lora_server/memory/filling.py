@@ -16,15 +16,17 @@ from lora_server.memory.entry import Entry
 from lora_server.memory.eviction import Policy, lru
 from lora_server.memory.fetching import Fetching
 from lora_server.memory.loading import Loader
+from lora_server.memory.manifest import KEPT_BYTES, Manifests
 from lora_server.memory.pins import Pins
 from lora_server.memory.pools import Pool
-from lora_server.memory.preload import PAUSE_SECONDS, Preload
+from lora_server.memory.preload import Preload
 from lora_server.memory.room import Room
 from lora_server.memory.tier import Tier
 from lora_server.memory.turns import Turns
 from lora_server.placement import Placement
 from lora_server.sources.cache import Lease
 from lora_server.sources.fetch import NODE0, Fetcher
+from lora_server.timings import DEFAULTS, Timings
 
 LOOK_SECONDS = 0.02  # how often one that has no room looks whether somebody's turn is over
 
@@ -44,14 +46,17 @@ class Filling:
         on_layer: Callable[[int, int], None] = lambda handle, layers: None,
         fetcher: Fetcher | None = None,
         preload: bool = False,
+        timings: Timings = DEFAULTS,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """`fetcher` brings files from far; `preload`: idle memory is filled."""
+        """`fetcher` brings files from far; `preload`: idle memory is filled; `kept_bytes`: of manifests."""
+        self._timings = timings
         self.tier, self._shard, self._on_layer = tier, shard, on_layer
         self._layers = placement.layers(shard)
         self._changed = threading.Condition()
         self._entries: dict[int, Entry] = {}
         self._pins, self._turns = Pins(), Turns(lambda entry: self._moved.add(entry.handle))
-        self._preload = Preload(self._entries, tier.pool, self._let_go, preload)
+        self._preload = Preload(self._entries, tier.pool, self._let_go, preload, timings.preload_look)
         self._room = Room(
             self._entries, self._pins, tier, host_pool, shard, policy, self._evicted, self._preload.note_use
         )
@@ -66,7 +71,16 @@ class Filling:
         self._fetching = Fetching(fetcher, self._fetched, self._closing.is_set)
         self._on_disk: frozenset[str] = frozenset()  # versions that the disk cache has
         self._unneeded: set[str] = set()  # versions that came from node 0 for one that was dropped
-        self._loader = Loader(placement, shard, tier, self._closing.wait, self._pins.none.wait, link_gbps)
+        self._loader = Loader(
+            placement,
+            shard,
+            tier,
+            self._closing.wait,
+            self._pins.none.wait,
+            Manifests(kept_bytes),
+            link_gbps,
+            timings.block_patience,
+        )
         self._thread = threading.Thread(target=self._run, name="weight-loader", daemon=True)
         self._thread.start()
 
@@ -102,7 +116,7 @@ class Filling:
                 elif spare is not None and self._room.make(spare, now):
                     self._busy = spare
                     return spare
-                idle = PAUSE_SECONDS if self._preload.enabled else None
+                idle = self._timings.preload_look if self._preload.enabled else None
                 self._changed.wait(LOOK_SECONDS if self._starved else idle)
             return None
 

@@ -17,8 +17,7 @@ from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
 from lora_server.sources.cache import Lease
 from lora_server.spec import Site
-
-PATIENCE_SECONDS = 5e-4  # and no less than a block took: steps that never end make loading twice as slow, or so
+from lora_server.timings import Timings
 
 
 @dataclass
@@ -26,7 +25,8 @@ class Loader:
     """Used by the store's thread, and by others only to `close` an entry that the thread does not work on.
 
     `pause` waits; `give_way` waits until no step is there, at most so long, between two blocks: while a step runs, a
-    second thread of this process would get in its way at each of its calls. `link_gbps` slows copies to the device
+    second thread of this process would get in its way at each of its calls: for `patience_seconds`, and no less than a
+    block took, so that steps that never end make loading twice as slow, or so. `link_gbps` slows copies to the device
     down to so many 10^9 bits a second, for tests and benches.
     """
 
@@ -35,9 +35,10 @@ class Loader:
     tier: Tier
     pause: Callable[[float], object]
     give_way: Callable[[float], object]
+    manifests: Manifests
     link_gbps: float = 0.0
+    patience_seconds: float = Timings.block_patience
     _open: dict[Entry, Weights] = field(default_factory=dict)
-    _manifests: Manifests = field(default_factory=Manifests)
     _leases: dict[Entry, Lease] = field(default_factory=dict)
 
     def hold(self, entry: Entry, lease: Lease) -> None:
@@ -51,10 +52,10 @@ class Loader:
     def measure(self, entry: Entry) -> None:
         """Open the files: what it has here, and how large that is. Raises AdapterError."""
         outline = self._opened(entry).outline
-        entry.manifest = self._manifests.get(outline.key)
+        entry.manifest = self.manifests.get(outline.key)
         if entry.manifest is None:
             entry.manifest = Manifest(outline, self.placement, self.shard, entry.layers, self.tier.format)
-            self._manifests.put(entry.manifest)
+            self.manifests.put(entry.manifest)
         entry.nbytes = entry.manifest.nbytes
         entry.size = self.tier.pool.size_of(entry.nbytes)
 
@@ -98,7 +99,7 @@ class Loader:
                     target.write(
                         placed.begin, self.tier.format.pack(_pairs(weights, site, expert), placed.shape, device)
                     )
-                self.give_way(max(PATIENCE_SECONDS, time.monotonic() - began))
+                self.give_way(max(self.patience_seconds, time.monotonic() - began))
 
     def _opened(self, entry: Entry) -> Weights:
         if entry not in self._open:
@@ -110,7 +111,7 @@ class Loader:
     def _as_before(self, entry: Entry, path: Path) -> Weights | None:
         """From what is known of its files, where nobody touched them since."""
         files = entry.files
-        manifest = self._manifests.get(files.outline) if files is not None and files.path == path else None
+        manifest = self.manifests.get(files.outline) if files is not None and files.path == path else None
         if files is None or manifest is None:
             return None
         return reopen(path, self.placement.spec, manifest.outline, files.seen, files.stamp)

@@ -83,9 +83,10 @@ class Manifest:
 
 
 class Manifests:
-    """By the key of their outlines; over KEPT_BYTES the least recently used go, and are made anew when needed."""
+    """By the key of their outlines; over `kept_bytes` the least recently used go, and are made anew when needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
         self._kept: OrderedDict[bytes, Manifest] = OrderedDict()
         self.nbytes = 0
 
@@ -99,5 +100,5 @@ class Manifests:
         """A new one."""
         self._kept[manifest.outline.key] = manifest
         self.nbytes += manifest.kept_bytes
-        while self.nbytes > KEPT_BYTES:
+        while self.nbytes > self._kept_bytes:
             self.nbytes -= self._kept.popitem(last=False)[1].kept_bytes

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from lora_server.memory.entry import Entry
 from lora_server.memory.eviction import value_density
 from lora_server.memory.pools import Pool
-
-PAUSE_SECONDS = 0.5  # between two looks at all that is registered
+from lora_server.timings import Timings
 
 
 @dataclass
@@ -20,6 +19,7 @@ class Preload:
     pool: Pool
     let_go: Callable[[Entry], object]
     enabled: bool = False
+    look_seconds: float = Timings.preload_look  # between two looks at all that is registered
     preloads: int = 0  # whole adapters
     hits: int = 0  # of these, used before they had to go
     _chosen: Entry | None = None
@@ -35,7 +35,7 @@ class Preload:
         if self._chosen is None:
             if now < self._next_look:
                 return None
-            self._next_look = now + PAUSE_SECONDS
+            self._next_look = now + self.look_seconds
             self._chosen = max(filter(self._may_come, self.entries.values()), key=value_density, default=None)
         if self._chosen is not None:
             self._chosen.preloaded = True

@@ -50,7 +50,7 @@ class WeightStore(Filling):
                 return
             else:  # said anew, by another controller
                 entry.source, entry.far = source, self._is_far(entry)
-            entry.retry()
+            entry.retry(time.monotonic(), self._timings.load_retry)
             self._moved.add(handle)
             known = entry.size is not None or (entry.far and not again)  # nothing is fetched before somebody asks
             if entry.failure is not None or entry.is_whole() or (known and not eager):
@@ -96,7 +96,7 @@ class WeightStore(Filling):
             if entry is None:
                 done(UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"))
                 return
-            entry.retry()
+            entry.retry(time.monotonic(), self._timings.load_retry)
             if entry.failure is not None:
                 done(entry.failure)
                 return
@@ -304,7 +304,7 @@ class WeightStore(Filling):
         """Whether a step can be served; otherwise what it lacks is demanded."""
         entries, now = [one for handle in handles if (one := self._entries.get(handle)) is not None], time.monotonic()
         for entry in entries:
-            entry.retry()
+            entry.retry(time.monotonic(), self._timings.load_retry)
         if any(entry.lacks(layer) for entry in entries):
             self._room.check_fit(entries, self._room.kept)
             self._turns.demand(entries, layer, owner, deadline)

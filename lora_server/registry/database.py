@@ -35,10 +35,10 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_e
 
 from lora_server.config import ProcessConfig
 from lora_server.errors import ConfigError, ServerUnavailableError
+from lora_server.timings import DEFAULTS, Timings
 
 FILE = "registry.sqlite"
 SCHEMA = 1  # higher where a table's columns mean something else than before
-OPEN_SECONDS, SECONDS = 10.0, 10.0  # for the first transaction, for a later one
 BUSY_SECONDS = 0.5  # of one try, while another process writes
 MIN_PAUSE, MAX_PAUSE = 0.02, 0.5
 _DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
@@ -79,15 +79,15 @@ def url_of(config: ProcessConfig) -> str:
 class Database:
     """Thread-safe; any number of processes may have the same one open."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timings: Timings = DEFAULTS) -> None:
         """Makes what is not there yet. Raises ConfigError for what cannot be opened, or is of a newer server."""
-        parsed, self._stopping = _parsed(url), threading.Event()
+        parsed, self._stopping, self._seconds = _parsed(url), threading.Event(), timings.database
         self.shown = parsed.render_as_string(hide_password=True)
         self.shared = parsed.get_backend_name() != "sqlite"
         try:
             if not self.shared and parsed.database:
                 os.close(os.open(parsed.database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._engine = create_engine(parsed, **_options(self.shared))
+            self._engine = create_engine(parsed, **_options(self.shared, timings.database))
         except ImportError as error:
             raise ConfigError(f"--registry {self.shown}: {error}; install lora-server[postgres]") from error
         except OSError as error:
@@ -99,7 +99,7 @@ class Database:
             event.listen(self._engine, "connect", _set_up)
             event.listen(self._engine, "begin", _begin)
         try:
-            schema = self.write(self._prepare, OPEN_SECONDS)
+            schema = self.write(self._prepare, timings.database_open)
         except (ServerUnavailableError, sql.SQLAlchemyError) as error:
             self.close()
             raise ConfigError(f"{self._who()}: cannot be opened: {_told(error)}; {self._cure()}") from error
@@ -110,14 +110,14 @@ class Database:
                 "that release, or give this one another"
             )
 
-    def read(self, work: Work[T], seconds: float = SECONDS) -> T:
+    def read(self, work: Work[T]) -> T:
         """One transaction that changes nothing. Raises ServerUnavailableError."""
-        return self._transact(work, seconds, writes=False)
+        return self._transact(work, self._seconds, writes=False)
 
-    def write(self, work: Work[T], seconds: float = SECONDS) -> T:
+    def write(self, work: Work[T], seconds: float | None = None) -> T:
         """One transaction; it is on the disk when this returns. Raises ServerUnavailableError: then nothing was
         changed, unless the connection was lost while it was told."""
-        return self._transact(work, seconds, writes=True)
+        return self._transact(work, self._seconds if seconds is None else seconds, writes=True)
 
     def close(self) -> None:
         """Waits for nobody; who waits for the database gives up."""
@@ -188,11 +188,11 @@ def _parsed(url: str) -> URL:
     return parsed.set(drivername=driver)
 
 
-def _options(shared: bool) -> dict[str, Any]:
+def _options(shared: bool, seconds: float) -> dict[str, Any]:
     if not shared:
         return {"connect_args": {"timeout": BUSY_SECONDS}}
-    limits = f"-c statement_timeout={int(SECONDS * 1000)} -c lock_timeout={int(BUSY_SECONDS * 1000)}"
-    arguments = {"connect_timeout": 5, "tcp_user_timeout": int(SECONDS * 1000), "options": limits}
+    limits = f"-c statement_timeout={int(seconds * 1000)} -c lock_timeout={int(BUSY_SECONDS * 1000)}"
+    arguments = {"connect_timeout": 5, "tcp_user_timeout": int(seconds * 1000), "options": limits}
     return {"pool_pre_ping": True, "connect_args": arguments}
 
 
@@ -226,4 +226,4 @@ def _told(error: BaseException | None) -> str:
 
 def database_of(config: ProcessConfig) -> Database:
     """A controller's. Raises ConfigError."""
-    return Database(url_of(config))
+    return Database(url_of(config), config.timings)

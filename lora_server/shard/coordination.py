@@ -21,6 +21,7 @@ from typing_extensions import override
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.orders import OrderReceiver, OrderSender
 from lora_server.shard.schedule import PendingStep, TenantShare, begun
+from lora_server.timings import Timings
 from lora_server.transport.tls import ShardCertificate
 from lora_server.wire import messages
 from lora_server.wire.messages import Order
@@ -77,10 +78,11 @@ class Leader(Coordinator):
         advertise: str = "",
         port: TcpPort = ANY_PORT,
         certificate: ShardCertificate | None = None,
+        handshake_seconds: float = Timings.handshake,
     ) -> None:
         self._rule = TenantShare()
         self.badge = new_badge()
-        self._orders = OrderSender(self.badge, host, advertise, port, certificate)
+        self._orders = OrderSender(self.badge, host, advertise, port, certificate, handshake_seconds)
         self.address = self._orders.address
 
     @property
@@ -111,8 +113,8 @@ class Follower(Coordinator):
     `depth`: steps that a client may have outstanding; orders of more of them are of steps that never came.
     """
 
-    def __init__(self, ring: Callable[[], None], depth: int) -> None:
-        self._ring, self._depth = ring, depth
+    def __init__(self, ring: Callable[[], None], depth: int, handshake_seconds: float = Timings.handshake) -> None:
+        self._ring, self._depth, self._handshake_seconds = ring, depth, handshake_seconds
         self._queue: deque[tuple[Order, int]] = deque()
         self._leader = "", b"", b""
         self._orders: OrderReceiver | None = None
@@ -125,7 +127,7 @@ class Follower(Coordinator):
             return
         self.close()
         self._queue, self._leader = deque(), leader
-        self._orders = OrderReceiver(address, badge, self._take, certificate)
+        self._orders = OrderReceiver(address, badge, self._take, certificate, self._handshake_seconds)
 
     def _take(self, order: Order) -> None:
         self._queue.append((order, time.monotonic_ns() + order.budget_us * 1000))

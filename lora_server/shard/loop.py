@@ -1,6 +1,6 @@
 """The loop of one shard: receive -> shrink -> expand -> send.
 
-It serves a step for TURN_NS at a time, and then receives again: what is less work may pass what is more.
+It serves a step for `turn_seconds` at a time, and then receives again: what is less work may pass what is more.
 Clients write into their slots while earlier steps compute (receive overlaps compute); the kernel
 writes into the client's response slot, so sending is a signal (shared memory) or another thread's
 work (TCP, where they are large). One thread runs the loop; listeners and the weight loader wake it.
@@ -23,14 +23,13 @@ from lora_server.shard.coordination import Coordinator
 from lora_server.shard.phases import Phases
 from lora_server.shard.schedule import PendingStep
 from lora_server.spec import ModelSpec
+from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
 IDLE_SECONDS = 0.1
 MAX_BUDGET_US = 3_600_000_000
-HELD_NS = 5_000_000_000  # within which a shard hears what its clients hold, also of a controller that was away
-TURN_NS = 1_000_000  # that a step is served before others are looked at; no part of it is cut short
 UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
 log = structlog.get_logger()
 
@@ -50,7 +49,11 @@ class Counters:
 
 @dataclass
 class Shard:
-    """One shard's loop over what the daemon gave it. Not thread-safe: one thread calls it."""
+    """One shard's loop over what the daemon gave it. Not thread-safe: one thread calls it.
+
+    `foreign_seconds`: within which a shard hears what its clients hold, also of a controller that was away.
+    `turn_seconds`: that a step is served before others are looked at; no part of it is cut short.
+    """
 
     index: int
     spec: ModelSpec
@@ -60,6 +63,8 @@ class Shard:
     coordinator: Coordinator
     compute: Compute
     wire: slot.Wire = "exact"
+    foreign_seconds: float = Timings.foreign_step
+    turn_seconds: float = Timings.turn
     counters: Counters = field(default_factory=Counters)
     phases: Phases = field(default_factory=Phases)
     _pending: dict[int, PendingStep] = field(default_factory=dict)
@@ -135,7 +140,7 @@ class Shard:
         """Whether its client holds what it names, as far as is known yet, but for what is no adapter, which `gather`
         refuses; raises PermissionDeniedError."""
         foreign = self.store.known(lacking)
-        if foreign and time.monotonic_ns() >= min(step.received_ns + HELD_NS, step.expires_ns):
+        if foreign and time.monotonic_ns() >= min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
             raise PermissionDeniedError(
                 f"shard {self.index} {step.header.where}: got handle {min(foreign)}, which this client does not hold; "
                 "acquire it first"
@@ -156,7 +161,7 @@ class Shard:
 
     def _serve(self, step: PendingStep) -> bool:
         """Go on with it for a turn; whether it was answered."""
-        began = time.monotonic_ns()
+        began, turn_ns = time.monotonic_ns(), self.turn_seconds * 1e9
         if step.refusal is not None:
             self._fail(step.connection, step.seq, step.refusal)
             return True
@@ -164,7 +169,7 @@ class Shard:
             if step.work is None:
                 step.work = self._work(step)
             for _ in step.work:
-                if time.monotonic_ns() - began >= TURN_NS:
+                if time.monotonic_ns() - began >= turn_ns:
                     step.spent_ns += time.monotonic_ns() - began
                     return False
         except LoraServerError as error:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
 from lora_server.shard.coordination import Part, new_badge
-from lora_server.transport.base import HANDSHAKE_SECONDS
+from lora_server.timings import Timings
 from lora_server.transport.gpu.gpu import Memory
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.layout import LANES
@@ -33,7 +33,6 @@ from lora_server.wire.messages import Numbers
 
 MAX_FOLLOWERS = LANES  # a lane of the leader's poller tells one
 RETRY_SECONDS = 0.1  # within which a thread stops, and a follower tries again
-HEARD_SECONDS = HANDSHAKE_SECONDS + TAKEN_SECONDS  # in which a leader's kernel knows a table
 HEARD = b"heard"
 log = structlog.get_logger()
 
@@ -41,8 +40,8 @@ log = structlog.get_logger()
 class KernelLeader(Part):
     """Its kernel stores every number into the tables of those that have come. A thread lets them in."""
 
-    def __init__(self, kernel: ServeKernel, path: Path) -> None:
-        self._kernel, self._path = kernel, path
+    def __init__(self, kernel: ServeKernel, path: Path, handshake_seconds: float = Timings.handshake) -> None:
+        self._kernel, self._path, self._handshake_seconds = kernel, path, handshake_seconds
         self.address, self.badge = str(path), new_badge()
         kernel.lead(())
         self._tables: dict[socket.socket, Memory] = {}
@@ -81,7 +80,7 @@ class KernelLeader(Part):
         if len(self._strangers) >= MAX_FOLLOWERS:
             sock.close()
             return
-        self._strangers[sock] = time.monotonic() + HANDSHAKE_SECONDS
+        self._strangers[sock] = time.monotonic() + self._handshake_seconds
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, sock: socket.socket) -> None:
@@ -139,8 +138,9 @@ class KernelLeader(Part):
 class KernelFollower(Part):
     """Its kernel serves by the numbers of whoever it was told to follow; a thread hands a table over."""
 
-    def __init__(self, kernel: ServeKernel) -> None:
+    def __init__(self, kernel: ServeKernel, handshake_seconds: float = Timings.handshake) -> None:
         self._kernel, self._leader = kernel, ("", b"")
+        self._heard_seconds = handshake_seconds + TAKEN_SECONDS  # in which a leader's kernel knows a table
         kernel.follow(0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -177,14 +177,14 @@ class KernelFollower(Part):
                 table.close()
 
     def _listen(self, sock: socket.socket, stop: threading.Event) -> None:
-        due, heard = time.monotonic() + HEARD_SECONDS, False
+        due, heard = time.monotonic() + self._heard_seconds, False
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 if sock.recv(len(HEARD)) != HEARD:
                     raise ConnectionResetError("the leader is gone, or does not want it")
                 heard = True
             if not heard and time.monotonic() > due:
-                raise ConnectionResetError(f"the leader did not take its table in {HEARD_SECONDS:g} s")
+                raise ConnectionResetError(f"the leader did not take its table in {self._heard_seconds:g} s")
 
     @override
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A leader's orders on their way to the followers of its stage: TCP, frames of transport.frames.
 
 Both sides prove that they know the leader's badge, which the controller gave to the stage's shards, and never send it.
-Who does not within HANDSHAKE_SECONDS is cut off, has never more than one small message stored, and hears no order.
+Who does not within `handshake_seconds` is cut off, has never more than one small message stored, and hears no order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import partial
 
 from lora_server.errors import ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.timings import Timings
 from lora_server.transport.address import listen, parse, readable, watch
-from lora_server.transport.base import HANDSHAKE_SECONDS
 from lora_server.transport.frames import HEADER, MESSAGE, frame
 from lora_server.transport.stranger import Stranger
 from lora_server.transport.tls import ShardCertificate, Stream, connect
@@ -63,8 +63,9 @@ class OrderSender:
         advertise: str = "",
         port: TcpPort = ANY_PORT,
         certificate: ShardCertificate | None = None,
+        handshake_seconds: float = Timings.handshake,
     ) -> None:
-        self._badge, self._certificate = badge, certificate
+        self._badge, self._certificate, self._handshake_seconds = badge, certificate, handshake_seconds
         self._listening, self.address = listen(host, advertise, port)
         self._listening.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -99,7 +100,7 @@ class OrderSender:
                     self._accept()
                 else:
                     self._hear(key.data)
-            while self._strangers and time.monotonic() - self._strangers[0].since > HANDSHAKE_SECONDS:
+            while self._strangers and time.monotonic() - self._strangers[0].since > self._handshake_seconds:
                 self._end(self._strangers[0])
 
     def _accept(self) -> None:
@@ -167,8 +168,16 @@ class OrderReceiver:
     `certificate`: of the leader, which speaks TLS alone.
     """
 
-    def __init__(self, address: str, badge: bytes, take: Callable[[Order], None], certificate: bytes = b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        badge: bytes,
+        take: Callable[[Order], None],
+        certificate: bytes = b"",
+        handshake_seconds: float = Timings.handshake,
+    ) -> None:
         self._address, self._badge, self._take, self._certificate = address, badge, take, certificate
+        self._handshake_seconds = handshake_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
         self._thread.start()
@@ -180,7 +189,7 @@ class OrderReceiver:
             self._stop.wait(STOP_SECONDS)
 
     def _listen(self) -> None:
-        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        deadline = time.monotonic() + self._handshake_seconds
         with contextlib.closing(self._connect(deadline)) as sock:
             challenge = messages.decode(self._message(sock, deadline), Challenge)
             nonce = secrets.token_bytes(messages.NONCE_BYTES)
@@ -193,7 +202,7 @@ class OrderReceiver:
                 self._take(messages.decode(self._message(sock), Order))
 
     def _connect(self, deadline: float) -> Stream:
-        sock = socket.create_connection(parse(self._address), HANDSHAKE_SECONDS)
+        sock = socket.create_connection(parse(self._address), self._handshake_seconds)
         try:
             watch(sock)
             sock.setblocking(False)

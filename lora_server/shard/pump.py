@@ -22,6 +22,7 @@ from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import Counters
+from lora_server.timings import Timings
 from lora_server.transport.base import Connection, Port
 from lora_server.transport.gpu.carrier import Carrier
 from lora_server.transport.gpu.connection import GpuConnection
@@ -33,7 +34,6 @@ from lora_server.transport.gpu.world_link import WorldConnection
 LOOK_SECONDS, CARRY_SECONDS = 2e-3, 1e-4  # between two looks, and while a carried step is out
 NOTE_SECONDS = 1e-3
 READY_SECONDS = 0.1  # between two looks whether to go on waiting
-WANTED_SECONDS = 30.0  # what a step waits for is wanted for so long, unless the step asks again
 log = structlog.get_logger()
 
 
@@ -57,6 +57,7 @@ class Pump:
     store: WeightStore
     kernel: ServeKernel
     ready: Future[None] | None = None  # without it, the kernel may be launched at once
+    wanted_seconds: float = Timings.expected_step  # what a step waits for, unless the step asks again
     counters: Counters = field(default_factory=Counters)
     phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
     _seats: dict[Connection, _Seat] = field(default_factory=dict)
@@ -208,7 +209,7 @@ class Pump:
             return
         client = seat.connection.client
         if note.kind is NoteKind.PREFETCH:
-            self.store.prefetch([note.what], client, time.monotonic() + WANTED_SECONDS)
+            self.store.prefetch([note.what], client, time.monotonic() + self.wanted_seconds)
         elif note.kind is NoteKind.REFUSED:
             self.counters.failed += 1
             why = Refusal(note.what).name.lower()

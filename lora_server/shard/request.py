@@ -141,9 +141,11 @@ def _check_counts(header: RequestHeader, site: Site, spec: ModelSpec, max_step_r
         raise ProtocolError(f"{header.where}: got {header.num_out_rows} rows out, expected {header.num_entries}")
 
 
-def _check_segments(segments_S4: npt.NDArray[np.int32], header: RequestHeader, experts: int) -> None:
+def _check_segments(
+    segments_S4: npt.NDArray[np.int32], header: RequestHeader, experts: int, few: int = FEW_SEGMENTS
+) -> None:
     """The loop says what a segment must be, and names the first that is not; many are first looked at together."""
-    if len(segments_S4) > FEW_SEGMENTS and _all_sound(segments_S4, header.num_entries, experts):
+    if len(segments_S4) > few and _all_sound(segments_S4, header.num_entries, experts):
         return
     expected = 0
     for handle, expert, first, num_entries in segments_S4.tolist():

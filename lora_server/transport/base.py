@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from lora_server.errors import LeaseError, ProtocolError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport.bells import Bell, Bells
+from lora_server.transport.bells import MAX_WATCHED, Bell, Bells
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import Region, RegionLayout
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 _NOTHING: frozenset[int] = frozenset()
-HANDSHAKE_SECONDS = 5.0  # from a connection to the region, whatever the backend
 
 
 class End:
@@ -202,7 +201,12 @@ class Grant:
 class Port:
     """A shard's clients. Listeners add and remove from their threads; the shard loop only reads."""
 
-    def __init__(self, layout: RegionLayout, on_gone: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        layout: RegionLayout,
+        on_gone: Callable[[int, int], None] | None = None,
+        max_watched: int = MAX_WATCHED,
+    ) -> None:
         self.layout = layout
         self.connections: tuple[Connection, ...] = ()
         self._grants: dict[int, Grant] = {}
@@ -210,7 +214,7 @@ class Port:
         self._lenders: dict[int, int] = {}  # by client that borrows
         self._lock = threading.Lock()
         self._on_gone = on_gone
-        self._bells = Bells[Connection]()
+        self._bells = Bells[Connection](max_watched)
 
     def grant(self, grant: Grant) -> None:
         """Let a client connect under this epoch; an older epoch of it is cut off."""

@@ -78,7 +78,8 @@ _P = TypeVar("_P", bound=Pusher)
 class Bells(Generic[_P]):
     """`add`, `drop` and `call` from any thread; the rest is the loop's."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_watched: int = MAX_WATCHED) -> None:
+        self._max_watched = max_watched
         self._epoll, self._own = select.epoll(), make_bell()
         weakref.finalize(self, os.close, self._own).atexit = False
         self._epoll.register(self._own, _ONCE)
@@ -122,8 +123,8 @@ class Bells(Generic[_P]):
             self._watched.pop(connection, None)
             if not connection.gone and not self._watch(connection):
                 found.append(connection)
-        if len(self._watched) > MAX_WATCHED:
-            self._leave_to_ring([one for one in self._watched if one.rings][: -MAX_WATCHED // 2])
+        if len(self._watched) > self._max_watched:
+            self._leave_to_ring([one for one in self._watched if one.rings][: -self._max_watched // 2])
         return found
 
     def answered(self, connection: _P) -> None:

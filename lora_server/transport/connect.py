@@ -9,7 +9,8 @@ from typing import Literal, cast, get_args
 import structlog
 
 from lora_server.errors import ConfigError, LoraServerError
-from lora_server.transport.base import HANDSHAKE_SECONDS, Link
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.transport.base import Link
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
@@ -88,7 +89,8 @@ def connect(
     hello: Hello,
     transport: str,
     device: str = "cpu",
-    seconds: float = HANDSHAKE_SECONDS,
+    seconds: float = Timings.handshake,
+    timings: Timings = DEFAULTS,
 ) -> Link:
     """A link to one shard, for activations on `device`; it may take as many seconds.
 
@@ -114,7 +116,7 @@ def connect(
             return _gpu_link(endpoint, hello, device, "may" if transport == "auto" else "no")
         except ConfigError as error:
             log.warning("activations are copied by the host", shard=endpoint.shard, reason=str(error))
-    return ShmLink(endpoint.shm, hello, endpoint.shard, seconds)
+    return ShmLink(endpoint.shm, hello, endpoint.shard, seconds, timings.region_keep)
 
 
 def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:

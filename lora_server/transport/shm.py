@@ -17,11 +17,12 @@ import time
 from typing_extensions import override
 
 from lora_server.errors import ProtocolError, ShardUnavailableError
+from lora_server.timings import Timings
 from lora_server.transport import park
-from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, Grant, Link
+from lora_server.transport.base import Connection, Grant, Link
 from lora_server.transport.bells import Bell
 from lora_server.transport.mapping import Mapping
-from lora_server.transport.slack import Slack
+from lora_server.transport.slack import GIVE_BYTES, Slack
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Hello, Mapped, Welcome
 from lora_server.wire.region import Region, RegionLayout
@@ -46,7 +47,17 @@ class ShmLink(Link):
 
     transport = "shm"
 
-    def __init__(self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        shard: int,
+        seconds: float = Timings.handshake,
+        keep_seconds: float = Timings.region_keep,
+        give_bytes: int = GIVE_BYTES,
+    ) -> None:
+        """`keep_seconds`, `give_bytes`: see Slack."""
+        self._slack_limits = keep_seconds, give_bytes
         park.require_total_store_order()
         self.shard, self.epoch = shard, hello.epoch
         self._mapping: Mapping | None = None
@@ -81,7 +92,7 @@ class ShmLink(Link):
             self.region = Region(region.view, Region.read_geometry(region.view))
             self._bell, self._parker = Bell(self.region.unwatched, os.dup(fds[1])), park.Parker(self.region.parked)
             if not (hello.device or answer.pinned):
-                self._slack = Slack(region, self.region.layout)
+                self._slack = Slack(region, self.region.layout, *self._slack_limits)
             if hello.device:
                 twin = self._prepare(answer, fds[2] if shares else -1)
                 socket.send_fds(self._socket, [messages.encode(Mapped(twin))], self._offers)

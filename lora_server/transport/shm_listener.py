@@ -16,8 +16,9 @@ import structlog
 from typing_extensions import override
 
 from lora_server.errors import ConfigError, LeaseError, LoraServerError, ProtocolError, ShardUnavailableError
+from lora_server.timings import Timings
 from lora_server.transport import park
-from lora_server.transport.base import HANDSHAKE_SECONDS, DeviceMemory, Grant, Port, Twin, pin
+from lora_server.transport.base import DeviceMemory, Grant, Port, Twin, pin
 from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.shm import ShmConnection, create_memory
 from lora_server.transport.stranger import accept_user
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from lora_server.transport.rows import Rows
 
 log = structlog.get_logger()
-QUARANTINE_SECONDS = 60.0
 MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
 BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause
 POLL_SECONDS = 200e-6  # later a GPU's signals are looked at so often
@@ -86,8 +86,16 @@ class SlotsTwin(Protocol):
 class ShmListener:
     """Accepts clients on a Unix socket, in a thread of its own; gives each a region and watches for its end."""
 
-    def __init__(self, port: Port, path: Path, device: DeviceMemory | None = None) -> None:
+    def __init__(
+        self,
+        port: Port,
+        path: Path,
+        device: DeviceMemory | None = None,
+        handshake_seconds: float = Timings.handshake,
+        quarantine_seconds: float = Timings.quarantine,
+    ) -> None:
         """`device`: of a shard that computes on a GPU."""
+        self._handshake_seconds, self._quarantine_seconds = handshake_seconds, quarantine_seconds
         park.require_total_store_order()
         self._port, self._path, self._device = port, path, device
         self._shaking: list[_Peer] = []
@@ -133,14 +141,14 @@ class ShmListener:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _freed(self, peer: _Peer) -> bool:
-        peer.due = time.monotonic() + QUARANTINE_SECONDS
+        peer.due = time.monotonic() + self._quarantine_seconds
         return peer.twin is None or peer.twin.free()
 
     def _accept(self) -> None:
         if (accepted := accept_user(self._server)) is None:
             return
         sock, pid = accepted
-        peer = _Peer(sock, pid, time.monotonic() + HANDSHAKE_SECONDS)
+        peer = _Peer(sock, pid, time.monotonic() + self._handshake_seconds)
         self._shaking.append(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
@@ -255,7 +263,7 @@ class ShmListener:
         self._selector.unregister(peer.sock)
         peer.sock.close()
         if peer.twin is not None:
-            peer.due = time.monotonic() + QUARANTINE_SECONDS
+            peer.due = time.monotonic() + self._quarantine_seconds
             self._retired.append(peer)
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from lora_server.timings import Timings
 from lora_server.transport.mapping import Mapping
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
 from lora_server.wire.slot import aligned
 
-KEEP_SECONDS = 60.0  # pages that come anew cost more than those that are here
 GIVE_BYTES = 1 << 20  # at a time: as many cost less than a millisecond
 
 
@@ -27,29 +27,37 @@ class _Slots:
     touched: int = 0  # bytes of each, at most
     needed: int = 0  # by the steps since they were looked at
 
-    def spare(self, depth: int) -> list[tuple[int, int]]:
+    def spare(self, depth: int, give_bytes: int) -> list[tuple[int, int]]:
         """Where in the region what was not needed begins and ends; touched and needed are counted anew."""
         needed = min(aligned(self.needed, PAGE_BYTES), self.nbytes)
         touched = max(self.touched, needed)
-        self.needed, spares = 0, touched - needed >= GIVE_BYTES
+        self.needed, spares = 0, touched - needed >= give_bytes
         self.touched = needed if spares else touched
         slots = range(self.begin, self.begin + depth * self.nbytes, self.nbytes) if spares else ()
         return [
-            (first, min(first + GIVE_BYTES, begin + touched))
+            (first, min(first + give_bytes, begin + touched))
             for begin in slots
-            for first in range(begin + needed, begin + touched, GIVE_BYTES)
+            for first in range(begin + needed, begin + touched, give_bytes)
         ]
 
 
 class Slack:
     """Of one client's region, which nobody has pinned. Its thread's alone."""
 
-    def __init__(self, mapping: Mapping, layout: RegionLayout) -> None:
+    def __init__(
+        self,
+        mapping: Mapping,
+        layout: RegionLayout,
+        keep_seconds: float = Timings.region_keep,
+        give_bytes: int = GIVE_BYTES,
+    ) -> None:
+        """`keep_seconds`: pages that come anew cost more than those that are here."""
         self._mapping, self._depth = mapping, layout.depth
+        self._keep_seconds, self._give_bytes = keep_seconds, give_bytes
         self._requests = _Slots(PAGE_BYTES, layout.request_bytes)
         self._responses = _Slots(PAGE_BYTES + layout.depth * layout.request_bytes, layout.response_bytes)
         self._spare: deque[tuple[int, int]] = deque()
-        self._due = time.monotonic() + KEEP_SECONDS
+        self._due = time.monotonic() + self._keep_seconds
 
     def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
         """A step of so many bytes is done; `idle`: and none is outstanding."""
@@ -60,5 +68,6 @@ class Slack:
         if self._spare:
             self._mapping.give_back(*self._spare.popleft())
         elif time.monotonic() >= self._due:
-            self._spare.extend(self._requests.spare(self._depth) + self._responses.spare(self._depth))
-            self._due = time.monotonic() + KEEP_SECONDS
+            for slots in (self._requests, self._responses):
+                self._spare.extend(slots.spare(self._depth, self._give_bytes))
+            self._due = time.monotonic() + self._keep_seconds

@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.transport.address import watch
 from lora_server.transport.frames import MESSAGE, frame
 from lora_server.transport.tls import ShardCertificate, Stream, TlsSocket
@@ -18,9 +19,9 @@ from lora_server.wire.messages import Challenge
 class Stranger:
     """`socket` is this side's, which does not block, with TLS where there is a certificate."""
 
-    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None) -> None:
+    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock = SYSTEM) -> None:
         """`sock` is not used any more, and closed where this raises OSError."""
-        self.since = self.looked_at = time.monotonic()
+        self.since, self.looked_at = clock.now(), time.monotonic()
         self.greeted = False
         self.nonce = secrets.token_bytes(messages.NONCE_BYTES)
         try:

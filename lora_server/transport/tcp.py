@@ -20,8 +20,9 @@ import time
 from typing_extensions import override
 
 from lora_server.errors import ProtocolError, ShardUnavailableError
+from lora_server.timings import Timings
 from lora_server.transport.address import parse, readable, watch, writable
-from lora_server.transport.base import HANDSHAKE_SECONDS, Link
+from lora_server.transport.base import Link
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.tls import Stream, connect
@@ -29,14 +30,12 @@ from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Challenge, Hello, proves
 from lora_server.wire.region import Region, RegionLayout
 
-SEND_SECONDS = 30.0
-
 
 class TcpLink(Link):
     """The client's end; its region is private memory that mirrors the shard's."""
 
     def __init__(
-        self, address: str, hello: Hello, shard: int, seconds: float = HANDSHAKE_SECONDS, certificate: bytes = b""
+        self, address: str, hello: Hello, shard: int, seconds: float = Timings.handshake, certificate: bytes = b""
     ) -> None:
         """`certificate`: of the shard, which speaks TLS alone; nothing else is believed then."""
         self.shard, self.epoch = shard, hello.epoch
@@ -156,8 +155,8 @@ def _wait(sock: Stream, deadline: float) -> None:
 class _Sender:
     """The client's: small frames go at once, the rest from a thread, which is started when there is the first."""
 
-    def __init__(self, sock: Stream) -> None:
-        self._socket, self._outbox = sock, Outbox(sock)
+    def __init__(self, sock: Stream, seconds: float = Timings.send) -> None:
+        self._socket, self._outbox, self._seconds = sock, Outbox(sock), seconds
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -187,8 +186,8 @@ class _Sender:
                         if self._closed:
                             return
                         continue
-                if not writable(self._socket, SEND_SECONDS):
-                    raise TimeoutError(f"the shard took nothing for {SEND_SECONDS:g} s")
+                if not writable(self._socket, self._seconds):
+                    raise TimeoutError(f"the shard took nothing for {self._seconds:g} s")
         except (OSError, ValueError) as error:  # ValueError: it was closed
             with self._changed:
                 self._error = ConnectionResetError(str(error))

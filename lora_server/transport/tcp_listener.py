@@ -12,10 +12,12 @@ from collections import deque
 
 from typing_extensions import override
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError, LoraServerError, ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
+from lora_server.timings import Timings
 from lora_server.transport.address import listen
-from lora_server.transport.base import HANDSHAKE_SECONDS, Connection, DeviceMemory, Grant, Port, pin
+from lora_server.transport.base import Connection, DeviceMemory, Grant, Port, pin
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.stranger import Stranger
@@ -30,8 +32,8 @@ MAX_STRANGERS = 256  # connections that have not proved a lease yet; the oldest 
 class _Peer(Stranger):
     """The shard's end of a socket: a stranger until `connection` is set."""
 
-    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None) -> None:
-        super().__init__(sock, certificate)
+    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock) -> None:
+        super().__init__(sock, certificate, clock)
         self.connection: _TcpConnection | None = None
         self.outbox = Outbox(self.socket)
         self.lock = threading.Lock()  # the outbox, and writes to the socket
@@ -106,12 +108,16 @@ class TcpListener:
         tcp: TcpPort = ANY_PORT,
         device: DeviceMemory | None = None,
         certificate: ShardCertificate | None = None,
+        handshake_seconds: float = Timings.handshake,
+        max_strangers: int = MAX_STRANGERS,
+        clock: Clock = SYSTEM,
     ) -> None:
         """Listens at `host`, and tells clients to come to `advertise` if that is another.
 
         `device`: of a shard that computes on a GPU. `certificate`: with it nothing goes in the clear.
         """
         self._port, self._device, self._certificate = port, device, certificate
+        self._handshake_seconds, self._max_strangers, self._clock = handshake_seconds, max_strangers, clock
         self._listening, self.address = listen(host, advertise, tcp)
         self._selector = selectors.DefaultSelector()
         self._bell, self._bell_end = socket.socketpair()
@@ -172,7 +178,7 @@ class TcpListener:
             self._end_oldest()
             return
         try:
-            peer = _Peer(sock, self._certificate)
+            peer = _Peer(sock, self._certificate, self._clock)
         except OSError:
             return
         try:
@@ -180,7 +186,7 @@ class TcpListener:
         except OSError:
             peer.socket.close()
             return
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= self._max_strangers:
             self._end_oldest()
         self._strangers.append(peer)
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
@@ -192,8 +198,8 @@ class TcpListener:
             time.sleep(0.05)  # the loop of this thread must not spin
 
     def _end_silent(self) -> None:
-        now = time.monotonic()
-        while self._strangers and now - self._strangers[0].since > HANDSHAKE_SECONDS:
+        now = self._clock.now()
+        while self._strangers and now - self._strangers[0].since > self._handshake_seconds:
             self._close(self._strangers[0])
 
     def _answer_bell(self) -> None:

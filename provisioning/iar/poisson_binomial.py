@@ -24,7 +24,7 @@ from scipy.fft import next_fast_len
 from provisioning.arrays import Floats
 
 _LOG_TAIL = math.log(2e18)
-_MAX_DIRECT_NODES = 1024
+MAX_DIRECT_NODES = 1024
 _CHEBYSHEV_NODES = 64
 _STRIDE = 8  # its square root
 _BLOCK = 8192
@@ -86,7 +86,9 @@ def _convolve(left: Floats, right: Floats) -> Floats:
     return result
 
 
-def leave_one_out(whole: PoissonBinomial, q_N: Floats, weights_RN: Floats) -> tuple[int, Floats]:
+def leave_one_out(
+    whole: PoissonBinomial, q_N: Floats, weights_RN: Floats, max_direct_nodes: int = MAX_DIRECT_NODES
+) -> tuple[int, Floats]:
     """Sum over i of weights[r, i] * P(K_i = k), K_i being the whole without adapter i.
 
     Returns (first, out_RK) with out_RK[r, j] at k = first + j; `first` may be -1 (where it is 0).
@@ -95,7 +97,7 @@ def leave_one_out(whole: PoissonBinomial, q_N: Floats, weights_RN: Floats) -> tu
     low_N = q_N <= 0.5
     for half, upwards in ((low_N, True), (~low_N, False)):
         if half.any():
-            nodes_G, weights_RG = _nodes(q_N[half], weights_RN[:, half])
+            nodes_G, weights_RG = _nodes(q_N[half], weights_RN[:, half], max_direct_nodes)
             _divide(whole.pmf, nodes_G, weights_RG, out_RK, upwards=upwards)
     return whole.first - 1, out_RK
 
@@ -116,10 +118,10 @@ def _divide(pmf_K: Floats, q_G: Floats, weights_RG: Floats, out_RK: Floats, *, u
         out_RK[:, :-1] += added_RK
 
 
-def _nodes(q_N: Floats, weights_RN: Floats) -> tuple[Floats, Floats]:
+def _nodes(q_N: Floats, weights_RN: Floats, max_direct_nodes: int) -> tuple[Floats, Floats]:
     """Few points and weights that integrate any smooth function of q as all adapters would."""
     lowest, highest = float(q_N.min()), float(q_N.max())
-    if q_N.size <= _MAX_DIRECT_NODES or lowest == highest:
+    if q_N.size <= max_direct_nodes or lowest == highest:
         distinct_G, index_N = np.unique(q_N, return_inverse=True)
         sums = [np.bincount(index_N, row_N, distinct_G.size) for row_N in weights_RN]
         return distinct_G, np.array(sums)

@@ -20,8 +20,8 @@ IDLE, STEPS = 300, 300
 
 
 @pytest.fixture
-def shard(tmp_path):
-    with echo_shard("shm", tmp_path) as found:
+def shard(request, tmp_path):
+    with echo_shard("shm", tmp_path, max_watched=getattr(request, "param", bells.MAX_WATCHED)) as found:
         yield found
 
 
@@ -96,10 +96,11 @@ print(slow, flush=True)
 """
 
 
-@pytest.mark.parametrize(("watched", "spin"), [(bells.MAX_WATCHED, park.SPIN_SECONDS), (2, 1e-6), (0, 0.0)])
-def test_no_push_and_no_answer_is_missed_between_processes(shard, monkeypatch, watched, spin):
+@pytest.mark.parametrize(
+    ("shard", "spin"), [(bells.MAX_WATCHED, park.SPIN_SECONDS), (2, 1e-6), (0, 0.0)], indirect=["shard"]
+)
+def test_no_push_and_no_answer_is_missed_between_processes(shard, spin):
     """One that is costs the client's deadline, or 10 s. Few watched means that most have to ring; no spin, to park."""
-    monkeypatch.setattr(bells, "MAX_WATCHED", watched)
     for client in range(1, 5):
         shard.port.grant(Grant(client, 1, b"key"))
     with running(ROUNDS, shard.listener.address, 4000, spin) as process:

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from lora_server.access.certificate import shard_certificate
 from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutError
-from lora_server.transport import tcp_listener
+from lora_server.timings import Timings
 from lora_server.transport.address import parse
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.connect import tell_far, why_far
@@ -30,6 +30,7 @@ from lora_server.wire import messages
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
+from tests.support.clocks import VirtualClock
 from tests.support.echo import KINDS, echo_shard
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD
 from tests.support.serving import until
@@ -227,18 +228,21 @@ def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, other, seq, nbyt
     until(lambda: shard.gone == [(1, 1)], "its lease to end")
 
 
-@on_tcp
-def test_unauthenticated_peers_are_few_and_end_soon(shard, other, monkeypatch):
-    monkeypatch.setattr(tcp_listener, "MAX_STRANGERS", 4)
+@pytest.mark.parametrize("kind", ["tcp", "tls"])
+def test_unauthenticated_peers_are_few_and_end_soon(kind, tmp_path):
+    clock = VirtualClock()
     with contextlib.ExitStack() as stack:
+        shard = stack.enter_context(echo_shard(kind, tmp_path, max_strangers=4, clock=clock))
+        client = shard.client(1)
+        client.step()
         connect = lambda: stack.enter_context(socket.create_connection(parse(shard.listener.address), SECONDS))  # noqa: E731
         strangers = [connect() for _ in range(50)]
         for one in strangers[:46]:  # the oldest had to go
             assert_ends(one)
-        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
-        connect()
+        clock.advance(Timings.handshake + 1)
         for one in strangers[46:]:
             assert_ends(one)
+        client.step()
 
 
 def test_over_tcp_both_sides_prove_the_lease_and_neither_sends_its_key(tmp_path):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lora_server.errors import ConfigError, LeaseError, ProtocolError, ShardUnavailableError
-from lora_server.transport import park, shm_listener
+from lora_server.transport import park
 from lora_server.transport.base import Grant
 from lora_server.transport.rows import SlotRows
 from lora_server.transport.shm import ShmLink
@@ -164,8 +164,8 @@ def device_shard(tmp_path):
     """Make a shard that has some device memory, and two clients."""
     with contextlib.ExitStack() as stack:
 
-        def make(memory=None):
-            shard = stack.enter_context(echo_shard("device twin", tmp_path, memory))
+        def make(memory=None, **options):
+            shard = stack.enter_context(echo_shard("device twin", tmp_path, memory, **options))
             for client in (1, 2):
                 shard.port.grant(Grant(client, 1, b"key"))
             return shard
@@ -173,9 +173,8 @@ def device_shard(tmp_path):
         yield make
 
 
-def test_a_twin_is_made_when_it_is_asked_for_and_freed_some_time_after_the_client_went(device_shard, monkeypatch):
-    monkeypatch.setattr(shm_listener, "QUARANTINE_SECONDS", 0.2)
-    shard = device_shard()
+def test_a_twin_is_made_when_it_is_asked_for_and_freed_some_time_after_the_client_went(device_shard):
+    shard = device_shard(quarantine_seconds=0.2)
     plain = ShmLink(shard.listener.address, HELLO, SHARD, SECONDS)
     asking = shard.link(2)
     (twin,) = shard.device.twins
@@ -210,9 +209,8 @@ def test_a_client_that_cannot_map_a_twin_keeps_its_lease(device_shard):
     assert shard.device.twins[1].freed.wait(SECONDS), "no client will use it"
 
 
-def test_nothing_is_served_before_the_client_says_what_it_mapped(device_shard, monkeypatch):
-    monkeypatch.setattr(shm_listener, "HANDSHAKE_SECONDS", 2.0)
-    shard = device_shard()
+def test_nothing_is_served_before_the_client_says_what_it_mapped(device_shard):
+    shard = device_shard(handshake_seconds=2.0)
     with handshake(shard, messages.encode(Hello(1, 1, b"key", device=True, twin=True))) as (sock, data, fds):
         assert messages.decode_welcome(data).twin == "fd" and len(fds) == 3
         assert shard.port.connections == ()

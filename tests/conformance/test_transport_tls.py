@@ -12,13 +12,14 @@ import pytest
 from lora_server.access.certificate import shard_certificate
 from lora_server.errors import ShardUnavailableError
 from lora_server.shard.orders import OrderReceiver, OrderSender
-from lora_server.transport import tcp_listener
+from lora_server.timings import Timings
 from lora_server.transport.address import parse, readable
 from lora_server.transport.base import Grant
 from lora_server.transport.frames import HEADER, STEP
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tls import connect
 from lora_server.wire.messages import Hello, Order
+from tests.support.clocks import VirtualClock
 from tests.support.echo import echo_shard
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD
 from tests.support.serving import until
@@ -27,8 +28,13 @@ BADGE, HELLO = b"badge" * 8, Hello(1, 1, b"key")
 
 
 @pytest.fixture
-def shard(tmp_path):
-    with echo_shard("tls", tmp_path) as found:
+def clock():
+    return VirtualClock()
+
+
+@pytest.fixture
+def shard(tmp_path, clock):
+    with echo_shard("tls", tmp_path, clock=clock) as found:
         yield found
 
 
@@ -129,7 +135,7 @@ def test_neither_side_falls_back_to_the_clear(shard, tmp_path):
         assert clear.port.connections == ()
 
 
-def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, monkeypatch):
+def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, clock):
     client, half = shard.client(1), b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
     with contextlib.ExitStack() as stack:
         stalled = [stack.enter_context(socket.create_connection(parse(shard.listener.address))) for _ in range(20)]
@@ -138,7 +144,7 @@ def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, monkeypa
         client.step()
         other = shard.client(2)
         other.step()
-        monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
+        clock.advance(Timings.handshake + 1)
         for one in stalled:
             one.settimeout(SECONDS)
             with contextlib.suppress(ConnectionResetError):
@@ -147,14 +153,14 @@ def test_a_handshake_that_stalls_delays_no_other_client_and_ends(shard, monkeypa
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(STEP, 4, 1) + b"xxxx"])
-def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, monkeypatch):
+def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, clock):
     sock = socket.create_connection(parse(shard.listener.address), SECONDS)
     sock.setblocking(False)
     with contextlib.closing(connect(sock, shard.der, lambda stream: readable(stream, SECONDS))) as stranger:
         if said:
             stranger.sendmsg([said])
         else:
-            monkeypatch.setattr(tcp_listener, "HANDSHAKE_SECONDS", 0.1)
+            clock.advance(Timings.handshake + 1)
         heard, ended = b"", False
         with contextlib.suppress(ConnectionResetError):
             while not ended and readable(stranger, SECONDS):
@@ -162,7 +168,6 @@ def test_a_peer_that_shakes_hands_and_proves_nothing_ends(shard, said, monkeypat
                     more = stranger.recv(4096)
                     heard, ended = heard + more, not more
     assert len(heard) <= HEADER.size + 64, "a challenge, and no more"
-    monkeypatch.undo()
     shard.client(1).step()
 
 

@@ -12,7 +12,7 @@ from scipy.special import gammainc, ndtr
 from lora_server.errors import ConfigError
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots, oracle
 from provisioning.iar.literal import condensed
-from provisioning.iar.poisson_binomial import poisson_binomial
+from provisioning.iar.poisson_binomial import leave_one_out, poisson_binomial
 
 MODELS = ("offered", "literal", "queued")
 weights = st.lists(st.sampled_from([0.0, 1e-9, 0.01, 0.5, 1.0, 3.0, 250.0]), min_size=1, max_size=40).filter(any)
@@ -50,12 +50,12 @@ def test_equals_the_oracle_at_150(skew, load):
 
 
 @pytest.mark.parametrize("load", [5.0, 300.0, 1500.0])
-def test_chebyshev_points_stand_for_all_distinct_rates(load, monkeypatch):
+def test_chebyshev_points_stand_for_all_distinct_rates(load):
     p = zipf(900, 1.1)
-    direct = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
-    monkeypatch.setattr("provisioning.iar.poisson_binomial._MAX_DIRECT_NODES", 100)
-    few = [immediate_admissibility(p, load, m, model) for m in (3, 60, 300) for model in MODELS]
-    assert few == pytest.approx(direct, abs=1e-9)
+    present = -np.expm1(-load * p)
+    whole, weights_RN = poisson_binomial(present), np.stack([p, p * present])
+    direct, few = (leave_one_out(whole, present, weights_RN, most) for most in (900, 100))
+    assert few[0] == direct[0] and np.abs(few[1] - direct[1]).max() < 1e-9
 
 
 @exact

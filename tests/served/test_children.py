@@ -99,8 +99,7 @@ def test_what_a_killed_child_leaves_ends_too():
 def test_a_shard_that_is_stuck_ends_without_its_parent():
     """The watching thread alone, for a shard whose loop does not hear that it shall stop."""
     stuck = "from types import SimpleNamespace as Stuck\nfrom lora_server.daemon import child_main\n"
-    stuck += "child_main.STUCK_SECONDS = 0.1\n"
-    stuck += "child_main._watch_parent(Stuck(stop=lambda: print('asked to stop', flush=True)))"
+    stuck += "child_main._watch_parent(Stuck(stop=lambda: print('asked to stop', flush=True)), 0.1)"
     child = start("-c", stuck, stdin=subprocess.PIPE)
     said, _ = child.communicate(timeout=HANG_SECONDS)
     assert (child.returncode, said) == (1, "asked to stop\n")

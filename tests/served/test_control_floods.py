@@ -15,11 +15,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from lora_server.control.rpc import listener
 from lora_server.control.rpc.listener import Threads
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import AdmissionError, ConfigError, LeaseError, LoraServerError, ProtocolError, ServerBusyError
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel, translate
@@ -30,15 +30,21 @@ SECRET = "that of this run"
 HEARTBEAT, REGISTER = "/lora_server.v1.Clients/Heartbeat", "/lora_server.v1.Shards/Register"
 
 
-@pytest.fixture
-def server():
-    """A controller without shards, its gRPC server, and a lease."""
-    controller = make_controller()
-    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET))
+@contextlib.contextmanager
+def serving(timings=DEFAULTS, **options):
+    """A controller without shards, and its gRPC server."""
+    controller = make_controller(timings=timings)
+    control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), **options)
     try:
         yield control, controller, f"127.0.0.1:{control.port}"
     finally:
         control.close(1.0)
+
+
+@pytest.fixture
+def server():
+    with serving() as found:
+        yield found
 
 
 def proven(lease):
@@ -69,22 +75,26 @@ def silent(address, path, calls, channels):
 
 
 @pytest.mark.parametrize("path", [HEARTBEAT, REGISTER])
-def test_silent_calls_hold_nobody_up_and_end(server, monkeypatch, path):
+def test_silent_calls_hold_nobody_up_and_end(server, path):
     _, controller, address = server
     with open_channel(address) as channel, silent(address, path, 300, 4):
         assert not beat(controller, address, channel).forgot
-        monkeypatch.setattr(listener, "FIRST_MESSAGE_SECONDS", 0.1)
-        with silent(address, path, 3, 1) as more:
-            for one in more:
-                with pytest.raises(grpc.RpcError) as ended:
-                    next(one)
-                error = translate(ended.value, address)
-                assert isinstance(error, ProtocolError) and "no message within" in str(error)
+    with serving(Timings(first_message=0.1)) as (_, _, address), silent(address, path, 3, 1) as begun:
+        for one in begun:
+            with pytest.raises(grpc.RpcError) as ended:
+                next(one)
+            error = translate(ended.value, address)
+            assert isinstance(error, ProtocolError) and "no message within" in str(error)
 
 
-def test_as_many_silent_calls_as_may_be(server, monkeypatch):
-    control, controller, address = server
-    monkeypatch.setattr(listener, "MAX_SILENT_CALLS", 5)
+@pytest.fixture
+def server_of_five():
+    with serving(max_silent_calls=5) as found:
+        yield found
+
+
+def test_as_many_silent_calls_as_may_be(server_of_five):
+    control, controller, address = server_of_five
     with open_channel(address) as channel, silent(address, REGISTER, 5, 1):
         until(lambda: sum(control._listener._silent.values()) == 5, "all are there")
         with silent(address, REGISTER, 1, 1) as (refused,), pytest.raises(grpc.RpcError) as ended:

@@ -15,10 +15,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from lora_server.config import ProcessConfig
-from lora_server.daemon import forks, processes
+from lora_server.daemon import processes
 from lora_server.daemon.forks import ForkServer
 from lora_server.daemon.processes import Child
 from lora_server.errors import ServerUnavailableError
+from lora_server.timings import Timings
 from tests.support.forked_child import Who
 from tests.support.processes import ROOT
 from tests.support.serving import HANG_SECONDS, all_gone, until
@@ -27,9 +28,9 @@ CHILD = "tests.support.forked_child"
 
 
 @pytest.fixture
-def server():
+def server(request):
     """One that has nothing of the pytest process: it starts as a fresh interpreter."""
-    made = ForkServer([CHILD])
+    made = ForkServer([CHILD], fork_seconds=getattr(request, "param", Timings.fork))
     with capture_logs():
         yield made
     made.close()
@@ -108,15 +109,14 @@ def test_children_outlive_their_server_and_another_comes(server, start):
     assert first.wait(HANG_SECONDS) == 3, "its parent knows how it ended"
 
 
-def test_a_server_that_is_stuck_is_replaced(server, start, monkeypatch):
-    monkeypatch.setattr(forks, "FORK_SECONDS", 0.2)
+@pytest.mark.parametrize("server", [2.0], indirect=True)
+def test_a_server_that_is_stuck_is_replaced(server, start):
     start()
     stuck = psutil.Process(server._server.pid)
     stuck.suspend()
     with pytest.raises(ServerUnavailableError, match=f"{CHILD} was not forked .timed out."):
         start()
     all_gone([stuck])
-    monkeypatch.setattr(forks, "FORK_SECONDS", HANG_SECONDS)
     assert ask(start()).parent == os.getpid()
 
 
@@ -150,9 +150,8 @@ def test_who_is_killed_comes_back(server):
         processes.stop([child])
 
 
-def test_a_child_that_cannot_be_forked_is_tried_again(server, monkeypatch):
+def test_a_child_that_cannot_be_forked_is_tried_again(server):
     tried = []
-    monkeypatch.setattr(processes, "PAUSE_SECONDS", 0.0)
 
     class Broken(ForkServer):
         def start(self, module):
@@ -161,7 +160,8 @@ def test_a_child_that_cannot_be_forked_is_tried_again(server, monkeypatch):
 
     failed = threading.Event()
     config = ProcessConfig.model_construct(threads=1)
-    child = Child("a child", CHILD, Broken([]), config, lambda reason: failed.set(), threading.Event())
+    on_fatal, soon = lambda reason: failed.set(), Timings(restart_pause=0.0)
+    child = Child("a child", CHILD, Broken([]), config, on_fatal, threading.Event(), soon)
     child.start()
     assert failed.wait(HANG_SECONDS) and tried == [CHILD] * processes.MAX_FAILED_STARTS
     processes.stop([child])

@@ -38,8 +38,8 @@ class Numbers(Collector):
 
 
 @contextlib.contextmanager
-def serving(not_ready=lambda: ""):
-    server = HttpServer("127.0.0.1", 0, not_ready, Numbers())
+def serving(not_ready=lambda: "", **options):
+    server = HttpServer("127.0.0.1", 0, not_ready, Numbers(), **options)
     try:
         yield server
     finally:
@@ -131,9 +131,8 @@ def test_slow_clients_delay_neither_others_nor_the_end():
             opened(server.port)
 
 
-def test_too_many_connections_are_refused_and_then_end(monkeypatch):
-    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 2.0)
-    with serving() as server, contextlib.ExitStack() as stack:
+def test_too_many_connections_are_refused_and_then_end():
+    with serving(request_seconds=2.0) as server, contextlib.ExitStack() as stack:
         for _ in range(2 * MAX_CONNECTIONS):
             stack.enter_context(opened(server.port, b"GET /livez HT"))
 
@@ -144,10 +143,12 @@ def test_too_many_connections_are_refused_and_then_end(monkeypatch):
         until(answered, "the slow ones have ended")
 
 
-def test_an_answer_that_nobody_reads_ends(monkeypatch):
-    monkeypatch.setattr("lora_server.control.http.limits.REQUEST_SECONDS", 1.0)
+def test_an_answer_that_nobody_reads_ends():
     length = 1 << 24  # more than the kernel keeps for a reader
-    with serving(lambda: "x" * length) as server, opened(server.port, request(path=b"/readyz")) as connection:
+    with (
+        serving(lambda: "x" * length, request_seconds=1.0) as server,
+        opened(server.port, request(path=b"/readyz")) as connection,
+    ):
         assert connection.recv(100).startswith(b"HTTP/1.1 503")
         until(lambda: not server._server.server_state.connections, "the server has dropped it")
         assert sum(map(len, iter(lambda: connection.recv(1 << 20), b""))) < length

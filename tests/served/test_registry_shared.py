@@ -17,6 +17,7 @@ from lora_server.registry import database as databases
 from lora_server.registry.database import Database
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import open_channel
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.long
 class Server:
     """A controller of its own, with a shard that answers."""
 
-    def __init__(self, url, directory):
-        self.load, self.database = workload("mixtral"), Database(url)
+    def __init__(self, url, directory, timings=DEFAULTS):
+        self.load, self.database = workload("mixtral"), Database(url, timings)
         spec = self.load.spec
         copies = Copies(directory, spec)
         agreement = Agreement(spec, Layout(1, 1), "float32", "independent", 64)
@@ -94,11 +95,17 @@ def test_what_one_adds_changes_and_removes_the_other_serves(pair, tmp_path):
     until(lambda: set(mine.shard.memory.loads) == listed, "its shard drops the rest", HANG_SECONDS)
 
 
-def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, monkeypatch):
+@pytest.fixture
+def hasty(postgres, tmp_path):
+    one = Server(postgres, tmp_path / "hasty", Timings(database=0.5))
+    yield one
+    one.close()
+
+
+def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, hasty):
     mine, other = pair
-    mine.adapters.add("law", str(mine.load.paths["fused"]), SECONDS)
-    monkeypatch.setattr(databases.Database.write, "__defaults__", (0.5,))  # not ten seconds
-    monkeypatch.setattr(databases.Database.read, "__defaults__", (0.5,))
+    hasty.adapters.add("law", str(mine.load.paths["fused"]), SECONDS)
+    mine.adapters.refresh()
     directory = postgres.partition("host=")[2]
     pid = int((Path(directory) / "data" / "postmaster.pid").read_text().split()[0])
     family = [psutil.Process(pid), *psutil.Process(pid).children()]
@@ -108,12 +115,11 @@ def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, monke
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(ServerUnavailableError, match=r"--registry postgresql.*not reached within"):
-            mine.adapters.add("code", str(mine.load.paths["qv"]), SECONDS)
-        assert set(mine.served()) == {"law"} and mine.adapters.acquire(1, ["law"])[0]
+            hasty.adapters.add("code", str(mine.load.paths["qv"]), SECONDS)
+        assert set(hasty.served()) == {"law"} and hasty.adapters.acquire(1, ["law"])[0]
     finally:
         os.kill(pid, signal.SIGCONT)
-    monkeypatch.undo()
-    mine.adapters.release(1, [mine.adapters.get("law").record.handle])
+    hasty.adapters.release(1, [hasty.adapters.get("law").record.handle])
     mine.adapters.add("code", str(mine.load.paths["qv"]), SECONDS)
     other.adapters.refresh()
     assert other.served() == mine.served()
@@ -141,9 +147,8 @@ def test_a_server_follows_what_others_do_to_its_registry(pair, postgres, tmp_pat
         assert "postgresql" not in (tmp_path / "log").read_text()
 
 
-def test_a_database_that_is_not_there_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(databases, "OPEN_SECONDS", 0.1)
+def test_a_database_that_is_not_there_is_named(tmp_path):
     with pytest.raises(
         databases.ConfigError, match=r"postgresql.*\*\*\*.*cannot be opened: .*expected postgresql://USER@"
     ):
-        Database(f"postgresql://lora:secret@/none?host={tmp_path}")
+        Database(f"postgresql://lora:secret@/none?host={tmp_path}", Timings(database_open=0.1))

@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from client_connector.transformers import attach
 from lora_server.cli.loading import follow
-from lora_server.control.adapters import adapters as adapters_module
 from lora_server.terminal import progress
+from lora_server.timings import Timings
 from tests.support.controllers import make_controller, registration
 from tests.support.serving import HANG_SECONDS, cli, status, until
 from tests.support.workload import workload
@@ -140,9 +140,11 @@ class Slow(dict):
             yield item
 
 
-def test_registering_many_tells_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters_module, "PROGRESS_SECONDS", 0.0)
-    controller, found = make_controller(), Slow({f"a{index}": tmp_path for index in range(3)})
+def test_registering_many_tells_how_far_it_is(tmp_path):
+    controller, found = (
+        make_controller(timings=Timings(progress=0.0)),
+        Slow({f"a{index}": tmp_path for index in range(3)}),
+    )
     controller.arrivals.arrive(registration(0, agreement=controller.agreement.digest()), [])
     with capture_logs() as lines:
         thread = threading.Thread(target=controller.adapters.register_directory, args=(found,), daemon=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
 from lora_server.demo.launch import READY_SECONDS
+from tests.support.clocks import FAST, environment
 from tests.support.fleet import Fleet, now
 from tests.support.hosts import hosts, missing
 from tests.support.serving import Nodes, flags, status, until
@@ -16,17 +18,20 @@ from tests.support.workload import workload
 
 MISSING = missing()
 BACK_SECONDS = 5.0
-LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 12  # leases and silence end at 10 s
+LIMIT_SECONDS = 6.0  # of leases, and of silent shards
+LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 8
 BUSY = 5  # a machine that is so many times busier
 
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
-def test_a_network_that_goes_away_comes_back_by_itself(tmp_path):
+def test_a_network_that_goes_away_comes_back_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv(*environment(replace(FAST, shard_silence=LIMIT_SECONDS)).popitem())
     load = workload("mixtral")
     with contextlib.ExitStack() as stack:
         near, far = stack.enter_context(hosts(2))
-        nodes = stack.enter_context(Nodes(tmp_path, *flags(load, "--layout", "ep1-pp2", "--insecure")))
+        common = flags(load, "--layout", "ep1-pp2", "--insecure", "--lease-seconds", str(LIMIT_SECONDS))
+        nodes = stack.enter_context(Nodes(tmp_path, *common))
         first, second = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
         first.wait_ready(READY_SECONDS)
         shards = [(shard.pid, shard.node) for shard in status(first.address).shards]

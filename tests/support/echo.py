@@ -15,6 +15,7 @@ import pytest
 
 from lora_server.access.certificate import shard_certificate
 from lora_server.transport.base import Connection, Grant, Link, Port
+from lora_server.transport.bells import MAX_WATCHED
 from lora_server.transport.inproc import InprocLink
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.shm_listener import ShmListener
@@ -44,21 +45,23 @@ def reverse(connection: Connection, seq: int) -> int:
 class EchoShard:
     """A loop over a Port that answers each request: with its bytes reversed, unless `answer` is another."""
 
-    def __init__(self, kind: str, directory: Path, device: MemfdMemory | None = None) -> None:
+    def __init__(self, kind: str, directory: Path, device: MemfdMemory | None = None, **options: Any) -> None:
+        """`options`: of its listener, or `max_watched` of its port."""
         self.answer: Callable[[Connection, int], int] = reverse
         self.gone: list[tuple[int, int]] = []
         self._links: list[Link] = []
-        self.port = Port(LAYOUT, on_gone=lambda client, epoch: self.gone.append((client, epoch)))
+        watched = options.pop("max_watched", MAX_WATCHED)
+        self.port = Port(LAYOUT, lambda client, epoch: self.gone.append((client, epoch)), watched)
         self.paused = threading.Event()
         self._waiting: deque[Connection] = deque()
         self.kind, self.listener = kind, None
         self._stop = threading.Event()
         self.device = (device or MemfdMemory()) if kind.startswith("device") else None
         if kind == "shm" or self.device is not None:
-            self.listener = ShmListener(self.port, directory / "shard.sock", self.device)
+            self.listener = ShmListener(self.port, directory / "shard.sock", self.device, **options)
         self.certificate = shard_certificate(SHARD) if kind == "tls" else None
         if kind in ("tcp", "tls"):
-            self.listener = TcpListener(self.port, "127.0.0.1", certificate=self.certificate)
+            self.listener = TcpListener(self.port, "127.0.0.1", certificate=self.certificate, **options)
         if self.listener is not None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -134,8 +137,8 @@ class EchoShard:
 
 
 @contextmanager
-def echo_shard(kind: str, directory: Path, device: MemfdMemory | None = None) -> Iterator[EchoShard]:
-    shard = EchoShard(kind, directory, device)
+def echo_shard(kind: str, directory: Path, device: MemfdMemory | None = None, **options: Any) -> Iterator[EchoShard]:
+    shard = EchoShard(kind, directory, device, **options)
     try:
         yield shard
     finally:

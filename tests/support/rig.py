@@ -120,16 +120,18 @@ class Rig:
         return load(self.shard.store, handle, path)
 
 
-def make_rig(layout: str = "ep1-pp1", index: int = 0, wire: slot.Wire = "exact") -> Rig:
+def make_rig(layout: str = "ep1-pp1", index: int = 0, wire: slot.Wire = "exact", **options: float) -> Rig:
+    """`options`: of the shard."""
     spec, gate = spec_of("mixtral"), Gate()
     store = cpu_store(Placement(spec, Layout.parse(layout)), index, torch.float32, on_layer=gate)
     port = Port(RegionLayout.for_model(spec, MAX_ROWS, DEPTH, wire))
-    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), HostCompute(cpu.lora_parts), wire), gate)
+    compute = HostCompute(cpu.lora_parts)
+    return Rig(Shard(index, spec, MAX_ROWS, port, store, Independent(), compute, wire, **options), gate)
 
 
 @contextlib.contextmanager
-def loaded_rig(path: Path) -> Iterator[Rig]:
-    rig = make_rig()
+def loaded_rig(path: Path, **options: float) -> Iterator[Rig]:
+    rig = make_rig(**options)
     assert rig.load(LOADED, path).result() is None
     yield rig
     rig.shard.store.close()

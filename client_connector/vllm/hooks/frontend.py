@@ -105,9 +105,9 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, engine_client, *args, **kwargs)
         found = of_engine(getattr(engine_client, "vllm_config", None))
         if found is not None:
-            directory = Directory(found.address)
+            directory = Directory(found.address, timings=found.timings)
             setattr(self, _DIRECTORY, directory)
-            setattr(self, LOOKUP, Lookup(directory, found.timeout_seconds))
+            setattr(self, LOOKUP, Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup))
             self.lora_server_added = set()  # names that this engine's API brought to the server
 
     return init

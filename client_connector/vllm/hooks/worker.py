@@ -53,13 +53,14 @@ class RemoteLoRAManager:
             if found.is_launched:
                 check_launches(terms, vllm_config.model_config.dtype, vllm_config.scheduler_config.max_num_seqs)
 
-        server, first_seconds = RemoteServer(found.address, found.transport, device=str(device), wire=found.wire), None
+        timings, first_seconds = found.timings, None
+        server = RemoteServer(found.address, found.transport, device=str(device), wire=found.wire, timings=timings)
         if found.transport == "nvshmem":  # whose place in its world is lost with it
             first_seconds = found.world_seconds
             suits(server.ask_terms(first_seconds))
         client = Client(server, found.timeout_seconds, first_seconds)
         suits(client.terms)
-        self._directory = Directory(found.address)
+        self._directory = Directory(found.address, timings=timings)
         self.forward = _forward(found, client, self._directory.ready, vllm_config)
         self._ids: set[int] = set()
 
@@ -122,7 +123,7 @@ class RemoteLoRAManager:
 def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_config: Any) -> PlannedPass:
     """Kernels send and wait, and captured graphs hold them; on most transports the host does."""
     if not found.is_launched:
-        return PlannedPass(client, ready)
+        return PlannedPass(client, ready, found.timings.outage_step)
     scheduler = vllm_config.scheduler_config
     return LaunchedPass(
         client,
@@ -130,6 +131,7 @@ def _forward(found: Settings, client: Client, ready: Callable[[], bool], vllm_co
         dtype=vllm_config.model_config.dtype,
         max_rows=scheduler.max_num_batched_tokens + vllm_config.parallel_config.tensor_parallel_size,  # padding
         max_adapters=scheduler.max_num_seqs,
+        outage_seconds=found.timings.outage_step,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,6 @@ from lora_server.sources.fetch import FETCH_SECONDS
 from lora_server.sources.remote import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 
-NOTE_SECONDS = 5.0
-PROGRESS_SECONDS = 5.0  # between two lines about registering
 log = structlog.get_logger()
 
 
@@ -142,13 +139,13 @@ class Adapters(HeldAdapters):
         """
         if self.registered.is_set():
             return
-        said, read = time.monotonic(), list[Seen]()
+        said, read = self._clock.now(), list[Seen]()
         seen = self._ledger.seen() if self._ledger is not None else {}
         for done, (name, path) in enumerate(found.items()):
             self.progress = done, len(found)
-            if time.monotonic() - said > PROGRESS_SECONDS:
+            if self._clock.now() - said > self._timings.progress:
                 log.info("registering", done=done, total=len(found))
-                said = time.monotonic()
+                said = self._clock.now()
             try:
                 self._register_of_directory(name, path, seen.get(uri_of(path)), read)
             except (AdapterError, OSError) as error:
@@ -176,13 +173,13 @@ class Adapters(HeldAdapters):
 
     def add(self, name: str, uri: str, seconds: float) -> Record:
         """Register and wait until every shard has it; takes it back if one cannot load it."""
-        began = time.monotonic()
+        began = self._clock.now()
         try:
             self._shards.require_up()
             self._allowed.check(uri)
             record, loads, new = self.register(name, uri, eager=True, seconds=seconds)
             try:
-                left = max(0.0, round(began + seconds - time.monotonic(), 1))
+                left = max(0.0, round(began + seconds - self._clock.now(), 1))
                 wait_all(loads, left, f"loading {name!r}")
             except LoraServerError:
                 if new:
@@ -197,7 +194,7 @@ class Adapters(HeldAdapters):
         except LoraServerError as error:
             self._say_not_added(name, uri, error)
             raise
-        spent = round(time.monotonic() - began, 3)
+        spent = round(self._clock.now() - began, 3)
         log.info("adapter added" if new else "adapter added again", **described(record), seconds=spent)
         return record
 
@@ -223,7 +220,7 @@ class Adapters(HeldAdapters):
                     holders = self._holds.count(served.handle)
                     notes += self._unlist(served)
                     self._drain(served, drain_seconds)
-        wait_noted(notes, name)
+        self._wait_noted(notes, name)
         with self._lock:
             self._collect()
         return holders
@@ -244,7 +241,7 @@ class Adapters(HeldAdapters):
 
     def _drain(self, record: Record, seconds: float | None) -> None:
         if seconds is not None:
-            self._until[record.handle] = time.monotonic() + max(0.0, seconds)
+            self._until[record.handle] = self._clock.now() + max(0.0, seconds)
 
     def _dismiss(self, name: str, refusal: Refusal | None) -> None:
         """Content of a followed directory that is not wanted stays away, though it is there, until it changes."""
@@ -282,13 +279,12 @@ class Adapters(HeldAdapters):
                 log.info("adapter not refused any more", name=name)
             self.tell_refused()
 
-
-def wait_noted(notes: list[PendingCommand], name: str) -> None:
-    """Until every shard keeps a change."""
-    try:
-        wait_all(notes, NOTE_SECONDS, f"noting {name!r}")
-    except LoraServerError as error:  # it is going away: it is told when it registers
-        log.debug("a shard has not noted a change", name=name, error=str(error))
+    def _wait_noted(self, notes: list[PendingCommand], name: str) -> None:
+        """Until every shard keeps a change."""
+        try:
+            wait_all(notes, self._timings.note, f"noting {name!r}")
+        except LoraServerError as error:  # it is going away: it is told when it registers
+            log.debug("a shard has not noted a change", name=name, error=str(error))
 
 
 def _by_handle(record: Record) -> int:

@@ -20,7 +20,6 @@ from lora_server.control.adapters.registry import Record, check_name, version_of
 from lora_server.errors import AdapterError, AdapterExistsError
 from lora_server.wire import lora_server_pb2 as pb
 
-REPLACE_SECONDS = 600.0  # for every shard to load what replaces another version
 log = structlog.get_logger()
 
 
@@ -81,7 +80,7 @@ class FollowedAdapters(ReconciledAdapters):
             log.warning("adapter", name=name, warning=warning)
         if served is not None:
             with contextlib.suppress(AdapterExistsError):  # it was removed meanwhile
-                self._replace(served, record, loads, REPLACE_SECONDS)
+                self._replace(served, record, loads, self._timings.replace)
 
     def _means(self, name: str, where: Path) -> Record | None:
         """What comes to a followed directory may have this name; what the name means as yet."""

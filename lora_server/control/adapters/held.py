@@ -172,7 +172,7 @@ class HeldAdapters(ToldAdapters):
             return [ticket for ticket in tickets if not self.admission.is_queued(client, ticket)]
 
         with self._admitted:
-            return self._admitted.wait_for(decided, seconds)
+            return self._clock.wait_for(self._admitted, decided, seconds)
 
     def drain(self, reason: str, seconds: float) -> int:
         """Nobody is admitted for this reason, '' for none; the number of adapters that are held still, after so long
@@ -181,7 +181,7 @@ class HeldAdapters(ToldAdapters):
             self.admission.paused = reason
             self._admit()
             if reason:
-                self._admitted.wait_for(lambda: not self._num_held(), seconds)
+                self._clock.wait_for(self._admitted, lambda: not self._num_held(), seconds)
             return self._num_held()
 
     def _num_held(self) -> int:

@@ -15,7 +15,6 @@ from lora_server.errors import AdapterError, LoraServerError
 from lora_server.registry.versions import Version
 from lora_server.sources.remote import is_remote
 
-OTHERS_SECONDS = 60.0  # for every shard to load what another server put in a version's place
 log = structlog.get_logger()
 
 
@@ -106,7 +105,7 @@ class ReconciledAdapters(UpdatedAdapters):
                 return True
             loads = self._load_beside(record := self._localized(record))
         try:
-            self._replace(served, record, loads, OTHERS_SECONDS, keep=False)
+            self._replace(served, record, loads, self._timings.replace_other, keep=False)
         except LoraServerError as error:
             log.error("another server's version is not served", name=record.name, error=str(error))
             return False

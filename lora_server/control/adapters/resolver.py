@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from lora_server.control.adapters.registry import check_name
 from lora_server.errors import AdapterError, ConfigError, LoraServerError, ServerBusyError, UnknownAdapterError
 from lora_server.sources.fetch import FETCH_SECONDS
+from lora_server.timings import Timings
 
 DEFAULT_TENANT = "default"
-REFUSED_SECONDS = 10.0
 AT_ONCE, COMING, REFUSED = 4, 64, 1024  # that are brought, that wait for it too, that are remembered
 FIELDS = ("tenant", "name")
 
@@ -40,10 +40,15 @@ class Resolver:
     """Thread-safe. `add(name, uri, seconds)` registers an adapter, and raises why it cannot."""
 
     def __init__(
-        self, template: str, add: Callable[[str, str, float], object], clock: Callable[[], float] = time.monotonic
+        self,
+        template: str,
+        add: Callable[[str, str, float], object],
+        clock: Callable[[], float] = time.monotonic,
+        again_seconds: float = Timings.resolve_again,
     ) -> None:
         """Raises ConfigError for a template that is none."""
         self._template, self._add, self._clock = check_template(template), add, clock
+        self._again_seconds = again_seconds
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="resolve")
         self._lock = threading.Lock()
         self._coming: set[str] = set()
@@ -82,7 +87,7 @@ class Resolver:
                 self._coming.discard(name)
                 self._refused.pop(name, None)
                 if why:
-                    self._refused[name] = self._clock() + REFUSED_SECONDS, why
+                    self._refused[name] = self._clock() + self._again_seconds, why
                 while len(self._refused) > REFUSED:
                     del self._refused[next(iter(self._refused))]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
 from lora_server.control.adapters.attempts import Attempts
 from lora_server.control.adapters.registry import Record, Registry
@@ -37,6 +37,7 @@ from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 from lora_server.sources.remote import is_remote
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 
 RESTARTED = "the controller has just started and waits for its shards to register; try again"
@@ -59,6 +60,8 @@ class ToldAdapters:
         allowed: Allowed = NOWHERE,
         ledger: Ledger | None = None,
         copies: Copies | None = None,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
     ) -> None:
         """`settled`: all shards have said what they keep, so that an unknown name is none; `most_active`: see Room;
         `fetcher` brings adapters from far; `allowed`: where those that are added may lie; `ledger`: what is added by
@@ -66,11 +69,12 @@ class ToldAdapters:
         self._fetcher, self._allowed = fetcher, allowed
         self._spec, self._shards, self._settled, self._leases = agreement.spec, shards, settled, leases
         self._ledger, self._copies = ledger, copies
+        self._timings, self._clock = timings, clock
         self._untidy = True  # there may be copies that nobody needs
         self._spec_digest = hashlib.sha256(agreement.spec.to_json().encode()).hexdigest()[:16]
         self._registry = Registry(ledger.take_handles if ledger is not None else None)
         self._room = Room(most_active)
-        self.tally = Tally(self._name_of)
+        self.tally = Tally(self._name_of, clock.now)
         self._holds = Holds(self.tally.changed)
         self.admission = Admission(
             self._resolve,
@@ -79,6 +83,8 @@ class ToldAdapters:
             changed=self._tell_active,
             told=self._tell_holds,
             is_resident=lambda handle: self._residency.state(handle) == "ready",
+            clock=clock.now,
+            first_seconds=timings.first_in_queue,
         )
         self._refusals = self._registry.refusals
         self._attempts = Attempts(ledger.attempts if ledger is not None else None)
@@ -244,7 +250,7 @@ class ToldAdapters:
         """Of what drains, as another controller kept them: in seconds since 1970."""
         for handle in self._registry.unlisted - self._coming:
             if handle in kept:
-                self._until.setdefault(handle, time.monotonic() + kept[handle] - time.time())
+                self._until.setdefault(handle, self._clock.now() + kept[handle] - self._clock.time())
 
     def _load_all_on(self, handle: ShardHandle) -> None:
         records = self._registry.records()
@@ -289,7 +295,7 @@ class ToldAdapters:
     def cut_off(self) -> None:
         """What drains longer than it may goes, whoever holds it. To be called about once a second."""
         with self._lock:
-            over = [handle for handle, until in self._until.items() if until <= time.monotonic()]
+            over = [handle for handle, until in self._until.items() if until <= self._clock.now()]
             for handle in over:
                 if cut := self.admission.revoke(handle):
                     log.warning("adapter taken from clients", name=self._name_of(handle), handle=handle, clients=cut)
@@ -308,7 +314,7 @@ class ToldAdapters:
             self.admission.admit()
         self._admitted.notify_all()
         for handle in sorted(self._registry.unlisted - self._coming):
-            if not self._holds.is_held(handle) or self._until.get(handle, math.inf) <= time.monotonic():
+            if not self._holds.is_held(handle) or self._until.get(handle, math.inf) <= self._clock.now():
                 self._until.pop(handle, None)
                 self._registry.remove(handle)
                 self._untidy = True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
 
-from lora_server.control.adapters.adapters import Adapters, described, wait_noted
+from lora_server.control.adapters.adapters import Adapters, described
 from lora_server.control.adapters.origins import opened
 from lora_server.control.adapters.registry import Record, record_of, version_of
 from lora_server.control.members.shards import PendingCommand, wait_all
@@ -41,7 +40,7 @@ class UpdatedAdapters(Adapters):
     ) -> Record:
         """The name means what lies at `uri` once every shard has it. Fails and changes nothing where one cannot load
         it, or not in time, or `check` raises."""
-        deadline = time.monotonic() + seconds
+        deadline = self._clock.now() + seconds
         self._shards.require_up()
         self._allowed.check(uri)
         served = self._updatable(name)
@@ -66,7 +65,7 @@ class UpdatedAdapters(Adapters):
         check: CheckReplaced | None = None,
     ) -> Record:
         """The name means again what it did before, or a version that it had, by the beginning of its digest."""
-        deadline = time.monotonic() + seconds
+        deadline = self._clock.now() + seconds
         self._shards.require_up()
         served = self._updatable(name)
         earlier = [one for one in self.versions(name) if not one.listed]
@@ -118,7 +117,7 @@ class UpdatedAdapters(Adapters):
         for warning in record.warnings:
             log.warning("adapter", name=record.name, warning=warning)
         try:
-            self._replace(served, record, loads, max(0.0, round(deadline - time.monotonic(), 1)), drain_seconds)
+            self._replace(served, record, loads, max(0.0, round(deadline - self._clock.now(), 1)), drain_seconds)
         except LoraServerError as error:
             log.warning("adapter not replaced", name=record.name, version=record.version[:12], error=str(error))
             raise rebuild(
@@ -222,7 +221,7 @@ class UpdatedAdapters(Adapters):
                 notes = self._note(record)
                 self._collect()
         log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
-        wait_noted(notes, record.name)
+        self._wait_noted(notes, record.name)
 
 
 @contextlib.contextmanager

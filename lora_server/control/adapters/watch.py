@@ -1,6 +1,6 @@
 """A directory of adapters that is followed while the server runs (`--watch`), by polling: it works on every volume.
 
-An adapter is taken when its files were the same for SETTLE_SECONDS, and a directory is gone when it was away for as
+An adapter is taken when its files were the same for `settle_seconds`, and a directory is gone when it was away for as
 long: what is being copied, or put in another's place, is waited for. A directory that cannot be listed, or that is
 empty and not the same as before (a mount went away), says nothing about its adapters: all serve on.
 """
@@ -18,8 +18,8 @@ import structlog
 from lora_server.adapters import Scan, scan
 from lora_server.control.adapters.followed import FollowedAdapters
 from lora_server.errors import ServerUnavailableError, ShardUnavailableError
+from lora_server.timings import Timings
 
-POLL_SECONDS, SETTLE_SECONDS = 1.0, 1.5
 IDLE_SHARE = 9  # a poll that takes long is rested from for so many times as long
 GONE = ""  # the stamp of what is not there
 log = structlog.get_logger()
@@ -61,8 +61,8 @@ class Watcher:
         directory: Path,
         stopping: threading.Event,
         first_done: Callable[[], None],
-        settle_seconds: float = SETTLE_SECONDS,
-        poll_seconds: float = POLL_SECONDS,
+        settle_seconds: float = Timings.watch_settle,
+        poll_seconds: float = Timings.watch_poll,
     ) -> None:
         self._adapters, self._directory = adapters, directory.absolute()
         self._stopping, self._first_done = stopping, first_done

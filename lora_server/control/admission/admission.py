@@ -4,10 +4,10 @@ An adapter is active while a client holds it, and the active ones fit the device
 asks for active ones alone, or for others that fit beside them, is admitted at once; others are queued.
 
 The rule: places go to those who came first. Nobody waits for one whose adapters no shard has measured yet. Who fits
-goes before those who came earlier and do not. Once somebody has been the first of these for FIRST_SECONDS, nobody takes
-a new place before it, and adapters give way: those that have the fewest holds, as many as it needs, and one more every
-FIRST_SECONDS. Who asks for one of them waits behind it; who asks for others in use is admitted at once all the same. So
-its place comes when those who hold theirs have let go, and nobody starves.
+goes before those who came earlier and do not. Once somebody has been the first of these for `first_seconds`, nobody
+takes a new place before it, and adapters give way: those that have the fewest holds, as many as it needs, and one more
+every `first_seconds`. Who asks for one of them waits behind it; who asks for others in use is admitted at once all the
+same. So its place comes when those who hold theirs have let go, and nobody starves.
 
 Who came first counts within a tenant. Between those that wait, each begins where what its tenant has been given, and
 asked for earlier, ends: an adapter counts for one, divided by the tenant's weight. A tenant that begins to wait begins
@@ -26,8 +26,8 @@ from lora_server.control.admission.holds import Holds
 from lora_server.control.admission.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
 from lora_server.histogram import Histogram
+from lora_server.timings import Timings
 
-FIRST_SECONDS = 3.0
 MAX_NAMES, MAX_TICKETS = 4096, 16_384  # of one call; of one client that are not settled
 
 Resolve = Callable[[Sequence[str]], list[int]]  # names to handles; raises why there is none
@@ -88,6 +88,7 @@ class Admission:
     told: Callable[[int, Collection[int], Collection[int], bool], object] = lambda client, more, fewer, anew: None
     is_resident: Callable[[int], bool] = lambda handle: True  # whether all its weights are in device pools
     clock: Callable[[], float] = time.monotonic
+    first_seconds: float = Timings.first_in_queue
     counters: Counters = field(default_factory=Counters)
     paused: str = ""  # why nobody is admitted, whatever room there is
 
@@ -248,7 +249,7 @@ class Admission:
         """Which of those in use do so to who is first."""
         if first.first_since is None:
             first.first_since = now
-        turns = int((now - first.first_since) / FIRST_SECONDS)
+        turns = int((now - first.first_since) / self.first_seconds)
         if not turns:
             return frozenset()
         fewest = sorted(self.room.in_use - wanted, key=lambda handle: (self.holds.times(handle), handle))

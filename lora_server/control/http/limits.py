@@ -13,20 +13,25 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-REQUEST_SECONDS = 10.0  # from accept, or the last answer, to the next answer
+from lora_server.timings import Timings
+
 KEEP_ALIVE_SECONDS = 5
 MAX_HEAD_BYTES = 16 * 1024
 MAX_CONNECTIONS = 256  # the last of them gets a 503, more are closed at once
 log = structlog.get_logger()
 
 
-def limited(app: ASGIApp) -> uvicorn.Config:
+def limited(app: ASGIApp, seconds: float = Timings.http_request) -> uvicorn.Config:
     """How uvicorn serves an app within these limits; it writes nothing by itself."""
+
+    class Connection(_Connection):
+        request_seconds = seconds
+
     logger = logging.getLogger("uvicorn")
     logger.propagate, logger.handlers = False, [_OneLineHandler()]
     return uvicorn.Config(
         app,
-        http=_Connection,
+        http=Connection,
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -46,12 +51,13 @@ def limited(app: ASGIApp) -> uvicorn.Config:
 class _Connection(H11Protocol):
     """uvicorn waits for ever for the rest of a request, and for a reader of the answer; this one does not."""
 
+    request_seconds: float
     _deadline: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Its time begins, or it is one too many."""
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, transport.abort)
+        self._deadline = self.loop.call_later(self.request_seconds, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
 
@@ -59,7 +65,7 @@ class _Connection(H11Protocol):
         """Time for the next request."""
         super().on_response_complete()
         self._deadline.cancel()
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+        self._deadline = self.loop.call_later(self.request_seconds, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """No time needed any more."""

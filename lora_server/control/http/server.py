@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from lora_server.control.http.limits import MAX_CONNECTIONS, limited, one_line
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
+from lora_server.timings import Timings
 
 BLOCKING_THREADS = 4  # per path
 CLOSE_SECONDS = 5.0
@@ -58,13 +59,14 @@ class HttpServer:
         more: Mapping[str, Answer] = {},
         gate: HttpGate | None = None,
         tls: ssl.SSLContext | None = None,
+        request_seconds: float = Timings.http_request,
     ) -> None:
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
-        config = limited(_app(not_ready, registry, more, gate))
+        config = limited(_app(not_ready, registry, more, gate), request_seconds)
         if tls is not None:
             config.load()
             config.ssl = tls

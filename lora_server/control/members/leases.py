@@ -6,15 +6,13 @@ import hmac
 import random
 import secrets
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
-
-LEASE_SECONDS = 10.0
 
 
 @dataclass
@@ -40,8 +38,8 @@ class ClientLease:
 class Leases:
     """Thread-safe. Client ids are not used twice by one controller; epochs start anywhere."""
 
-    def __init__(self, seconds: float = LEASE_SECONDS) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 10.0, clock: Clock = SYSTEM) -> None:
+        self.seconds, self._clock = seconds, clock
         self._leases: dict[int, ClientLease] = {}
         self._next_client = 1
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
@@ -124,7 +122,7 @@ class Leases:
 
     def take_expired(self) -> list[ClientLease]:
         """End the leases of those that have been silent for too long."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             expired = [lease for lease in self._leases.values() if lease.expires < now]
             for lease in expired:
@@ -133,7 +131,7 @@ class Leases:
 
     def silences(self) -> list[tuple[ClientLease, float]]:
         """Every lease, by client, and for how many seconds its client has been silent."""
-        now = time.monotonic()
+        now = self._clock.now()
         with self._lock:
             leases = sorted(self._leases.values(), key=lambda lease: lease.client)
             return [(lease, max(0.0, now + self.seconds - lease.expires)) for lease in leases]
@@ -142,4 +140,4 @@ class Leases:
         return len(self._leases)
 
     def _horizon(self) -> float:
-        return time.monotonic() + self.seconds
+        return self._clock.now() + self.seconds

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError, ShardUnavailableError, rebuild
 from lora_server.placement import Layout
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
-
-SILENCE_SECONDS = 10.0
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ShardHandle:
         self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
         self.leaving = False  # it said that it stops
-        self.heard = time.monotonic()
+        self.heard = 0.0  # when it last reported, by the table's clock
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}
         self._ids = itertools.count(1)
@@ -86,10 +86,6 @@ class ShardHandle:
         while (command := self._commands.get()) is not None:
             yield command
 
-    def silent(self) -> bool:
-        """Whether it has not reported for so long that it cannot be serving (stopped, or its host is gone)."""
-        return time.monotonic() - self.heard > SILENCE_SECONDS
-
     def _death(self) -> ShardUnavailableError:
         return ShardUnavailableError(f"shard {self.shard}: it went away before it finished the command")
 
@@ -101,8 +97,15 @@ class ShardTable:
     replacements, -1 where nobody came yet.
     """
 
-    def __init__(self, layout: Layout, coordination: str) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        coordination: str,
+        silence_seconds: float = Timings.shard_silence,
+        clock: Clock = SYSTEM,
+    ) -> None:
         self._layout, self._coordination = layout, coordination
+        self._silence_seconds, self._clock = silence_seconds, clock
         self._live: dict[int, ShardHandle] = {}
         self.closed = False
         self._claims: dict[int, int] = dict.fromkeys(range(layout.num_shards), 0)
@@ -128,12 +131,12 @@ class ShardTable:
                     f"(its claim is {registration.epoch}, the newest {newest}); it ends"
                 )
             newer = registration.epoch > newest > 0
-            if older is not None and not (comes_back or newer or usurped or older.silent()):
+            if older is not None and not (comes_back or newer or usurped or self._is_silent(older)):
                 raise ServerUnavailableError(
                     f"shard {shard}: served by pid {older.pid} of node {older.node}; is a node rank used twice?"
                 )
             self._claim(handle, older if comes_back else None)
-            self._live[shard] = handle
+            self._live[shard], handle.heard = handle, self._clock.now()
         if older is not None:
             older.close()
 
@@ -146,7 +149,7 @@ class ShardTable:
         elif itself is not None:
             handle.epoch = itself.epoch
         else:
-            handle.epoch = max(newest + 1, int(time.time()))
+            handle.epoch = max(newest + 1, int(self._clock.time()))
         self._claims[shard] = handle.epoch
         known = max(self.restarts[shard], registration.restarts if registration.epoch else -1)
         self.restarts[shard] = known if registration.epoch or itself is not None else known + 1
@@ -177,7 +180,7 @@ class ShardTable:
         """A shard's counters."""
         with self._guard:
             handle.stats = stats
-            handle.heard = time.monotonic()
+            handle.heard = self._clock.now()
 
     def missing(self) -> list[int]:
         """Shards that cannot serve now; in leader mode also leaders that lack followers."""
@@ -189,10 +192,14 @@ class ShardTable:
 
     def _is_up(self, shard: int) -> bool:
         handle = self._live.get(shard)
-        if handle is None or handle.silent():
+        if handle is None or self._is_silent(handle):
             return False
         leads = self._coordination == "leader" and self._layout.ep_rank(shard) == 0
         return not leads or handle.stats.followers >= self._layout.ep - 1
+
+    def _is_silent(self, handle: ShardHandle) -> bool:
+        """Whether it has not reported for so long that it cannot be serving (stopped, or its host is gone)."""
+        return self._clock.now() - handle.heard > self._silence_seconds
 
     def require_up(self) -> dict[int, ShardHandle]:
         """All shards; raises ServerUnavailableError naming those that are not up. Never waits."""

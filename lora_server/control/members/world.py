@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hmac
 import threading
-import time
 from collections.abc import Iterable
 
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.control.members.shards import ShardTable
 from lora_server.errors import ConfigError, ServerUnavailableError, WorldError
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 
-REST_SECONDS = 60.0  # what a network still carries to a place has arrived then, or never will
 log = structlog.get_logger()
 
 
@@ -29,10 +29,17 @@ class World:
     """Thread-safe. Without places for clients there is none."""
 
     def __init__(
-        self, table: ShardTable, shards: int, clients: int = 0, slots: int = 0, rest_seconds: float = REST_SECONDS
+        self,
+        table: ShardTable,
+        shards: int,
+        clients: int = 0,
+        slots: int = 0,
+        rest_seconds: float = Timings.world_rest,
+        clock: Clock = SYSTEM,
     ) -> None:
+        """`rest_seconds`: what a network still carries to a place has arrived then, or never will."""
         self._table, self._shards, self._size, self._slots = table, shards, shards + clients, slots
-        self._rest_seconds = rest_seconds
+        self._rest_seconds, self._clock = rest_seconds, clock
         self._lock = threading.Lock()
         self._number, self._uid, self._made = 0, b"", False
         self._here: dict[int, str] = {}  # shards, and the instances of their processes
@@ -70,7 +77,7 @@ class World:
             log.error("NVSHMEM's world is over: a shard died; the others start anew", world=self._number)
             self._start_anew(self._here.keys() - {first})
             self._clients, self._rests = {}, {}
-        self._number, self._uid, self._made = max(self._number + 1, int(time.time())), b"", False
+        self._number, self._uid, self._made = max(self._number + 1, int(self._clock.time())), b"", False
         self._here = {}
         return over
 
@@ -126,7 +133,7 @@ class World:
         if asked.rank in self._clients:
             holder = self._clients[asked.rank]
             raise ServerUnavailableError(f"NVSHMEM: PE {asked.rank} still has the lease of client {holder}")
-        seconds = self._rests.get(asked.rank, 0.0) - time.monotonic()
+        seconds = self._rests.get(asked.rank, 0.0) - self._clock.now()
         if seconds > 0:
             raise ServerUnavailableError(
                 f"NVSHMEM: PE {asked.rank} was cut off, and what it sent may still be on its way; it may come back in "
@@ -169,7 +176,7 @@ class World:
             for rank in [rank for rank, holder in self._clients.items() if holder == client]:
                 del self._clients[rank]
                 if rests and self._made:
-                    self._rests[rank] = time.monotonic() + self._rest_seconds
+                    self._rests[rank] = self._clock.now() + self._rest_seconds
 
     @property
     def reason(self) -> str:

@@ -26,14 +26,21 @@ from lora_server.wire import lora_server_pb2 as pb
 
 PIECE_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_WAITING = 8, 1024  # files
-PIECE_SECONDS = 30.0  # for a shard to take a piece
 
 
 class FilesService:
     """The RPCs `Files` and `Read` of Shards. Who calls proves to be a process that is registered."""
 
-    def __init__(self, controller: Controller, threads: Threads) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        threads: Threads,
+        piece_bytes: int = PIECE_BYTES,
+        most_waiting: int = MOST_WAITING,
+    ) -> None:
         self._shards, self._adapters, self._threads = controller.shards, controller.adapters, threads
+        self._piece_seconds, self._piece_bytes = controller.timings.file_piece, piece_bytes
+        self._most = MOST_AT_ONCE + most_waiting
         self._limits = Limits.of(controller.agreement.spec)
         self._places, self.under_way = asyncio.Semaphore(MOST_AT_ONCE), 0
 
@@ -46,7 +53,7 @@ class FilesService:
     async def read(self, request: pb.ReadRequest, _: AsyncIterator[pb.ReadRequest], write: Write) -> None:
         """A file of it, on the event loop. One piece after the other: memory holds a piece of each."""
         self._check(request.proof)
-        if self.under_way >= MOST_AT_ONCE + MOST_WAITING:
+        if self.under_way >= self._most:
             raise ServerBusyError(f"{self.under_way} files are on their way to shards, as many as may; try again soon")
         self.under_way += 1
         try:
@@ -57,12 +64,12 @@ class FilesService:
 
     async def _send(self, request: pb.ReadRequest, write: Write) -> None:
         file, at = await self._threads.run(self._file, request), request.begin
-        while data := await self._threads.run(_piece, file, at):
+        while data := await self._threads.run(self.piece, file, at):
             try:
-                await asyncio.wait_for(write(pb.Piece(data=data)), PIECE_SECONDS)
+                await asyncio.wait_for(write(pb.Piece(data=data)), self._piece_seconds)
             except TimeoutError:
                 raise ServerUnavailableError(
-                    f"shard {request.proof.shard}: took no piece of {request.name} within {PIECE_SECONDS:g} s"
+                    f"shard {request.proof.shard}: took no piece of {request.name} within {self._piece_seconds:g} s"
                 ) from None
             except grpc.aio.BaseError:  # it has gone
                 return
@@ -92,11 +99,10 @@ class FilesService:
                 "expected one of that process; clients compute with adapters and do not read them"
             )
 
-
-def _piece(file: Path, at: int) -> bytes:
-    """Empty at its end."""
-    try:
-        with file.open("rb", buffering=0) as opened:
-            return os.pread(opened.fileno(), PIECE_BYTES, at)
-    except OSError as error:
-        raise AdapterSourceError(f"{file}: cannot be read: {error.strerror}; was the adapter removed?") from error
+    def piece(self, file: Path, at: int) -> bytes:
+        """What a file has from there on; empty at its end."""
+        try:
+            with file.open("rb", buffering=0) as opened:
+                return os.pread(opened.fileno(), self._piece_bytes, at)
+        except OSError as error:
+            raise AdapterSourceError(f"{file}: cannot be read: {error.strerror}; was the adapter removed?") from error

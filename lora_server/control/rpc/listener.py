@@ -23,10 +23,10 @@ from lora_server.access.identity import Identity
 from lora_server.control.rpc.calls import Calls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
 from lora_server.logs import bind_tenant
+from lora_server.timings import Timings
 from lora_server.wire.credentials import AUTHORIZATION
 from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
 
-FIRST_MESSAGE_SECONDS = 5.0
 MAX_CALLS, MAX_CALLS_OF_A_CONNECTION = 8192, 256
 MAX_SILENT_CALLS = 1024  # of one host, that have not sent their message yet
 START_SECONDS = 30.0
@@ -103,9 +103,12 @@ class Listener:
         admit: Admit,
         reflected: Sequence[str] = (),
         tls: grpc.ServerCredentials | None = None,
+        first_message_seconds: float = Timings.first_message,
+        max_silent_calls: int = MAX_SILENT_CALLS,
     ) -> None:
         """`reflected`: services that whoever asks may learn of."""
         self._admit, self._tls = admit, tls
+        self._first_message_seconds, self._max_silent_calls = first_message_seconds, max_silent_calls
         self._silent: Counter[str] = Counter()  # by host
         self.calls = Calls()
         self._guard, self._ended = threading.Lock(), False
@@ -180,13 +183,13 @@ class Listener:
     async def _first(self, context: Context, kind: type[_M]) -> _M:
         """The message that a call begins with; raises ProtocolError, ServerBusyError."""
         host = context.peer().rpartition(":")[0]
-        if self._silent[host] >= MAX_SILENT_CALLS:
+        if self._silent[host] >= self._max_silent_calls:
             raise ServerBusyError(f"{self._silent[host]} calls of {host} are silent, as many as may be; end some")
         self._silent[host] += 1
         try:
-            data = await asyncio.wait_for(context.read(), FIRST_MESSAGE_SECONDS)
+            data = await asyncio.wait_for(context.read(), self._first_message_seconds)
         except TimeoutError:
-            raise ProtocolError(f"no message within {FIRST_MESSAGE_SECONDS:g} s; expected one at once") from None
+            raise ProtocolError(f"no message within {self._first_message_seconds:g} s; expected one at once") from None
         finally:
             self._silent[host] -= 1
             if not self._silent[host]:

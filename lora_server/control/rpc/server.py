@@ -19,7 +19,7 @@ from lora_server.access.service import AccessService
 from lora_server.control.clients import MAX_WAITERS
 from lora_server.control.controller import Controller
 from lora_server.control.rpc.files import FilesService
-from lora_server.control.rpc.listener import Listener, Service, Stream, Threads, Unary
+from lora_server.control.rpc.listener import MAX_SILENT_CALLS, Listener, Service, Stream, Threads, Unary
 from lora_server.control.rpc.registration import Doorkeeper, ShardsService
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService, HealthService, ServerService
@@ -84,16 +84,18 @@ class ControlServer:
         reflection: bool = False,
         gate: Gate | None = None,
         tls: grpc.ServerCredentials | None = None,
+        max_silent_calls: int = MAX_SILENT_CALLS,
+        files: Callable[[Controller, Threads], FilesService] = FilesService,
     ) -> None:
         """Raises RuntimeError where it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
         changes = Threads("changes", 16, 4096)  # files are read, loads are waited for
         reads, shards = Threads("reads", 4, 1024), Threads("shards", 4, controller.agreement.layout.num_shards)
-        files = Threads("files", 4, 4096)
+        reading = Threads("files", 4, 4096)
         self._leases, self._asked = leases, 0.0
         self._heard: Future[None] | None = None
-        self._threads = leases, joins, waits, changes, reads, shards, files
+        self._threads = leases, joins, waits, changes, reads, shards, reading
         self._health = HealthService()
         gate = gate or Gate()
         scopes = Scopes(controller, gate)
@@ -108,14 +110,15 @@ class ControlServer:
             ]
         )
         public = tuple(own) if reflection else ()
-        self.files = FilesService(controller, files)
+        self.files = files(controller, reading)
         own[_SHARDS] = {
             "Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register),
-            "Files": Unary(pb.FilesRequest, self.files.files, files),
+            "Files": Unary(pb.FilesRequest, self.files.files, reading),
             "Read": Stream(pb.ReadRequest, self.files.read),
         }
         own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
-        self._listener = Listener(address, own, gate.admit, public, tls)
+        first_message = controller.timings.first_message
+        self._listener = Listener(address, own, gate.admit, public, tls, first_message, max_silent_calls)
         self.port, self.refused = self._listener.port, self._listener.calls.refused
 
     def stalled(self) -> float:

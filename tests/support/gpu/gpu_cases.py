@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lora_server.shard.loop import HELD_NS
+from lora_server.timings import Timings
 from lora_server.transport.gpu.layout import LinkStatus, NoteKind
 from lora_server.wire import slot
 from tests.support.gpu import gpu_weights as weights
@@ -180,7 +180,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
         else:
             world.pass_time(1_000_000)
 
-    for budget_us, ns in ((2**40, HELD_NS), (5_000, 5_000_000)):
+    for budget_us, ns in ((2**40, round(Timings.foreign_step * 1e9)), (5_000, 5_000_000)):
         world.write(shard.held[forger.link], 0)
         scene.do(forged(budget_us), meanwhile(ns, heard=False))
         assert forger.code(forger.seq) == "permission_denied"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from lora_server.access import audit, tokens
+from lora_server.access.audit import Audit
 from lora_server.access.gate import Gate
 from lora_server.access.identity import OPERATOR, Role
 from lora_server.access.limits import Bucket
@@ -28,6 +29,7 @@ from lora_server.errors import (
 )
 from lora_server.registry.database import Database, metadata
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.clocks import VirtualClock
 from tests.support.gated import ADAPTERS
 from tests.support.postgres import DATABASES, database_of
 from tests.support.serving import until
@@ -371,19 +373,21 @@ def test_changes_and_refusals_are_audited_and_each_tenant_reads_its_own(gated):
     assert len(whole) == 5 and [one.serial for one in whole] == sorted(one.serial for one in whole)
 
 
-def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated, monkeypatch):
-    frozen = Bucket(audit.REFUSED_RATE, audit.REFUSED_AT_ONCE, lambda: 0.0)
-    monkeypatch.setattr(gated.gate.audit, "_bucket", frozen)
+def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated):
+    flooded = Audit(gated.database, Bucket(audit.REFUSED_RATE, audit.REFUSED_AT_ONCE, lambda: 0.0))
     gated.gate.audit.flush()
     kept_before = len(gated.gate.audit.read(0, 1000, None))
     for _ in range(300):
-        gated.gate.audit.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
-    gated.gate.audit.flush()
+        flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    flooded.flush()
     assert len(gated.gate.audit.read(0, 1000, None)) == kept_before + audit.REFUSED_AT_ONCE
-    monkeypatch.setattr(audit, "REFUSED_KEPT", 3)
-    monkeypatch.setattr(gated.gate.audit, "_bucket", Bucket(1.0, 1.0))
-    gated.gate.audit.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
-    gated.gate.audit.flush()
+    clock = VirtualClock()
+    flooded = Audit(gated.database, Bucket(1.0, 1.0, clock.now), refused_kept=3)
+    for _ in range(2):
+        flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    clock.advance(1.0)
+    flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    flooded.flush()
     entries = gated.gate.audit.read(0, 1000, None)
     assert sum(one.outcome in audit.REFUSALS for one in entries) == 3
     assert any(one.outcome == "ok" for one in entries) and "more tries since" in entries[-1].reason

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from client_connector.serving.settings import whose
-from client_connector.vllm.tenants import ASKS, CALLER, KNOWN_SECONDS, TENANT_HEADER, Tenants
+from client_connector.vllm.tenants import ASKS, CALLER, TENANT_HEADER, Tenants
 from lora_server.access.identity import Role
 from lora_server.access.tokens import parse
 from lora_server.errors import ConfigError
+from lora_server.timings import Timings
 from tests.support.gated import Gated
 
 COMPLETIONS = "/v1/completions"
@@ -137,7 +138,7 @@ def test_a_revoked_token_is_forgotten_soon(gated, tenants, monkeypatch):
     gated.gate.store.revoke_token(token.id, token.identity)
     gated.gate.look()
     until, caller = tenants._known[str(secret)]
-    tenants._known[str(secret)] = until - KNOWN_SECONDS, caller  # so much later
+    tenants._known[str(secret)] = until - Timings.token_known, caller  # so much later
     assert ask(tenants, str(secret))[0] == 401
     assert parse(str(secret)).secret not in repr(tenants)
 

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from lora_server.control.admission.admission import FIRST_SECONDS, Admission, Queued
+from lora_server.control.admission.admission import Admission, Queued
 from lora_server.control.admission.room import Room
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import HANG_SECONDS, until
@@ -49,7 +50,7 @@ class Model:
 
     def gives_way(self, key, handles):
         """Coldest first: until it would fit, and one more for each further while."""
-        whiles = (self.now - self.first_since.setdefault(key, self.now)) // FIRST_SECONDS
+        whiles = (self.now - self.first_since.setdefault(key, self.now)) // Timings.first_in_queue
         times = Counter(handle for _, _, handle in self.holds if handle not in handles)
         coldest, chosen = sorted(times, key=lambda one: (times[one], one)), set()
         if whiles:
@@ -122,7 +123,7 @@ def test_admission_equals_the_model(seed):
         for _ in range(len(handles) + 2):
             if not admission.is_queued(*key):
                 break
-            model.now += FIRST_SECONDS
+            model.now += Timings.first_in_queue
             for hold in list(model.holds):
                 model.holds.remove(hold)
                 admission.release(hold[0], [hold[2]])
@@ -157,13 +158,13 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
         "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
     )
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
-    now[0] = FIRST_SECONDS
+    now[0] = Timings.first_in_queue
     assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
     assert admission.counters.immediate == 2 and admission.counters.queued == 1
-    assert admission.counters.waits.sum_ns == FIRST_SECONDS * 1e9
+    assert admission.counters.waits.sum_ns == Timings.first_in_queue * 1e9
 
 
 def test_tickets_of_unmeasured_adapters_are_skipped():
@@ -240,9 +241,8 @@ def test_a_waiting_client_is_told_when_it_is_admitted(serve):
     until(lambda: shard.memory.active == {2}, "a client that left holds nothing")
 
 
-def test_clients_beyond_the_waiting_threads_are_answered_at_once(serve, monkeypatch):
-    monkeypatch.setattr("lora_server.control.clients.MAX_WAITERS", 0)
-    controller, _ = serve()
+def test_clients_beyond_the_waiting_threads_are_answered_at_once(serve):
+    controller, _ = serve(max_waiters=0)
     one = join(controller)
     controller.clients.acquire(one, ["a", "b"], 1)
     assert controller.clients.acquire(one, ["c"], 2)[1] is not None

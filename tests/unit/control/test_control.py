@@ -1,7 +1,5 @@
 """Leases, registry and shards of the control plane."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +17,10 @@ from lora_server.errors import (
 )
 from lora_server.placement import Layout
 from lora_server.spec import Invocation, Site
+from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.clocks import VirtualClock
 from tests.support.controllers import kept, make_controller
-from tests.support.serving import until
 
 
 def test_a_name_that_is_taken_by_another_version_is_refused():
@@ -143,24 +142,23 @@ def test_leases_are_unique_and_end_once(count):
 
 
 def test_silent_leases_expire_and_renewed_ones_do_not():
-    leases = Leases(seconds=0.05)
+    clock = VirtualClock()
+    leases = Leases(seconds=10.0, clock=clock)
     silent, lively = leases.grant("silent"), leases.grant("lively")
-    expired = []
-
-    def sweep():
+    for _ in range(2):
+        clock.advance(5.0)
         leases.renew(lively.proof)
-        expired.extend(leases.take_expired())
-        return expired
-
-    until(sweep, "the silent one expires", 5)
-    assert expired == [silent]
+        assert leases.take_expired() == [], "not yet"
+    clock.advance(0.1)
+    assert leases.take_expired() == [silent]
 
 
 def test_a_stall_of_the_controllers_own_ends_no_lease():
-    leases = Leases(seconds=0.2)
+    clock = VirtualClock()
+    leases = Leases(seconds=10.0, clock=clock)
     lease = leases.grant("engine")
-    time.sleep(0.3)  # it stalls for longer than a lease lasts
-    leases.excuse(0.3)
+    clock.advance(11.0)  # it stalls for longer than a lease lasts
+    leases.excuse(11.0)
     assert leases.take_expired() == [] and leases.renew(lease.proof)
 
 
@@ -183,6 +181,20 @@ def test_the_table_knows_who_is_missing():
     with pytest.raises(ShardUnavailableError, match="shard 0"):
         wait_all([pending], 1, "a drop")
     assert table.missing() == [0]
+
+
+def test_a_shard_that_does_not_report_is_missing_until_it_does():
+    clock = VirtualClock()
+    table = ShardTable(Layout(1, 1), "independent", clock=clock)
+    handle = arrived(table, handle_of(0))
+    clock.advance(Timings.shard_silence)
+    assert table.missing() == []
+    clock.advance(0.1)
+    assert table.missing() == [0]
+    table.update(handle, pb.ShardStats())
+    assert table.missing() == []
+    clock.advance(Timings.shard_silence + 0.1)
+    assert arrived(table, handle_of(0, pid=2)).epoch > handle.epoch, "another may have its rank"
 
 
 def arrived(table, handle, settled=True):

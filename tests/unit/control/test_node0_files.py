@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from contextlib import ExitStack
+from functools import partial
 
 import grpc
 import pytest
@@ -15,7 +16,6 @@ from lora_server.control.rpc import files as sending
 from lora_server.control.rpc.files import FilesService
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.daemon import files as asking
 from lora_server.daemon.files import Node0
 from lora_server.errors import (
     AdapterSourceError,
@@ -27,6 +27,7 @@ from lora_server.errors import (
 from lora_server.placement import Layout
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.fetch import Fetcher
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.units import Size
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -43,26 +44,29 @@ URL = "node0:///law"
 class Node:
     """Node 0 with one adapter, `law`, and a node that has a cache and the name of a registered shard."""
 
-    def __init__(self, adapter, tmp_path, stack):
-        self.adapter = tmp_path / "law"
+    def __init__(self, adapter, tmp_path, stack, timings):
+        self.adapter, self.files = tmp_path / "law", FilesService
         shutil.copytree(adapter, self.adapter)
         agreement = Agreement(spec_of("mixtral"), Layout.parse("ep1-pp1"), "float32", "independent", 64)
-        self.controller = Controller(agreement)
+        self.controller = Controller(agreement, timings=timings)
         self.controller.adapters.sends = True
         self.shard = ToldShard(self.controller)
         self.record = self.controller.adapters.register("law", str(self.adapter))[0]
         self.control, self.address = None, "127.0.0.1:0"
         self.serve()
         self.cache = tmp_path / "cache"
-        node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance)
-        self.proof = node0.proof
-        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), node0.files)
+        self.fetches_within(timings)
         stack.callback(self.shard.close)
         stack.callback(self.die)
 
+    def fetches_within(self, timings):
+        node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance, timings)
+        self.proof = node0.proof
+        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), node0.files)
+
     def serve(self):
         """At the same address as before."""
-        self.control = ControlServer(self.controller, self.address, Doorkeeper(""))
+        self.control = ControlServer(self.controller, self.address, Doorkeeper(""), files=self.files)
         self.address = f"127.0.0.1:{self.control.port}"
 
     def die(self):
@@ -80,9 +84,9 @@ class Node:
 
 
 @pytest.fixture
-def node(tiny_adapters, tmp_path):
+def node(request, tiny_adapters, tmp_path):
     with ExitStack() as stack:
-        yield Node(tiny_adapters["all"], tmp_path, stack)
+        yield Node(tiny_adapters["all"], tmp_path, stack, getattr(request, "param", DEFAULTS))
 
 
 def is_right(lease, node):
@@ -122,27 +126,18 @@ def test_files_are_fetched_once_and_verified_before_each_use(node):
 class Dying:
     """Node 0 sends the weights up to each of these parts, and no more until it is killed: once some of it has come."""
 
-    def __init__(self, node, monkeypatch, parts, comes_back):
+    def __init__(self, node, parts, comes_back):
         self.node, self.comes_back, self.deaths = node, comes_back, 0
         nbytes = (node.adapter / WEIGHTS).stat().st_size
         self.limits, self.killed = [nbytes * part for part in parts], threading.Event()
-        self.begun, read = [], FilesService.read  # where calls began
-
-        def note(service, request, *more):
-            if request.name == WEIGHTS:
-                self.begun.append(request.begin)
-            return read(service, request, *more)
-
-        monkeypatch.setattr(FilesService, "read", note)
-        monkeypatch.setattr(sending, "PIECE_BYTES", 1 << 12)
-        monkeypatch.setattr(sending, "_piece", self.piece)
+        self.begun = []  # where calls began
+        node.files = partial(Sending, self)
         node.die()
         node.serve()
 
-    def piece(self, file, at, real=sending._piece):
-        if file.name == WEIGHTS and self.limits and at >= self.limits[0]:
+    def before_piece(self, at):
+        if self.limits and at >= self.limits[0]:
             assert self.killed.wait(HANG_SECONDS)
-        return real(file, at)
 
     def at_piece(self):
         for coming in self.node.cache.glob(f"fetching-*/{WEIGHTS}"):
@@ -156,23 +151,40 @@ class Dying:
                     self.node.serve()
 
 
-def test_a_broken_transfer_goes_on_behind_what_came(node, monkeypatch):
-    dying = Dying(node, monkeypatch, (0.25, 0.5, 0.75), comes_back=True)
+class Sending(FilesService):
+    """In small pieces."""
+
+    def __init__(self, dying, *arguments):
+        super().__init__(*arguments, piece_bytes=1 << 12)
+        self.dying = dying
+
+    def read(self, request, *more):
+        if request.name == WEIGHTS:
+            self.dying.begun.append(request.begin)
+        return super().read(request, *more)
+
+    def piece(self, file, at):
+        if file.name == WEIGHTS:
+            self.dying.before_piece(at)
+        return super().piece(file, at)
+
+
+def test_a_broken_transfer_goes_on_behind_what_came(node):
+    dying = Dying(node, (0.25, 0.5, 0.75), comes_back=True)
     assert is_right(node.fetch(dying.at_piece), node)
     assert dying.deaths == 3 and len(dying.begun) == 4
     assert dying.begun == sorted(set(dying.begun)), "what came is not sent again"
 
 
-def test_half_of_it_is_never_used(node, monkeypatch):
+@pytest.mark.parametrize("node", [Timings(node0_away=0.2, node0_pause=0.1)], ids=["soon"], indirect=True)
+def test_half_of_it_is_never_used(node):
     """Node 0 is not back in time: nothing is left, and the next that asks gets all."""
-    monkeypatch.setattr(asking, "AWAY_SECONDS", 0.2)
-    monkeypatch.setattr(asking, "MAX_PAUSE", 0.1)
-    dying = Dying(node, monkeypatch, (0.5,), comes_back=False)
+    dying = Dying(node, (0.5,), comes_back=False)
     with pytest.raises(AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
         node.fetch(dying.at_piece)
     assert dying.deaths == 1 and left(node.cache) == []
-    monkeypatch.setattr(asking, "AWAY_SECONDS", HANG_SECONDS)
     node.serve()
+    node.fetches_within(DEFAULTS)
     assert is_right(node.fetch(), node)
 
 
@@ -215,9 +227,11 @@ def test_only_a_registered_shard_gets_files(node, method):
         assert "not registered" in ask(ServerUnavailableError)
 
 
-def test_transfers_that_stand_still_hold_no_client_up(node, monkeypatch):
+def test_transfers_that_stand_still_hold_no_client_up(node):
     """As many as may be wait for their shards, and one for them: heartbeats are answered, another is refused."""
-    monkeypatch.setattr(sending, "MOST_WAITING", 1)
+    node.files = partial(FilesService, most_waiting=1)
+    node.die()
+    node.serve()
     os.truncate(node.adapter / WEIGHTS, 256 << 20)  # sparse; more than a connection takes that nobody reads
     sender = node.control.files
     with ExitStack() as stack, open_channel(node.address) as channel:
@@ -236,8 +250,8 @@ def test_transfers_that_stand_still_hold_no_client_up(node, monkeypatch):
         until(lambda: sender.under_way == 0, "all ended", HANG_SECONDS)
 
 
-def test_who_takes_nothing_loses_its_place(node, monkeypatch):
-    monkeypatch.setattr(sending, "PIECE_SECONDS", 0.2)
+@pytest.mark.parametrize("node", [Timings(file_piece=0.2)], ids=["soon"], indirect=True)
+def test_who_takes_nothing_loses_its_place(node):
     os.truncate(node.adapter / WEIGHTS, 256 << 20)
     with open_channel(node.address) as channel:
         stopped = node.read(channel)

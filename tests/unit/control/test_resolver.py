@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from lora_server.control.adapters.resolver import COMING, REFUSED_SECONDS, Resolver
+from lora_server.control.adapters.resolver import COMING, Resolver
 from lora_server.errors import (
     AdapterSourceError,
     ConfigError,
@@ -12,6 +12,7 @@ from lora_server.errors import (
     ServerUnavailableError,
     UnknownAdapterError,
 )
+from lora_server.timings import Timings
 from tests.support.serving import HANG_SECONDS, until
 
 TEMPLATE = "s3://adapters/{tenant}/{name}"
@@ -64,7 +65,7 @@ def test_a_source_that_failed_is_not_asked_again_for_a_while(bringing):
     with pytest.raises(ServerBusyError):
         bringing.resolver.ask("later")
     bringing.settled()
-    bringing.now += REFUSED_SECONDS + 1
+    bringing.now += Timings.resolve_again + 1
     with pytest.raises(ServerBusyError):
         bringing.resolver.ask("gone")
     bringing.settled()

@@ -12,7 +12,6 @@ import torch
 from lora_server.adapters import open_adapter
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError
-from lora_server.memory import manifest
 from lora_server.memory.entry import State
 from lora_server.spec import Site
 from tests.support.serving import until
@@ -32,12 +31,22 @@ def adapters(tmp_path):
 
 
 @pytest.fixture
-def store(adapters, make_store):
-    """With room for one adapter of three; all of them were looked at."""
-    made = make_store(round((adapters / "one" / "adapter_model.safetensors").stat().st_size * 1.4))
-    for handle, name in enumerate(("one", "other", "third"), start=1):
-        assert load(made, handle, adapters / name, eager=False).result() is None
-    return made
+def make(adapters, make_store):
+    """Make a store with room for one adapter of three; all of them were looked at."""
+
+    def make_one(**options):
+        capacity = round((adapters / "one" / "adapter_model.safetensors").stat().st_size * 1.4)
+        made = make_store(capacity, **options)
+        for handle, name in enumerate(("one", "other", "third"), start=1):
+            assert load(made, handle, adapters / name, eager=False).result() is None
+        return made
+
+    return make_one
+
+
+@pytest.fixture
+def store(make):
+    return make()
 
 
 def bring(store, handle):
@@ -101,11 +110,13 @@ def test_touched_files_of_the_same_content_are_checked_again_and_loaded(store, a
     assert store._entries[1].files != before
 
 
-def test_adapters_of_one_outline_share_a_cached_manifest_and_the_cache_is_bounded(store, adapters, monkeypatch):
-    kept = store._loader._manifests
+def test_adapters_of_one_outline_share_a_cached_manifest_and_the_cache_is_bounded(make, adapters):
+    kept = make()._loader.manifests
     assert len(kept._kept) == 2
-    assert 0 < kept.nbytes < 20_000
-    monkeypatch.setattr(manifest, "KEPT_BYTES", limit := kept.nbytes)
+    limit = kept.nbytes
+    assert 0 < limit < 20_000
+    store = make(kept_bytes=limit)
+    kept = store._loader.manifests
     tiny.make_adapter(tiny.make_model("mixtral"), adapters / "fourth", lora_rank=3, seed=3, targets="all")
     assert load(store, 4, adapters / "fourth", eager=False).result() is None
     assert kept.get(store._entries[1].files.outline) is None

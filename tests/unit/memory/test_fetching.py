@@ -10,6 +10,7 @@ import pytest
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterSourceError
 from lora_server.memory.entry import Source
+from tests.support.clocks import FAST
 from tests.support.far import far_server, fetcher_of, left, size_of
 from tests.support.serving import until
 from tests.support.stores import SECONDS, Done, bytes_of, is_complete, load, reads
@@ -68,9 +69,8 @@ def test_an_adapter_without_a_size_is_looked_at_when_asked_again(make, far, tiny
     assert state(store, 2) == "ready" and far.got.total() == known, "where it was said to be last counts"
 
 
-def test_a_fetch_that_fails_is_tried_again(make, far, tiny_adapters, monkeypatch):
-    monkeypatch.setattr("lora_server.memory.entry.RETRY_SECONDS", 0.0)
-    store, url = make(), far.put("law", tiny_adapters["all"])
+def test_a_fetch_that_fails_is_tried_again(make, far, tiny_adapters):
+    store, url = make(timings=FAST), far.put("law", tiny_adapters["all"])
     far.statuses = [403] * 2
     error = know(store, 1, url, tiny_adapters["all"], eager=True).result()
     assert isinstance(error, AdapterSourceError) and "403" in str(error)

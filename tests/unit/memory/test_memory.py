@@ -18,7 +18,9 @@ from lora_server.memory.entry import HALF_LIFE, Demand, Entry, Source, State
 from lora_server.memory.eviction import IN_USE_SECONDS, POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
 from lora_server.spec import Site
+from lora_server.timings import Timings
 from lora_server.units import Size
+from tests.support.clocks import FAST
 from tests.support.serving import until
 from tests.support.stores import SECONDS, Done, bytes_of, gather, is_complete, load, source_of
 
@@ -313,9 +315,8 @@ def test_what_the_host_pool_holds_is_not_read_from_files_again(adapters, tmp_pat
         bring(handle)
 
 
-def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp_path, make, monkeypatch):
-    monkeypatch.setattr("lora_server.memory.entry.RETRY_SECONDS", 0.0)
-    path, store = shutil.copytree(adapters[4], tmp_path / "moving"), make()
+def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp_path, make):
+    path, store = shutil.copytree(adapters[4], tmp_path / "moving"), make(timings=FAST)
     given = source_of(path)
     path.rename(tmp_path / "away")
     failed = threading.Event()
@@ -334,10 +335,9 @@ def test_a_step_waits_for_nothing_that_was_only_prefetched(adapters, sizes, make
     until(lambda: store.pin([8], 0, "a step", later(3 * SECONDS)), "what a step needs", SECONDS)
 
 
-def test_loading_gives_way_to_steps_between_two_blocks(adapters, make, monkeypatch):
+def test_loading_gives_way_to_steps_between_two_blocks(adapters, make):
     """They share one interpreter; without patience a layer in small blocks would be in the way all the time."""
-    monkeypatch.setattr("lora_server.memory.loading.PATIENCE_SECONDS", SECONDS)
-    store, waits = make(1 << 28), threading.Event()
+    store, waits = make(1 << 28, timings=Timings(block_patience=SECONDS)), threading.Event()
     assert load(store, 4, adapters[4]).result() is None
     pins, patient = pinned_by(store, 4), store._loader.give_way
     store._loader.give_way = lambda seconds: (waits.set(), patient(seconds))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from client_connector.client import Client
-from lora_server.transport import slack
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.shm import ShmLink, create_memory
 from lora_server.transport.slack import Slack
@@ -20,11 +19,6 @@ from tests.support.gpu.emulated_server import EmulatedServer
 from tests.support.workload import spec_of
 
 LAYOUT = RegionLayout(depth=2, request_bytes=4 << 20, response_bytes=8 << 20)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch):
-    monkeypatch.setattr(slack, "KEEP_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -44,7 +38,7 @@ def held(fd):
 def test_what_was_not_needed_goes_back_when_nothing_is_outstanding(memory):
     """An answer that claims more than its slot takes no other with it."""
     fd, mapping, other = memory
-    one = Slack(mapping, LAYOUT)
+    one = Slack(mapping, LAYOUT, keep_seconds=0.0)
     one.consumed(1 << 40, 1 << 40, idle=True)
     for _ in range(50):
         one.consumed(LAYOUT.request_bytes, LAYOUT.response_bytes, idle=True)
@@ -71,7 +65,8 @@ class ShmServer(EmulatedServer):
     device = staticmethod(lambda: None)
 
     def connect(self, hello):
-        return [ShmLink(listener.address, hello, shard) for shard, listener in enumerate(self.listeners)]
+        slack = {"keep_seconds": 0.0, "give_bytes": PAGE_BYTES}
+        return [ShmLink(listener.address, hello, shard, **slack) for shard, listener in enumerate(self.listeners)]
 
 
 class PinningServer(ShmServer):
@@ -92,9 +87,8 @@ def regions():
 
 
 @pytest.mark.parametrize("kind", [ShmServer, PinningServer])
-def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, tiny_adapters, monkeypatch, kind):
+def test_an_engine_whose_prompts_are_done_gives_back_what_they_took(tmp_path, tiny_adapters, kind):
     """Its deltas stay, whatever went and came again; but what a GPU reads and writes has to stay where it is."""
-    monkeypatch.setattr(slack, "GIVE_BYTES", PAGE_BYTES)
     server = kind(tmp_path, spec_of("mixtral"), {"all": tiny_adapters["all"]}, twin="no")
     client = Client(server)
     gc.collect()

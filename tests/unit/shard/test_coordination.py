@@ -13,6 +13,7 @@ from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
 from lora_server.shard.orders import MAX_STRANGERS
 from lora_server.shard.schedule import PendingStep
+from lora_server.timings import Timings
 from lora_server.transport.address import parse
 from lora_server.transport.base import Connection
 from lora_server.transport.frames import HEADER, MESSAGE, STEP, frame
@@ -39,8 +40,8 @@ def step(client, step_class=slot.DECODE, received=0, *, seq=1, blocked=False, ep
 
 
 @pytest.fixture
-def leader():
-    found = Leader("127.0.0.1")
+def leader(request):
+    found = Leader("127.0.0.1", handshake_seconds=getattr(request, "param", Timings.handshake))
     yield found
     found.close()
 
@@ -83,9 +84,9 @@ STRANGE = [
 ]
 
 
-def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_follower, monkeypatch):
+@pytest.mark.parametrize("leader", [2.0], indirect=True)
+def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_follower):
     """They could end the leader over its ZeroMQ port, fill its memory, and hear whose step is next."""
-    monkeypatch.setattr("lora_server.shard.orders.HANDSHAKE_SECONDS", 2.0)
     follower, host_port = make_follower(), parse(leader.address)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(host_port)) for _ in range(2 * len(STRANGE))]

@@ -8,11 +8,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from client_connector.serving.lookahead import AGAIN_SECONDS, EVERY_SECONDS, MOST, SPACING_SECONDS, Lookahead
-from lora_server.control.prefetch import MAX_AHEAD_US, MIN_SECONDS, SPACING_US
+from lora_server.control.prefetch import MAX_AHEAD_US, SPACING_US
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.daemon.shard_commands import STEP_SECONDS
 from lora_server.errors import LeaseError
+from lora_server.timings import Timings
 from lora_server.transport.session import MAX_PREFETCHED
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -80,7 +80,7 @@ def test_too_much_too_often_and_what_is_not_held_is_not_passed_on(rig):
         began = time.monotonic()
         for _ in range(1000):
             clients.prefetch(asked, {3: 0})
-    most = 2 + (time.monotonic() - began) / MIN_SECONDS
+    most = 2 + (time.monotonic() - began) / Timings.prefetch_gap
     until(lambda: shard.prefetches, "the first", 60)
     assert shard.prefetches[0] == (lease.client, [(5, 7), (3, MAX_AHEAD_US)])
     assert ignored["not held"] == 1 and ignored["too often"] >= 1000 - most
@@ -136,4 +136,5 @@ def test_the_queue_is_told_in_order_when_it_changes_and_no_more_often_than_allow
     later(AGAIN_SECONDS)
     ahead.follow([])
     assert sent[-1] == {} and len(sent) == 7, "an empty queue is said once"
-    assert AGAIN_SECONDS < STEP_SECONDS and MIN_SECONDS < EVERY_SECONDS and MOST <= MAX_PREFETCHED
+    assert Timings.expected_step > AGAIN_SECONDS and Timings.prefetch_gap < EVERY_SECONDS
+    assert MOST <= MAX_PREFETCHED

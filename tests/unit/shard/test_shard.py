@@ -27,8 +27,8 @@ ABSENT = 8
 
 
 @pytest.fixture
-def rig():
-    rig = make_rig()
+def rig(request):
+    rig = make_rig(**getattr(request, "param", {}))
     yield rig
     rig.gate.open()
     rig.shard.store.close()
@@ -72,9 +72,9 @@ def test_an_unknown_handle_is_named(loaded):
     assert (counters.failed, counters.steps) == (failed + 1, steps + 1)
 
 
-def test_a_step_may_name_only_what_its_client_holds(loaded, monkeypatch):
+@pytest.mark.parametrize("rig", [{"foreign_seconds": 0.05}], ids=["soon"], indirect=True)
+def test_a_step_may_name_only_what_its_client_holds(loaded):
     """A forged handle reads no weights, delays no other client, and what is held is told in time."""
-    monkeypatch.setattr("lora_server.shard.loop.HELD_NS", 50_000_000)
     port, forger, other = loaded.shard.port, Client(loaded.shard, 1), Client(loaded.shard, 2)
     port.hold(1, [], anew=True)
     with pytest.raises(PermissionDeniedError, match=rf"shard 0 client 1 .*handle {LOADED}, which this client does not"):

@@ -11,10 +11,9 @@ LARGE = MAX_ROWS // 2  # tokens of two entries each
 
 
 @pytest.fixture
-def shard(tiny_adapters, monkeypatch):
+def shard(tiny_adapters):
     """A shard whose loop is the test's, and which looks for other steps after each part of one."""
-    monkeypatch.setattr("lora_server.shard.loop.TURN_NS", 0)
-    with loaded_rig(tiny_adapters["all"]) as rig:
+    with loaded_rig(tiny_adapters["all"], turn_seconds=0.0) as rig:
         yield rig.shard
 
 

@@ -1,0 +1,83 @@
+"""Every duration that is a policy, in one table; constructors take the table, or the one number that they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Durations in seconds. The lease of a client is a setting of its own: `lease_seconds`."""
+
+    # a server's clients
+    grant: float = 10.0  # for every shard to confirm a new client
+    await_call: float = 1.0  # the longest that the controller lets one Await call wait
+    foreign_step: float = 5.0  # a shard keeps a step whose adapter its client does not hold, as far as it was told
+    first_in_queue: float = 3.0  # the first request of the queue waits before adapters in use are drained for it
+    prefetch_gap: float = 0.01  # between two prefetches of one client
+    expected_step: float = 30.0  # a prefetch is dropped so long after the step it was sent for is due
+    drain_look: float = 0.05  # between two looks for a restarted shard's successor
+    token_look: float = 0.5  # between two looks for changed tokens and tenants
+    # the controller and its shards
+    shard_silence: float = 10.0  # a shard that did not report for so long counts as down
+    shard_report: float = 0.5  # between two reports of a shard
+    shard_leave: float = 1.0  # for the controller to confirm that a shard stops
+    controller_start: float = 3.0  # a shard mentions no outage before
+    controller_retry: float = 0.2  # between two attempts to reach the controller
+    outage_reminder: float = 30.0  # between two log lines about one outage
+    sweep: float = 0.5  # between two sweeps of the controller: leases, deadlines, health
+    stall: float = 1.0  # a controller that heard no client for so long suspends lease expiry
+    grace: float = 1.0  # for running calls when the controller stops
+    registry_look: float = 1.0  # between two looks for what other servers changed in the registry
+    # adapters
+    note: float = 5.0  # for every shard to keep a change
+    progress: float = 5.0  # between two log lines about registering
+    replace: float = 600.0  # for every shard to load a new version from a followed directory
+    replace_other: float = 60.0  # likewise, of a version that another server listed
+    resolve_again: float = 10.0  # a name that --resolve did not find is not looked up again before
+    watch_poll: float = 1.0  # between two scans of a followed directory
+    watch_settle: float = 1.5  # files in it must be unchanged for so long
+    load_retry: float = 1.0  # a shard retries a failed load on demand, not before
+    block_patience: float = 5e-4  # between two blocks of a load while steps run
+    preload_look: float = 0.5  # between two searches for something to preload
+    # connections
+    handshake: float = 5.0  # from a connection to a proven lease, whatever the transport
+    quarantine: float = 60.0  # device memory of a client that went is kept so long before it is freed
+    world_rest: float = 60.0  # an NVSHMEM place of a client that was cut off stays empty
+    region_keep: float = 60.0  # slot memory that no step needed for so long goes back to the system
+    send: float = 30.0  # for a shard to accept more bytes over TCP
+    first_message: float = 5.0  # from a gRPC call to its first message
+    http_request: float = 10.0  # from an HTTP connection, or its last answer, to the next answer
+    file_piece: float = 30.0  # for a shard to take a piece of a file from node 0
+    node0_away: float = 60.0  # a shard retries to get files while node 0 sends no byte
+    node0_pause: float = 2.0  # the longest pause between two such attempts
+    turn: float = 1e-3  # of one step in a shard's loop before other steps get a turn
+    # processes and the database
+    fork: float = 30.0  # for the fork server to answer; then it is replaced
+    node_up: float = 120.0  # for a node's controller to listen
+    restart_pause: float = 1.0  # before a child that lived for less is restarted
+    restart_limit: float = 60.0  # a node ends when its child could not be restarted for so long
+    stop: float = 5.0  # for children to stop; then they are killed
+    stop_together: float = 1.0  # a child that was asked to stop may have been stopped with its node
+    stuck: float = 10.0  # for a child to end after its node did
+    database_open: float = 10.0  # for the first transaction, with retries
+    database: float = 10.0  # for any later one
+    # engines
+    call: float = 10.0  # of the connector to the controller
+    release: float = 1.0  # of a call that gives something back; the next heartbeat repeats it
+    heartbeat: float = 1.0  # between two, or a quarter of the lease if that is shorter
+    queue_look: float = 0.05  # between two looks at the queue where the server has no thread left to wait on
+    queue_wait: float = 0.1  # of one call that waits for a place
+    away_look: float = 0.05  # between two looks of waiting requests at a server that is away
+    lookup: float = 0.2  # between two lookups of a name while the server is away
+    outage_step: float = 1.0  # the first step of an outage waits for the server; later ones do not
+    token_known: float = 2.0  # a gateway's token counts as good
+    token_unknown: float = 0.5  # a gateway's token counts as bad
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) >= 0:
+                raise ValueError(f"timings.{field.name}: got {getattr(self, field.name)}, expected seconds, at least 0")
+
+
+DEFAULTS = Timings()
