@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 
@@ -16,7 +17,17 @@ from lora_server.errors import AdapterLoadError, AdmissionError
 from lora_server.placement import Layout, Placement
 from tests.support.checking_engine import CheckingJob
 from tests.support.fleet import Engine, checking
-from tests.support.serving import HANG_SECONDS, flags, kill_controller, start_engine, status, until
+from tests.support.serving import (
+    HANG_SECONDS,
+    cli,
+    flags,
+    kill_controller,
+    kill_shard,
+    listed,
+    start_engine,
+    status,
+    until,
+)
 from tests.support.stores import cpu_store, load
 from tests.support.workload import Workload, workload
 
@@ -106,3 +117,16 @@ def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
         engine.kill()
         engine.communicate(timeout=HANG_SECONDS)
         session.leave()
+
+
+def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(tmp_path):
+    """None stays `loading`, none is on a few shards alone, and a shard that dies changes nothing of it."""
+    served = workload("mixtral")
+    with running_server(tmp_path / "log", flags(served, "--layout", "ep2-pp2", "--device-pool", "256KiB")) as server:
+        expected = dict.fromkeys(served.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
+        states = lambda: {name: one.state for name, one in listed(server.address).items()}  # noqa: E731
+        until(lambda: states() == expected, "all that fit together are there")
+        shown = json.loads(cli("adapters", "show", "per-expert", "--server", server.address, "--json").stdout)
+        assert [one["device_layers"] for one in shown["shards"]] == [0] * 4
+        kill_shard(server, 2)
+        until(lambda: states() == expected, "it has what its peers have")

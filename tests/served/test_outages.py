@@ -12,9 +12,11 @@ import signal
 
 import pytest
 
+from client_connector.serving.holder import Holder
+from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
-from lora_server.demo.launch import running_server
+from lora_server.demo.launch import launch, running_server
 from tests.support.fleet import Fleet, now
 from tests.support.serving import (
     HANG_SECONDS,
@@ -25,6 +27,7 @@ from tests.support.serving import (
     complete,
     flags,
     generates,
+    kill,
     kill_controller,
     kill_shard,
     listed,
@@ -144,3 +147,29 @@ def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(tmp_path):
             until(lambda: listed(first.address)["late"].state == "ready", "what was added lives on")
             with lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
+
+
+def test_the_first_request_after_a_long_outage_is_served(tmp_path):
+    """Requests have failed at once, since the server was away for longer than any waits: now it is back."""
+    load = workload("llama")
+    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
+    first = launch(tmp_path / "first", *flags)
+    first.wait_ready()
+    name = next(iter(load.paths))
+    holder = Holder(Settings(first.address, timeout_seconds=5.0), lambda text: ())
+    try:
+        kill(first)
+        until(lambda: is_refused(holder, name), "it has been away for longer than any request waits")
+        with running_server(tmp_path / "second", [*flags, "--listen", first.address]):
+            use = holder.hold("next", name, ())
+            until(lambda: use.held is not None or use.failure is not None, "it is answered")
+            assert use.failure is None, use.failure
+    finally:
+        holder.close()
+
+
+def is_refused(holder, name):
+    use = holder.hold("r", name, ())
+    until(lambda: use.held is not None or use.failure is not None, "it is answered")
+    holder.release("r")
+    return use.failure is not None

@@ -8,17 +8,14 @@ import contextlib
 import pytest
 
 from client_connector.directory import Directory
-from client_connector.serving.holder import Holder
 from client_connector.serving.lookup import Lookup
-from client_connector.serving.settings import Settings
 from lora_server.control.adapters.registry import Record
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.demo.launch import free_address, launch, running_server
+from lora_server.demo.launch import free_address
 from lora_server.errors import ServerUnavailableError, UnknownAdapterError
 from tests.support.controllers import kept, make_controller
-from tests.support.serving import HANG_SECONDS, kill, until
-from tests.support.workload import workload
+from tests.support.serving import HANG_SECONDS
 
 
 @pytest.fixture
@@ -93,29 +90,3 @@ def test_an_outage_has_so_much_time_for_all(away):
         assert lookup._away_since is None, "the next outage has its own time"
 
     run(play())
-
-
-def test_the_first_request_after_a_long_outage_is_served(tmp_path):
-    """Requests have failed at once, since the server was away for longer than any waits: now it is back."""
-    load = workload("llama")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
-    first = launch(tmp_path / "first", *flags)
-    first.wait_ready()
-    name = next(iter(load.paths))
-    holder = Holder(Settings(first.address, timeout_seconds=5.0), lambda text: ())
-    try:
-        kill(first)
-        until(lambda: is_refused(holder, name), "it has been away for longer than any request waits")
-        with running_server(tmp_path / "second", [*flags, "--listen", first.address]):
-            use = holder.hold("next", name, ())
-            until(lambda: use.held is not None or use.failure is not None, "it is answered")
-            assert use.failure is None, use.failure
-    finally:
-        holder.close()
-
-
-def is_refused(holder, name):
-    use = holder.hold("r", name, ())
-    until(lambda: use.held is not None or use.failure is not None, "it is answered")
-    holder.release("r")
-    return use.failure is not None

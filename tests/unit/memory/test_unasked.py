@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
-import signal
 
 import pytest
 import torch
@@ -16,15 +13,9 @@ from lora_server.control.admission.room import Room
 from lora_server.control.admission.unasked import Bring, Unasked
 from lora_server.control.members.shards import wait_all
 from lora_server.demo import tiny
-from lora_server.demo.launch import running_server
 from lora_server.placement import Layout, Placement
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import open_channel
-from tests.support.serving import cli, status, until
 from tests.support.stores import cpu_store, load
 from tests.support.told_stores import LAYOUT, PLACEMENT, ToldServer
-from tests.support.workload import workload
 
 TARGETS = ("all", "experts", "gate_up", "attention", "qv")
 
@@ -178,24 +169,3 @@ def test_memory_that_an_eviction_leaves_completes_an_adapter_that_other_shards_h
     assert unasked.decide(lambda handle: True) == [], "neither fits beside the other"
     has(residency, unasked, 1, 1, whole=False)
     assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
-
-
-def test_a_server_with_room_for_half_of_them(tmp_path):
-    """Nothing stays `loading`, nothing is on a few shards alone, and a shard that dies changes nothing of it."""
-    served = workload("mixtral")
-    flags = ["--base-model", str(served.base), "--adapters", str(served.adapters)]
-    with running_server(tmp_path / "log", [*flags, "--layout", "ep2-pp2", "--device-pool", "256KiB"]) as server:
-        expected = dict.fromkeys(served.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
-        until(lambda: _states(server.address) == expected, "all that fit together are there")
-        shown = json.loads(cli("adapters", "show", "per-expert", "--server", server.address, "--json").stdout)
-        assert [one["device_layers"] for one in shown["shards"]] == [0] * LAYOUT.num_shards
-        os.kill(status(server.address).shards[2].pid, signal.SIGKILL)
-        until(lambda: [one.restarts for one in status(server.address).shards] == [0, 0, 1, 0], "it is started anew")
-        until(lambda: _states(server.address) == expected, "it has what its peers have")
-
-
-def _states(address):
-    """Of each adapter, by name."""
-    with open_channel(address) as channel:
-        listed = rpc.AdaptersStub(channel).List(pb.ListAdaptersRequest(), timeout=5)
-    return {one.name: one.state for one in listed.adapters}

@@ -78,7 +78,7 @@ def test_a_killed_run_leaves_no_process_and_its_stage_begins_again(tmp_path):
     code = f"""
 from pathlib import Path
 from bench.gpu_run.state import Results
-from tests.unit.bench.test_gpu_run import run
+from tests.device.test_gpu_run import run
 run(Results(Path({str(tmp_path)!r})), "sleep")
 """
     parent = subprocess.Popen(children.own([sys.executable, "-c", code]), cwd=ROOT, env=environment())

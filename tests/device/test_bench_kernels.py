@@ -21,7 +21,7 @@ from tests.support.gpu import emulated
 
 SMALL = Variant(bulk_copy=True, warps=2)
 TINY = Model("tiny", 256, 64, 4, 2, 16)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
 # reference figures at 4.3 TB/s: D, rows per segment, MB of gate_up and down, us of gate_up and of down
