@@ -11,6 +11,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from lora_server.demo import children
 from tests.support.serving import HANG_SECONDS, all_gone, descendants, keepers, name_of, until
 from tests.support.workload import workload
@@ -119,6 +121,7 @@ def serving_demo():
             end(demo)
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_killed_demo():
     """Not even of children that are stopped."""
     with serving_demo() as (demo, family, _):
@@ -129,6 +132,7 @@ def test_nothing_is_left_of_a_killed_demo():
         all_gone(family)
 
 
+@pytest.mark.long
 def test_a_demo_that_is_asked_to_end_cleans_up():
     with serving_demo() as (demo, family, scratch):
         assert list(scratch.glob("lora-*")), "its own, and its server's"
@@ -139,6 +143,7 @@ def test_a_demo_that_is_asked_to_end_cleans_up():
         assert not list(scratch.glob("lora-*"))
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_killed_test(tmp_path):
     load = workload("mixtral")
     parent = start("-c", TESTER, str(tmp_path / "log"), str(load.base), str(load.adapters))

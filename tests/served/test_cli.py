@@ -112,6 +112,7 @@ def test_help_is_quick_and_without_torch():
     assert min(seconds) < 1.0  # 0.2 s; the promise is 0.5 s
 
 
+@pytest.mark.long
 @pytest.mark.timeout(DEMO_SECONDS + 60)
 def test_demo_as_json(tmp_path):
     """Of a model and adapters of one's own, so small that one layout fits; CI runs the one without."""

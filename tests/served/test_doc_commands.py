@@ -53,6 +53,7 @@ def test_targets_that_are_named_exist_and_ci_runs_those_of_blocks():
     assert {target for target in typed if not {target, f"{target}-all"} & IN_CI} == set()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(NO_NETWORK), reason=NO_NETWORK)
 @pytest.mark.timeout(LIMIT_SECONDS + 60)
 @pytest.mark.parametrize("block", HERE, ids=name_of)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
+
 from lora_server.demo import children
 from tests.support.serving import HANG_SECONDS
 from tests.support.sources import ROOT
@@ -50,6 +52,7 @@ def wheel(folder):
         file.writestr("nothing-1.dist-info/RECORD", "")
 
 
+@pytest.mark.long
 def test_set_up_says_what_it_does_and_what_failed(tmp_path):
     for name in ("Makefile", "deploy", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
