@@ -25,7 +25,7 @@ def drain(
         from lora_server.wire import lora_server_pb2 as pb
 
         if undo:
-            ask(server, "Server", "Resume", pb.ResumeRequest())
+            ask(server, "Server", "Resume", pb.ResumeRequest(), seconds + SLACK_SECONDS)
             typer.echo("requests are admitted again")
             return
         if shard is not None:
