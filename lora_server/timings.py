@@ -51,6 +51,8 @@ class Timings:
     file_piece: float = 30.0  # for a shard to take a piece of a file from node 0
     node0_away: float = 60.0  # a shard retries to get files while node 0 sends no byte
     node0_pause: float = 2.0  # the longest pause between two such attempts
+    kernel_look: float = 2e-3  # between two looks of a shard's host at a kernel that serves by itself
+    kernel_note: float = 1e-3  # between two looks for what that kernel says: refusals, and adapters that it lacks
     turn: float = 1e-3  # of one step in a shard's loop before other steps get a turn
     # processes and the database
     fork: float = 30.0  # for the fork server to answer; then it is replaced

@@ -133,7 +133,7 @@ class ShardProcess:
             self.world = ShardWorld(gpu, config.shard, Layout.parse(config.layout).num_shards, self.port)
             ready = self.world.ready
         self.coordinator = self._part_of(resident.kernel)
-        return Pump(config.shard, self.port, resident.store, resident.kernel, ready)
+        return Pump(config.shard, self.port, resident.store, resident.kernel, ready, config.timings)
 
     def _resident(self, placement: Placement) -> Resident:
         config = self.config

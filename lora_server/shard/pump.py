@@ -22,7 +22,7 @@ from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
 from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import Counters
-from lora_server.timings import Timings
+from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Connection, Port
 from lora_server.transport.gpu.carrier import Carrier
 from lora_server.transport.gpu.connection import GpuConnection
@@ -31,8 +31,7 @@ from lora_server.transport.gpu.layout import MAX_LINKS, CommandKind, NoteKind, R
 from lora_server.transport.gpu.mailbox import Note
 from lora_server.transport.gpu.world_link import WorldConnection
 
-LOOK_SECONDS, CARRY_SECONDS = 2e-3, 1e-4  # between two looks, and while a carried step is out
-NOTE_SECONDS = 1e-3
+CARRY_SECONDS = 1e-4  # between two looks while a carried step is out
 READY_SECONDS = 0.1  # between two looks whether to go on waiting
 log = structlog.get_logger()
 
@@ -57,7 +56,7 @@ class Pump:
     store: WeightStore
     kernel: ServeKernel
     ready: Future[None] | None = None  # without it, the kernel may be launched at once
-    wanted_seconds: float = Timings.expected_step  # what a step waits for, unless the step asks again
+    timings: Timings = DEFAULTS
     counters: Counters = field(default_factory=Counters)
     phases: ClassVar[tuple[tuple[str, Histogram], ...]] = ()  # the kernel measures none
     _seats: dict[Connection, _Seat] = field(default_factory=dict)
@@ -107,7 +106,7 @@ class Pump:
             if not carrier.waits:
                 self._carrying.discard(carrier)
         self._complain.flush()
-        self.port.wait(CARRY_SECONDS if self._carrying else LOOK_SECONDS)
+        self.port.wait(CARRY_SECONDS if self._carrying else self.timings.kernel_look)
 
     def _carry_for(self, connection: Connection) -> None:
         """It has pushed; nobody says so again before it was answered."""
@@ -197,7 +196,7 @@ class Pump:
 
     def _hear(self) -> None:
         """A thread of its own: whoever has the store's lock may be waiting for what the other one does."""
-        while not self._closing.wait(NOTE_SECONDS):
+        while not self._closing.wait(self.timings.kernel_note):
             while not self._gone.empty():
                 self.store.forget(self._gone.get())
             for note in self.kernel.mailbox.notes():
@@ -209,7 +208,8 @@ class Pump:
             return
         client = seat.connection.client
         if note.kind is NoteKind.PREFETCH:
-            self.store.prefetch([note.what], client, time.monotonic() + self.wanted_seconds)
+            until = time.monotonic() + self.timings.expected_step  # unless the step asks again
+            self.store.prefetch([note.what], client, until)
         elif note.kind is NoteKind.REFUSED:
             self.counters.failed += 1
             why = Refusal(note.what).name.lower()
