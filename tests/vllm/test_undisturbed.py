@@ -111,8 +111,6 @@ def test_rows_are_those_of_an_undisturbed_run(requests, server, disturbance):
         assert finished.result() == requests.expected
     requests.limit(HANG_SECONDS)
     assert requests.finish(requests.add()) == requests.expected
-    if disturbance.seen is False:
-        assert "adapter rows failed" not in engine.log.read_text()[earlier:]
     undisturbed.wait_complete(server)
 
 
