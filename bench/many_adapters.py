@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import signal
 import statistics
@@ -24,6 +25,7 @@ import psutil
 import torch
 
 from client_connector.transformers import attach
+from lora_server import logs
 from lora_server.demo import tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=5000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    logs.configure(logging.WARNING)
     few, many = measure(1), measure(options.adapters)
     if options.json:
         print(json.dumps({"1": few, str(options.adapters): many}, indent=2))

@@ -20,7 +20,6 @@ QUICK = {
     "kernels_cpu": ["--tokens", "2", "--rounds", "1", "--dtypes", "float32", "--json"],
 }
 LONG = {
-    "coupled": ["--json"],
     "many_adapters": ["--adapters", "2", "--json"],
     "provision_holds": ["--quick"],
     "segments": ["--rounds", "1", "--json"],
