@@ -70,6 +70,8 @@ class Unasked:
         more = taken.get(shard, 0) - (before or 0)
         self._used[shard] += more
         self._freed |= more < 0
+        if not taken:
+            del self._taken[handle]
         if not comes:
             self._asked.discard((handle, shard))
         if handle in self._bringing:
@@ -114,9 +116,9 @@ class Unasked:
         if self._freed:
             self._freed = False
             everywhere = self._residency.num_shards
-            self._uneven.update(handle for handle, shards in self._taken.items() if 0 < len(shards) < everywhere)
+            self._uneven.update(handle for handle, shards in self._taken.items() if len(shards) < everywhere)
         for handle in sorted(self._uneven):
-            if self._taken[handle] and not self._decide(handle, may_come, found):
+            if handle in self._taken and not self._decide(handle, may_come, found):
                 return found
             self._uneven.discard(handle)
         while self._offered:
@@ -143,5 +145,5 @@ class Unasked:
         return True
 
     def _fits(self, handle: int, shard: int) -> bool:
-        used = self._used[shard] - self._taken[handle].get(shard, 0)
+        used = self._used[shard] - self._taken.get(handle, {}).get(shard, 0)
         return used + (self._room.size_on(handle, shard) or 0) <= self._room.capacity_of(shard)
