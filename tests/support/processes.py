@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ def start(script, *arguments, pass_fds=()):
 
 def line_of(process, seconds=60):
     """The next line, with a deadline."""
-    timer = threading.Timer(seconds, process.kill)
+    timer = threading.Timer(seconds, kill, [process])
     timer.start()
     try:
         return process.stdout.readline().strip()
@@ -34,8 +35,16 @@ def line_of(process, seconds=60):
         timer.cancel()
 
 
+def kill(process):
+    """With all that it started, which may have its pipe."""
+    if process.returncode is None:  # its number is nobody else's
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+
+
 def end(process):
-    process.kill()
+    kill(process)
     process.wait(SECONDS)
     process.stdout.close()
 

@@ -77,6 +77,10 @@ class ToldStore:
         """Handles whose layers are all READY."""
         return {handle for handle in self.store._entries if self.store._entries[handle].is_whole()}
 
+    def is_idle(self, handles: set[int]) -> bool:
+        """Whether it knows these alone, and has freed what it dropped: a layer that loads meanwhile is loaded first."""
+        return self.store._entries.keys() == handles and not self.store._dropped
+
     def tick(self) -> None:
         """What a shard tells twice a second."""
         self._moved()
@@ -115,7 +119,9 @@ class ToldServer:
             return {one.record.name: one.state for one in self.controller.adapters.listings()}
 
         def rests() -> bool:
-            return "loading" not in states().values() and self.controller.adapters._unasked.is_settled
+            handles = {one.record.handle for one in self.controller.adapters.listings()}
+            idle = all(store.is_idle(handles) for store in self.stores)
+            return idle and "loading" not in states().values() and self.controller.adapters._unasked.is_settled
 
         until(rests, "nobody loads")
         return states()
