@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 from bench.gpu_run.state import ROOT
 from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
+from kernels_cuda.residency import SERVE_WARPS, Block, fit
 from lora_server.transport.gpu import nvshmem_build
 from lora_server.transport.gpu.nvshmem_build import STATE, BuildError
-from lora_server.transport.gpu.source import FILES
+from lora_server.transport.gpu.source import FILES, SERVES
 
 
 class Gpu(NamedTuple):
@@ -35,6 +36,11 @@ class Gpu(NamedTuple):
     def defines(self) -> list[str]:
         """The compiler's options."""
         return [f"-DBULK_COPY={self.bulk_copy}", f"-DWARPS={self.warps}", f"-DSTAGES={self.stages}"]
+
+    @property
+    def serving(self) -> Gpu:
+        """The same for a kernel that serves."""
+        return self._replace(warps=SERVE_WARPS)
 
 
 GPUS = {"H100, H200": Gpu("sm_90a", 1, 8), "A100": Gpu("sm_80", 0, 6), "A10, L40": Gpu("sm_80", 0, 4)}
@@ -56,9 +62,9 @@ PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
 BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone
 OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}
 REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 160  # for a block of nine warps
-CLIENTS = ("link.cu", "put.cu")  # blocks of eight warps that find room beside it, where both are one process's
-MOST_BESIDE = 72  # 256 threads in what 288 of 160 leave
+SERVE_SHARED_BYTES = 178_816  # of a block that serves; a test compares it with heuristics.choose
+CLIENTS = {"link.cu": 256, "put.cu": 0}  # their blocks, of so much shared memory, find room beside one that serves
+ONE_WARP = ("link_wait",)
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
 CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
 AT_ONCE = 2
@@ -90,11 +96,22 @@ class Job(NamedTuple):
         """Those that must be there."""
         return (EVERYWHERE | PROTOCOL)[self.name] | (BEYOND.get(self.name, set()) if self.nvshmem else set())
 
+    @property
+    def variant(self) -> Gpu:
+        """What it is compiled with."""
+        gpu = GPUS[self.gpu]
+        return gpu.serving if self.name in SERVES else gpu
+
+    def block(self, usage: Usage) -> Block:
+        """One of its blocks."""
+        if self.name in SERVES:
+            return Block(SERVE_WARPS + 1, usage.registers, SERVE_SHARED_BYTES)
+        return Block(1 if usage.kernel in ONE_WARP else self.variant.warps, usage.registers, CLIENTS[self.name])
+
     def complaints(self, usage: Usage, code_bytes: int) -> list[str]:
         """What is wrong with one of them."""
         frame = CALL_FRAME if self.nvshmem else 0
-        registers = MOST_REGISTERS if self.name in PROTOCOL else REGISTERS // (32 * GPUS[self.gpu].warps)
-        registers = MOST_BESIDE if self.name in CLIENTS else registers
+        registers = REGISTERS // (32 * (self.variant.warps + (self.name in SERVES)))
         most = MOST_CODE_BYTES.get(usage.kernel.rpartition("_")[0], sys.maxsize)
         rules = {
             f"{usage.stack} bytes of stack": usage.stack <= frame,
@@ -114,7 +131,7 @@ def compiled(job: Job) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     source = read_source(job.name, FILES | {name: path.read_text() for name, path in OTHERS.items()})
-    options = ["--ptxas-options=-v", *GPUS[job.gpu].defines]
+    options = ["--ptxas-options=-v", *job.variant.defines]
     if job.nvshmem:
         return nvshmem_build.compiled(source, GPUS[job.gpu].arch, [*options, "-DNVSHMEM=1"])
     options += [STANDARD, f"-arch={GPUS[job.gpu].arch}"]
@@ -143,8 +160,22 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
     return {name.removeprefix(".text."): nbytes for name, nbytes in named.items() if name.startswith(".text.")}
 
 
-def build(job: Job) -> list[str]:
-    """What is wrong with a source's kernels, once linked; a line for each goes to stdout."""
+def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
+    """Clients' kernels for which there is no room beside one that serves, where one process has both."""
+    kernels = [(job, usage) for job, its in usages.items() for usage in its]
+    serving = [(job, usage) for job, usage in kernels if job.name in SERVES]
+    clients = [(job, usage) for job, usage in kernels if job.name in CLIENTS]
+    return [
+        f"{job}: {its.kernel}, of {its.registers} registers, finds no room beside {serves.kernel}, of "
+        f"{serves.registers}: see kernels_cuda/residency.py"
+        for server, serves in serving
+        for job, its in clients
+        if job[1:] == server[1:] and not fit([server.block(serves), job.block(its)])
+    ]
+
+
+def build(job: Job) -> tuple[list[Usage], list[str]]:
+    """What a source's kernels take, and what is wrong with them once linked; a line for each goes to stdout."""
     began = time.monotonic()
     code, said = compiled(job)
     wrong = [f"{job}: {line}" for line in said.splitlines() if "warning" in line and not job.nvshmem]
@@ -163,7 +194,7 @@ def build(job: Job) -> list[str]:
     where = f"{job.gpu}{', NVSHMEM' if job.nvshmem else ''}"
     took = time.monotonic() - began
     print(f"{job.name} for {where}: {len(code)} bytes in {took:.0f} s; registers: {registers}", flush=True)
-    return wrong
+    return kernels, wrong
 
 
 def main() -> int:
@@ -172,8 +203,10 @@ def main() -> int:
     parser.add_argument("--only", choices=[*EVERYWHERE, *PROTOCOL], help="one source")
     only = parser.parse_args().only
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(build, [job for job in JOBS if only in (None, job.name)])
-        wrong = [line for lines in found for line in lines]
+        jobs = [job for job in JOBS if only in (None, job.name)]
+        found = dict(zip(jobs, pool.map(build, jobs), strict=True))
+    wrong = [line for _, lines in found.values() for line in lines]
+    wrong += crowded({job: kernels for job, (kernels, _) in found.items()})
     print("\n".join(wrong) or "every kernel is there, is small, and keeps everything in registers")
     return 1 if wrong else 0
 

@@ -41,7 +41,7 @@ class Variant:
         return (f"-DBULK_COPY={int(self.bulk_copy)}", f"-DWARPS={self.warps}", f"-DSTAGES={self.stages}")
 
 
-def choose(capability: tuple[int, int], shared_bytes: int) -> Variant:
+def choose(capability: tuple[int, int], shared_bytes: int, most_warps: int = WARPS) -> Variant:
     """The variant for a GPU of this compute capability, with so much shared memory for one block.
 
     Raises ValueError for a GPU before sm_80, which has no bf16 MMA.
@@ -50,7 +50,7 @@ def choose(capability: tuple[int, int], shared_bytes: int) -> Variant:
         raise ValueError(
             f"got compute capability {capability}, expected at least (8, 0): before it there is no bf16 MMA"
         )
-    for warps in range(WARPS, 0, -1):
+    for warps in range(most_warps, 0, -1):
         variant = Variant(bulk_copy=capability >= (9, 0), warps=warps)
         if variant.shared_bytes <= shared_bytes:
             return variant

@@ -15,8 +15,10 @@ import pytest
 from bench.gpu_run import stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
+from lora_server.transport.gpu.needs import prepare_environment
 
 PROCESSES = 4
+ALONE = "test_gpu_live.py"  # it asserts how long calls take: beside other processes' kernels they take longer
 # a GPU host's packages are not those of constraints.txt, and their warnings are not our tests' failures
 FLAGS = ("-m", "cuda", "-q", "-W", "default", "--rootdir", str(ROOT))
 
@@ -50,7 +52,7 @@ def files(only: str = "") -> list[Path]:
         return list((ROOT / "tests").rglob(only))
     vllm = ROOT / "tests" / "vllm"  # which has an environment of its own
     found = [path for path in (ROOT / "tests").rglob("test_*.py") if vllm not in path.parents]
-    found = [path for path in found if "mark.cuda" in path.read_text()]
+    found = [path for path in found if "mark.cuda" in path.read_text() and path.name != ALONE]
     return sorted(found, key=lambda path: (path.name != "test_kernels_cuda.py", path.name))
 
 
@@ -79,6 +81,5 @@ if __name__ == "__main__":
     own = stage.parser(__doc__)
     own.add_argument("--file", default="", help="one of them")
     given = own.parse_args()
-    if given.file:  # as a shard whose kernel serves does, before anything asks the driver
-        os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+    prepare_environment()
     stage.main(work, given, modules=("cupy",), check=collect if given.rehearse else lambda *_: None)

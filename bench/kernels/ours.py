@@ -74,10 +74,16 @@ class DeviceDraw:
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     step: DeviceStep
     num_experts: int
+    among: range | None = None
 
 
-def device_draw(model: Model, adapters: Adapters, drawn: Draw, rows: torch.Tensor) -> DeviceDraw:
-    """gate_up: a row per token, a result per entry; down: a row per (token, expert), a result per token."""
+def device_draw(
+    model: Model, adapters: Adapters, drawn: Draw, rows: torch.Tensor, among: range | None = None
+) -> DeviceDraw:
+    """gate_up: a row per token, a result per entry; down: a row per (token, expert), a result per token.
+
+    among: the experts of one shard; by default all.
+    """
     site, device = adapters.site, rows.device
     tokens, top_k = drawn.experts_Tk.shape
     route = Route.empty(tokens * top_k, device)
@@ -98,7 +104,7 @@ def device_draw(model: Model, adapters: Adapters, drawn: Draw, rows: torch.Tenso
         **maps,
     )
     out = torch.empty(tokens if site.combine else tokens * top_k, site.out_width, dtype=rows.dtype, device=device)
-    return DeviceDraw(drawn, rows, out, route, inputs, step, model.num_experts)  # type: ignore[arg-type]
+    return DeviceDraw(drawn, rows, out, route, inputs, step, model.num_experts, among)  # type: ignore[arg-type]
 
 
 def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -> Workspace:
@@ -114,7 +120,7 @@ def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -
 
 def route(draw: DeviceDraw, router: Router) -> None:
     """Fills the draw's segments and maps on the device."""
-    router.launch(Choice(*draw.inputs, draw.num_experts), draw.route)
+    router.launch(Choice(*draw.inputs, draw.num_experts, draw.among), draw.route)
 
 
 def launch(draw: DeviceDraw, kernels: CudaKernels, workspace: Workspace) -> None:
@@ -126,10 +132,11 @@ def sampled_error(draw: DeviceDraw, adapters: Adapters, count: int, seed: int) -
     """The largest norm-wise relative error of sampled rows of the result, against float64 of unpacked weights."""
     site, (experts, weights, adapters_T) = adapters.site, draw.drawn
     top_k = experts.shape[1]
-    order = np.arange(experts.size) if site.combine else draw.route.pair_N.cpu().numpy()
+    entries = draw.route.pair_N[: int(draw.route.counts[1])].cpu().numpy()  # of which each is a pair of `among`
+    results = np.unique(entries // top_k) if site.combine else np.arange(len(entries))
     worst = 0.0
-    for result in np.random.default_rng(seed).choice(draw.out.shape[0], min(count, draw.out.shape[0]), replace=False):
-        pairs = range(result * top_k, (result + 1) * top_k) if site.combine else [int(order[result])]
+    for result in np.random.default_rng(seed).choice(results, min(count, len(results)), replace=False):
+        pairs = sorted(entries[entries // top_k == result]) if site.combine else [int(entries[result])]
         expected = torch.zeros(site.out_width, dtype=torch.float64, device=draw.rows.device)
         for pair in pairs:
             token = pair // top_k

@@ -14,13 +14,15 @@ FLUSH_BYTES = 256 << 20
 
 
 class Flush:
-    """Evicts what the last replay left in L2, by writing five times as much as it holds."""
+    """Evicts what the last replay left in L2, by reading five times as much as it holds: lines that were written would
+    go to memory while the next replay is timed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._buffer = torch.zeros(FLUSH_BYTES // 8, dtype=torch.int64, device=device)
+        self._sum = torch.zeros((), dtype=torch.int64, device=device)
 
     def __call__(self) -> None:
-        self._buffer.zero_()
+        torch.sum(self._buffer, dim=0, out=self._sum)
 
 
 def capture(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:

@@ -23,5 +23,9 @@ def register() -> None:
     from client_connector.vllm.settings import ACTIVE
 
     install.watch()
+    if os.environ.get("LORA_SERVER_TRANSPORT") in ("gpu", "nvshmem"):
+        from lora_server.transport.gpu.needs import prepare_environment
+
+        prepare_environment()
     if os.environ.get(ACTIVE) or os.environ.get("LORA_SERVER_ADDRESS"):
         install.install()

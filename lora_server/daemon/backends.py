@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import structlog
 import torch
 
 from kernels_cuda import cpu
+from kernels_cuda.heuristics import STAGES
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.layout import PAGE_BYTES
 from lora_server.errors import ConfigError
@@ -33,6 +33,7 @@ from lora_server.transport.base import DeviceMemory
 from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.transport.gpu.needs import prepare_environment
 from lora_server.transport.gpu.opened import gpu_of, world_gpu_of
 from lora_server.units import Size
 from lora_server.wire.region import RegionLayout
@@ -158,9 +159,7 @@ def cuda(
     except Exception as error:  # an old GPU, or a compiler that CuPy cannot find or run
         raise ConfigError(f"--device cuda: {torch.cuda.get_device_name(device)}: {error}") from error
     log.info("kernels compiled", device=torch.cuda.get_device_name(device), seconds=round(seconds, 1))
-    most = most_combined_entries(compiled.variant.stages)
-    if max_step_rows > most:
-        raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")
+    _check_step_rows(max_step_rows, compiled.variant.stages)
     sharing = len(range(local_index % torch.cuda.device_count(), local_shards, torch.cuda.device_count()))
     pool = _device_pool(device, memory, sharing)
     lost = functools.partial(_is_lost, device)
@@ -176,6 +175,12 @@ def cuda(
         on_layer,
         lost,
     )
+
+
+def _check_step_rows(max_step_rows: int, stages: int) -> None:
+    most = most_combined_entries(stages)
+    if max_step_rows > most:
+        raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")
 
 
 class Resident(NamedTuple):
@@ -197,7 +202,8 @@ def resident(
     memory: Memory = Memory(),
     on_layer: OnLayer = lambda *_: None,
 ) -> Resident:
-    """Weights in the pages of any GPU, computed by a kernel that serves by itself."""
+    """Weights in the pages of any GPU, computed by a kernel that serves by itself. Raises ConfigError."""
+    _check_step_rows(max_step_rows, STAGES)
     kernel = ServeKernel(gpu, placement.spec, dtype, region, max_step_rows)
     tier = ResidentTier(placement, shard, dtype, pool, kernel)
     return Resident(memory.store(placement, shard, tier, host_pool, on_layer), kernel)
@@ -244,8 +250,7 @@ def _is_lost(device: torch.device) -> bool:
 def client_memory(local_index: int, transport: str) -> DeviceMemory:
     """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
     if transport != "cuda_ipc":
-        os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # a kernel that is loaded later waits for the one that serves
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share one wait for each other
+        prepare_environment()
         return SlotsMemory(gpu_of(_gpu(local_index)))
     from lora_server.transport.device_memory import GpuMemory
 

@@ -14,6 +14,8 @@ from torch.utils.dlpack import from_dlpack
 
 from kernels_cuda.cuda import on_device
 
+ZEROS_BYTES = 2 << 20
+
 
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
@@ -108,10 +110,12 @@ def _whole(nbytes: int, device: torch.device) -> int:
 
 
 def zero(memory: torch.Tensor) -> None:
-    """What a GPU's memory held before was another's."""
+    """What a GPU's memory held before was another's. By copies: a kernel might find no room beside one that serves."""
+    zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(memory.device)
     with torch.cuda.stream(stream):
-        memory.zero_()
+        for part in memory.split(ZEROS_BYTES):
+            part.copy_(zeros[: len(part)], non_blocking=True)
     stream.synchronize()
 
 

@@ -145,6 +145,8 @@ class Beside:
         assert len(self.gpu.read(self.memory.data_ptr(), 4096)) == 4096
 
     def makes_a_queue(self) -> None:
+        """Of a new stream: those that other tests gave back are nobody's."""
+        self.gpu.streams._spare[False].clear()
         self.gpu.queue().close()
 
     def loads_pages(self) -> None:

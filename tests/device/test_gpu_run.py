@@ -153,7 +153,7 @@ def test_a_run_continues_where_the_last_one_stopped_and_reports_after_each_stage
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--only", "probe,none"], "--only: got none, expected some of probe, "),
+        (["--only", "probe,none"], "--only: got none, expected some of first, "),
         (["--budget", "100"], "--budget: got 100 s, but peers may take 360 s"),
     ],
 )

@@ -42,7 +42,7 @@ def test_every_source_is_built_and_held_to_its_bounds():
     ):  # fmt: skip
         (complaint,) = job.complaints(bad, nbytes)
         assert "lora_step_bfloat16" in complaint
-    protocol = gpu_build.Usage("serve_bfloat16", 8, 0, 0, gpu_build.MOST_REGISTERS)
+    protocol = gpu_build.Usage("serve_bfloat16", 8, 0, 0, 162)
     assert gpu_build.Job("serve.cu", gpu_build.HOPPER).complaints(protocol, 1)
     assert not gpu_build.Job("serve.cu", gpu_build.HOPPER, nvshmem=True).complaints(protocol, 1)
 

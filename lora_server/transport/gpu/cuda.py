@@ -20,12 +20,13 @@ from kernels_cuda import routing
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant, choose
+from kernels_cuda.residency import SERVE_WARPS
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport import put
 from lora_server.transport.device_memory import Pinned
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
-from lora_server.transport.gpu.needs import check
+from lora_server.transport.gpu.needs import check, prepare_environment
 from lora_server.transport.gpu.source import SERVES
 from lora_server.transport.virtual_memory import Exported, Imported, call, driver
 
@@ -34,6 +35,7 @@ PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 LINK = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
 ONE_BLOCK = ("route", "link_wait", "link_send")
+ONE_WARP = ("link_wait",)  # it waits where a kernel that serves may have to start
 SERVE_OWN_BYTES = 4096  # of shared memory, at most, beside what the compute takes
 
 
@@ -131,14 +133,16 @@ def _address(memory: memoryview) -> int:
 class CudaGpu(Gpu):
     """See Gpu. The caller's thread needs no context: it gets the device's."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, multiprocessors: int | None = None) -> None:
+        """`multiprocessors`: of a kernel that serves; the others are a client's, where both are one process's."""
         import cupy
 
         self.device = device
         about = cupy.cuda.Device(device.index).attributes
         self._multiprocessors = int(about["MultiProcessorCount"])
         optin = about["MaxSharedMemoryPerBlockOptin"]
-        self._serve = choose(torch.cuda.get_device_capability(device), optin - SERVE_OWN_BYTES)
+        self._serving = multiprocessors or self._multiprocessors
+        self._serve = choose(torch.cuda.get_device_capability(device), optin - SERVE_OWN_BYTES, SERVE_WARPS)
         self._functions: dict[str, Any] = {}
         self._of: dict[str, Any] = {}  # modules, by source
         self._lock = threading.Lock()
@@ -185,12 +189,17 @@ class CudaGpu(Gpu):
         import cupy
 
         name = self.kernels[kernel]
-        all_of_it = name in SERVES or kernel.startswith("link_add")  # which the engine waits for
-        blocks = self._multiprocessors if all_of_it else 1 if kernel in ONE_BLOCK else PUT_BLOCKS
-        threads = 32 * (self._variant(name).warps + (name in SERVES))
+        warps = 1 if kernel in ONE_WARP else self._variant(name).warps + (name in SERVES)
         numbers = tuple(cupy.uint64(value) for value in values)
         with on_torch_stream(self.device):
-            self._function(kernel)((blocks,), (threads,), numbers, shared_mem=self._shared_bytes(name))
+            self._function(kernel)((self._blocks(kernel),), (32 * warps,), numbers, shared_mem=self._shared_bytes(name))
+
+    def _blocks(self, kernel: str) -> int:
+        if self.kernels[kernel] in SERVES:
+            return self._serving
+        if kernel.startswith("link_add"):  # which the engine waits for
+            return self._multiprocessors
+        return 1 if kernel in ONE_BLOCK else PUT_BLOCKS
 
     @override
     def settle(self) -> None:
@@ -262,5 +271,6 @@ def _open(device: torch.device) -> CudaGpu:
 
 def open_cuda(device: torch.device) -> Gpu:
     """One per device and process. Raises ConfigError that names what is missing, and its cure."""
+    prepare_environment()
     index = torch.cuda.current_device() if device.index is None else device.index
     return _open(torch.device("cuda", index))

@@ -67,6 +67,7 @@ DEVICE int check_counts(const Serve& s, const lora_request& h, uint64 slot_bytes
     const unsigned most = s.max_entries;
     if (h.num_entries > most || h.num_rows > most || h.num_out_rows > most) return BAD_COUNTS;
     if (h.num_segments > h.num_entries || (h.num_entries && !h.num_segments)) return BAD_COUNTS;
+    if (h.flags & LORA_HAS_OUT_MAP && h.num_entries > MOST_COMBINED) return BAD_COUNTS;
     const Site site = load(s.sites + h.layer * s.num_projections + h.projection);
     if (!(h.in_begin < h.in_end && h.in_end <= static_cast<unsigned>(site.in_width))) return BAD_WINDOWS;
     unsigned previous = 0;
@@ -86,7 +87,7 @@ DEVICE const unsigned char* segment_at(const unsigned char* tables, unsigned i) 
 
 // Of a lane's segments, those whose loads are under way together: an answer is hundreds of cycles away, and what is looked
 // at one by one costs that one by one. Loops over segments are the whole warp's: segment first + i * LANES is this lane's.
-// As many as leave the kernel its 160 registers; NVSHMEM's functions take some.
+// As many as leave clients' kernels room beside it (kernels_cuda/residency.py); NVSHMEM's functions take some.
 #if NVSHMEM
 constexpr unsigned LOOKUPS = 4;
 #else

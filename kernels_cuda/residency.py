@@ -1,0 +1,55 @@
+"""Which blocks of threads a multiprocessor of an H100 or H200 holds at the same time.
+
+Its registers belong to four partitions, 16,384 each, and a warp takes its own from one of them, rounded up to 256. The
+warps of a block are dealt out over the partitions in turn, so the fullest one decides: that a block's registers fit in
+the sum of what is left does not help it. Rule and numbers: cuda_occupancy.h of CUDA 13.0, compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LANES = 32
+PARTITIONS = 4
+PARTITION_REGISTERS = 16_384
+REGISTER_UNIT = 256  # of a warp
+MOST_REGISTERS = 255  # of a thread
+MOST_WARPS, MOST_BLOCKS = 64, 32
+SHARED_BYTES = 228 << 10
+SHARED_OF_SYSTEM = 1 << 10  # of each block
+SERVE_WARPS = 7  # that compute in a kernel that serves, beside the one that polls: beside nine no client's would fit
+
+
+class Block(NamedTuple):
+    """registers: of a thread, as the compiler says."""
+
+    warps: int
+    registers: int
+    shared_bytes: int = 0
+
+    @property
+    def partition_registers(self) -> int:
+        """What it takes of the partition that has most of its warps."""
+        units = -(-LANES * self.registers // REGISTER_UNIT)
+        return self._partition_warps * units * REGISTER_UNIT
+
+    @property
+    def _partition_warps(self) -> int:
+        return -(-self.warps // PARTITIONS)
+
+
+def fit(blocks: Iterable[Block]) -> bool:
+    """Whether a multiprocessor holds all of them at once, wherever the first warp of each lies."""
+    blocks = list(blocks)
+    return (
+        sum(block.partition_registers for block in blocks) <= PARTITION_REGISTERS
+        and sum(block.warps for block in blocks) <= MOST_WARPS
+        and sum(block.shared_bytes + SHARED_OF_SYSTEM for block in blocks) <= SHARED_BYTES
+        and len(blocks) <= MOST_BLOCKS
+    )
+
+
+def most_registers(beside: Block, warps: int) -> int:
+    """Of a thread, in a block of so many warps that finds room beside another."""
+    return max((n for n in range(MOST_REGISTERS + 1) if fit([beside, Block(warps, n)])), default=0)
