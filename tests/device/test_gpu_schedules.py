@@ -76,8 +76,7 @@ def test_every_sabotage_has_its_place():
     assert len({mutant.name for mutant in gpu_mutants.MUTANTS}) == len(gpu_mutants.MUTANTS) >= 15
     for mutant in gpu_mutants.MUTANTS:
         gpu_mutants.mutated(mutant)
-    short = set(gpu_mutants.SHORT)
-    assert short <= {mutant.name for mutant in gpu_mutants.MUTANTS} and len(short) >= 15, "what CI runs"
+    assert sum(mutant.short for mutant in gpu_mutants.MUTANTS) >= 15, "what CI runs"
 
 
 def test_structs_that_hosts_and_kernels_share_are_alike():

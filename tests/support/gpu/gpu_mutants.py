@@ -11,11 +11,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from kernels_cuda.build import SOURCE
 from lora_server.transport.gpu.source import FILES
-from tests.support.gpu.gpu_sabotages import MUTANTS, SHORT, Mutant
+from tests.support.gpu.gpu_sabotages import MUTANTS, Mutant
 
 SCHEDULES = 150
 SECONDS = 300.0  # of one mutant
@@ -29,30 +31,31 @@ def mutated(mutant: Mutant) -> dict[str, str]:
     return {mutant.file: text.replace(mutant.line, mutant.instead)}
 
 
+def plays(mutant: Mutant) -> tuple[Sequence[Callable], Callable]:
+    """The cases that a mutant may be caught by, and what plays a schedule."""
+    from tests.support.gpu import gpu_cases, gpu_codes, gpu_led, gpu_schedules
+
+    if mutant.led:
+        return gpu_led.CASES, gpu_led.play
+    cases = gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_codes.CASES if mutant.in_codes else gpu_cases.CASES
+    return cases, gpu_schedules.play
+
+
 def judge(mutant: Mutant) -> str:
     """In this process: what catches it first; "" if nothing does. A kernel that is wrong may take the process along."""
-    from tests.support.gpu import gpu_cases, gpu_codes, gpu_led, gpu_schedules, gpu_world
+    from tests.support.gpu import gpu_world
 
-    library = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes)
-    cases = gpu_codes.CASES if mutant.in_codes else gpu_led.CASES if mutant.led else gpu_cases.CASES
-    play = gpu_led.play if mutant.led else gpu_schedules.play
-    for case in gpu_cases.NETWORK_CASES if mutant.nvshmem else cases:
-        print(f"{case.__name__}", file=sys.stderr, flush=True)
+    library, (cases, play) = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes), plays(mutant)
+    tries = {f"case {case.__name__}": partial(case, library) for case in cases}
+    for name, attempt in (
+        tries | {f"schedule {seed}": partial(play, seed, library) for seed in range(SCHEDULES)}
+    ).items():
+        print(name, file=sys.stderr, flush=True)
         try:
-            case(library)
+            attempt()
         except Exception as error:  # any: the world is not as it must be
-            return f"{case.__name__} ({_short(error)})"
-    for seed in range(SCHEDULES):
-        print(f"schedule {seed}", file=sys.stderr, flush=True)
-        try:
-            play(seed, library)
-        except Exception as error:  # any: the world is not as it must be
-            return f"schedule {seed} ({_short(error)})"
+            return f"{name} ({f'{type(error).__name__} {error}'.splitlines()[0].strip()[:70]})"
     return ""
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__} {error}".split("\n")[0].strip()[:70]
 
 
 def apart(number: int) -> str:
@@ -68,20 +71,14 @@ def _caught(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired as late:
-        said = (late.stderr or b"").decode().split("\n")
-        return f"{[*filter(None, said)][-1] if any(said) else 'the build'} (it never ends)"
+        return f"{_last((late.stderr or b'').decode()) or 'the build'} (it never ends)"
     if done.returncode not in (0, 1):
-        last = next((one for one in reversed(done.stderr.splitlines()) if one.startswith(("schedule", *_names()))), "")
-        return f"{last or done.stderr[-200:]} (the kernel crashed)"
+        return f"{_last(done.stderr) or done.stderr[-200:]} (the kernel crashed)"
     return done.stdout.strip()
 
 
-def _names() -> tuple[str, ...]:
-    from tests.support.gpu.gpu_cases import CASES, NETWORK_CASES
-    from tests.support.gpu.gpu_codes import CASES as IN_CODES
-    from tests.support.gpu.gpu_led import CASES as LED
-
-    return tuple(case.__name__ for case in (*CASES, *NETWORK_CASES, *IN_CODES, *LED))
+def _last(said: str) -> str:
+    return next((line for line in reversed(said.splitlines()) if line.startswith(("case ", "schedule "))), "")
 
 
 def main() -> int:
@@ -95,8 +92,7 @@ def main() -> int:
         caught = judge(MUTANTS[arguments.judge])
         print(caught)
         return 0 if caught else 1
-    names = SHORT if arguments.short else [one.name for one in MUTANTS]
-    chosen = [i for i, one in enumerate(MUTANTS) if one.name in names and arguments.only in one.name]
+    chosen = [i for i, one in enumerate(MUTANTS) if (one.short or not arguments.short) and arguments.only in one.name]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         caught = sum(map(bool, pool.map(apart, chosen)))
     print(f"{caught} of {len(chosen)} mutants caught")
