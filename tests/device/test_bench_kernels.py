@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-import ast
+import functools
+import re
 import sys
 import zipfile
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from bench import fetch_peers, kernels_cpu
-from bench.kernels import correctness, draws, floor, ours, peer_process, peers, roofline
+from bench.kernels import correctness, draws, floor, ours, peer_process, roofline
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from bench.kernels.peers import vllm
 from kernels_cuda import layout, routing
 from kernels_cuda.heuristics import Variant
 from tests.support.gpu import emulated
+from tests.support.sources import ROOT
 
 SMALL = Variant(bulk_copy=True, warps=2)
 TINY = Model("tiny", 256, 64, 4, 2, 16)
-ROOT = Path(__file__).parents[2]
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
 # reference figures at 4.3 TB/s: D, rows per segment, MB of gate_up and down, us of gate_up and of down
 TABLE = {
     ("mixtral-8x7b", 64): (89, 1.44, 420, 210, 99, 50),
-    ("mixtral-8x7b", 256): (254, 2.01, 1199, 600, 286, 144),
     ("mixtral-8x7b", 1024): (671, 3.05, 3165, 1582, 765, 386),
-    ("qwen3-30b-a3b", 64): (448, 1.14, 161, 81, 38, 19),
     ("qwen3-30b-a3b", 256): (1421, 1.44, 512, 256, 121, 62),
-    ("qwen3-30b-a3b", 1024): (4065, 2.02, 1465, 733, 348, 181),
-    ("gpt-oss-20b", 64): (203, 1.26, 300, 150, 70, 36),
     ("gpt-oss-20b", 256): (607, 1.69, 895, 447, 211, 107),
-    ("gpt-oss-20b", 1024): (1670, 2.45, 2462, 1231, 585, 297),
     ("dbrx", 64): (178, 1.44, 769, 385, 182, 91),
-    ("dbrx", 256): (508, 2.01, 2198, 1099, 522, 264),
-    ("dbrx", 1024): (1341, 3.05, 5802, 2901, 1393, 707),
 }
 
 
 def test_the_roofline_gives_the_reference_figures_and_our_layout_reads_no_more():
     rows = {(r["model"], r["tokens"], r["site"]): r for r in roofline.table(list(MODELS.values()), [64, 256, 1024])}
-    assert len(rows) == 2 * len(TABLE)
     for (name, tokens), (pairs, per_segment, gate_up_mb, down_mb, gate_up_us, down_us) in TABLE.items():
         gate_up, down = rows[name, tokens, "gate_up"], rows[name, tokens, "down"]
-        assert gate_up["distinct_pairs"] == pytest.approx(pairs, abs=0.6)
+        keys = ("distinct_pairs", "weights_mb", "floor_us")
+        assert [gate_up[key] for key in keys] == pytest.approx([pairs, gate_up_mb, gate_up_us], abs=0.6)
         assert gate_up["rows_per_segment"] == pytest.approx(per_segment, abs=0.006)
-        assert gate_up["weights_mb"] == pytest.approx(gate_up_mb, abs=0.6)
         assert down["weights_mb"] == pytest.approx(down_mb, abs=0.6)
-        assert gate_up["floor_us"] == pytest.approx(gate_up_us, abs=0.6)
         # those figures count a result per (token, expert) of down; our floor only the sum per token
         model = MODELS[name]
         more_us = tokens * (model.top_k - 1) * model.hidden * 2 / roofline.GBPS / 1e3
@@ -83,19 +75,13 @@ def test_draws_match_the_formula_and_the_router(model):
         assert len(segments) == draws.distinct_pairs(step, model.num_experts)
 
 
-class Emulated:
-    """The kernels' and the router's launch, on this CPU."""
-
-    def __init__(self, variant=SMALL):
-        self.variant = variant
-
-    def launch(self, step, out, workspace, kernel="lora_step"):
-        emulated.launch(step, out, workspace, self.variant, kernel=kernel)
+def launch(step, out, workspace, kernel="lora_step", variant=SMALL):
+    """The kernels' launch, on this CPU."""
+    emulated.launch(step, out, workspace, variant, kernel=kernel)
 
 
-class EmulatedRouter:
-    def launch(self, *arguments):
-        emulated.run("route", routing.arguments(*arguments), SMALL, source="route.cu")
+def route(*arguments):
+    emulated.run("route", routing.arguments(*arguments), SMALL, source="route.cu")
 
 
 @needs_emulator
@@ -109,8 +95,8 @@ def test_a_step_of_the_bench_is_right(site):
     rows = torch.randn(24 if site.combine else 12, site.in_width, generator=generator).to(ours.DTYPE)
     draw = ours.device_draw(TINY, adapters, drawn, rows)
     draw.out.fill_(float("nan"))
-    ours.route(draw, EmulatedRouter())
-    ours.launch(draw, Emulated(), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
+    ours.route(draw, SimpleNamespace(launch=route))
+    ours.launch(draw, SimpleNamespace(launch=launch), ours.workspace_for(TINY, site, 12, torch.device("cpu")))
     assert ours.sampled_error(draw, adapters, 100, 0) < 3e-3
     draw.out[5] *= 1.1
     assert ours.sampled_error(draw, adapters, 100, 0) > 0.09, "the check must see one wrong row"
@@ -123,29 +109,20 @@ def test_a_step_of_the_bench_is_right(site):
 @pytest.mark.parametrize("combine", [False, True])
 def test_the_correctness_mode_passes_and_can_fail(popularity, combine):
     case = correctness.Case(300, 70, 12, popularity, combine, torch.bfloat16, 5)
-    right, slow = Emulated().launch, Emulated(Variant(bulk_copy=False, warps=1)).launch
-    result = correctness.check(case, torch.device("cpu"), [right, slow])
+    slow = functools.partial(launch, variant=Variant(bulk_copy=False, warps=1))
+    result = correctness.check(case, torch.device("cpu"), [launch, slow])
     assert result["same_bits"] and 0 < result["error"] < correctness.LIMIT[torch.bfloat16]
 
     def wrong(step, out, workspace, kernel):
-        right(step, out, workspace, kernel)
+        launch(step, out, workspace, kernel)
         if kernel != "shrink":
             out[0, :3] += 1 + torch.rand(1, dtype=torch.float32).to(out.dtype)
 
     assert correctness.check(case, torch.device("cpu"), [wrong])["error"] > 1e-3
-    assert not correctness.check(case, torch.device("cpu"), [right, wrong])["same_bits"]
+    assert not correctness.check(case, torch.device("cpu"), [launch, wrong])["same_bits"]
     empty = correctness.Case(40, 24, 0, popularity, combine, torch.float16, 5)
-    result = correctness.check(empty, torch.device("cpu"), [right])
+    result = correctness.check(empty, torch.device("cpu"), [launch])
     assert result == {"case": str(empty), "error": 0.0, "same_bits": True}
-
-
-def test_the_cases_cover_every_width_and_popularity():
-    found = correctness.cases(60, 1)
-    assert {case.in_width for case in found} == set(correctness.WIDTHS)
-    assert {(case.entries, case.popularity) for case in found} >= {
-        (rows, kind) for rows in correctness.ROWS for kind in correctness.POPULARITY
-    }
-    assert {case.combine for case in found} == {False, True}
 
 
 @pytest.mark.parametrize("block", [16, 64])
@@ -163,23 +140,13 @@ def test_vllms_sorted_layout_holds_every_pair_once(block):
                 assert step.experts_Tk.reshape(-1)[pair] == expert_ids[adapter, at // block]
 
 
-def test_a_peer_that_cannot_be_loaded_says_why(tmp_path):
-    with pytest.raises(peers.PeerMissingError, match="nowhere is missing; run"):
-        peers.load("vllm", tmp_path / "nowhere")
-    for name in ("vllm", "sglang", "punica"):
-        with pytest.raises(peers.PeerMissingError, match="No module named"):
-            peers.load(name, tmp_path)
-    with pytest.raises(peers.PeerMissingError, match="got peer 'x', expected one of vllm, sglang, punica"):
-        peers.load("x", tmp_path)
-
-
 STAND_IN = '#!/bin/sh\nfor last; do :; done\necho "{\\"peer\\": \\"${last%%,*}\\", \\"begin\\": true}"\n'
 
 
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        ("", "nowhere"),  # Python itself: without their files (and without a GPU) every peer is an error line
+        ("", "nowhere is missing; run"),  # Python itself: without their files every peer is an error line
         ("exit 3", "its process ended with 3"),
         ("exec sleep 60", "its process took more than 0.5 s"),
     ],
@@ -220,13 +187,8 @@ def test_the_cpu_paths_agree_with_float64(dtype):
 
 def test_a_gpu_host_needs_nothing_but_its_own_packages():
     """It has numpy, torch, cupy and what torch brings; kernels_cuda and bench.kernels travel."""
-    allowed = {"bench", "kernels_cuda", "numpy", "torch", "cupy", "triton", *sys.stdlib_module_names}
+    allowed = {"kernels_cuda", "numpy", "torch", "cupy", "triton", *sys.stdlib_module_names}
     for file in sorted((ROOT / "bench" / "kernels").rglob("*.py")):
-        found = set()
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                found.add(str(node.module))
-        assert {name.split(".")[0] for name in found} <= allowed, file
-        assert all(name.startswith("bench.kernels") for name in found if name.startswith("bench")), file
+        found = re.findall(r"^\s*(?:from|import) ([\w.]+)", file.read_text(), re.MULTILINE)
+        others = [name for name in found if not name.startswith("bench.kernels")]
+        assert {name.split(".")[0] for name in others} <= allowed, file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from lora_server.demo import children
 from tests.support.serving import HANG_SECONDS, all_gone, until
 
 SECONDS = 60.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def fake(name, deed, seconds=SECONDS, resumes=False):
@@ -29,12 +31,8 @@ def fake(name, deed, seconds=SECONDS, resumes=False):
     return Stage(name, seconds, f"does {deed}", module, (deed,), resumes)
 
 
-def environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
 def run(results, deed, **options):
-    return runner.run(fake(deed.partition(":")[0], deed, **options), results, environment(), "code")
+    return runner.run(fake(deed, deed, **options), results, ENVIRONMENT, "code")
 
 
 # -- the runner
@@ -75,16 +73,13 @@ def test_a_deadline_ends_the_whole_family_and_keeps_what_was_found(tmp_path):
 
 @pytest.mark.long
 def test_a_killed_run_leaves_no_process_and_its_stage_begins_again(tmp_path):
-    code = f"""
-from pathlib import Path
-from bench.gpu_run.state import Results
-from tests.device.test_gpu_run import run
-run(Results(Path({str(tmp_path)!r})), "sleep")
-"""
-    parent = subprocess.Popen(children.own([sys.executable, "-c", code]), cwd=ROOT, env=environment())
     results = Results(tmp_path)
-    until(lambda: record.picked(record.read(results.record("sleep")), "family"), "the stage is at it", HANG_SECONDS)
-    (line,) = record.picked(record.read(results.record("sleep")), "family")
+    lines = ("from pathlib import Path", "from tests.device.test_gpu_run import Results, run")
+    code = "\n".join((*lines, f"run(Results(Path({str(tmp_path)!r})), 'sleep')"))
+    parent = subprocess.Popen(children.own([sys.executable, "-c", code]), cwd=ROOT, env=ENVIRONMENT)
+    found = lambda: record.picked(record.read(results.record("sleep")), "family")  # noqa: E731
+    until(found, "the stage is at it", HANG_SECONDS)
+    (line,) = found()
     family = [psutil.Process(pid) for pid in line["pids"]]
     parent.kill()
     parent.wait()
@@ -109,12 +104,8 @@ def test_only_a_stage_that_resumes_reads_its_earlier_record(tmp_path):
 def table(monkeypatch, tmp_path):
     """Four stages instead of the real ones; `call` runs the command and returns its exit status."""
     first = tmp_path / "raw" / "no-gpu" / "first.json"
-    made = (
-        fake("first", "pass"),
-        fake("second", f"needs:{first}"),
-        fake("third", "fail"),
-        fake("fourth", "pass", 90.0),
-    )
+    deeds = {"first": "pass", "second": f"needs:{first}", "third": "fail", "fourth": "pass"}
+    made = tuple(fake(name, deed, 90.0 if name == "fourth" else SECONDS) for name, deed in deeds.items())
     monkeypatch.setattr("bench.gpu_run.stages.STAGES", made)
     monkeypatch.setattr(command, "STAGES", made)
     monkeypatch.setattr(command, "gpu_name", lambda: "no-gpu")
@@ -150,17 +141,12 @@ def test_a_run_continues_where_the_last_one_stopped_and_reports_after_each_stage
     assert set(began(tmp_path)) == {"first"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--only", "probe,none"], "--only: got none, expected some of first, "),
-        (["--budget", "100"], "--budget: got 100 s, but peers may take 360 s"),
-    ],
-)
-def test_wrong_flags_are_named(arguments, reason, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.parse(arguments)
-    assert ended.value.code == 2 and reason in capsys.readouterr().err
+def test_wrong_flags_are_named(capsys):
+    for flag, value, reason in (("--only", "probe,none", "got none, expected some of first, "),
+                                ("--budget", "100", "got 100 s, but peers may take 360 s")):  # fmt: skip
+        with pytest.raises(SystemExit, match="2"):
+            command.parse([flag, value])
+        assert f"{flag}: {reason}" in capsys.readouterr().err
 
 
 def test_the_most_valuable_stages_fit_a_lent_gpu_and_each_stage_one_call():
@@ -193,7 +179,7 @@ def test_a_rehearsal_fails_for_whatever_stops_a_stage_before_the_gpu(table, tmp_
         its.add("check", name=arguments.name, good=arguments.good)
         return arguments.good
 
-    found, given = record.Record(tmp_path / "record"), command.argparse.Namespace(good=False, name="cuda")
+    found, given = record.Record(tmp_path / "record"), argparse.Namespace(good=False, name="cuda")
     stage.play(work, found, given, good=True)
     with pytest.raises(RuntimeError, match=r"not as expected: .*'name': 'cpu', 'good': False"):
         stage.play(work, found, given, name="cpu")
@@ -241,10 +227,10 @@ def test_a_report_has_what_was_measured_and_what_failed_and_does_not_name_the_ma
 # -- what is carried
 
 
-def wheel(path, **files):
+def wheel(path, files):
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in files.items():
-            archive.writestr(name.replace("__", "/"), text)
+            archive.writestr(name, text)
     return path
 
 
@@ -253,15 +239,15 @@ def test_wheels_are_unpacked_once_and_again_when_they_change(tmp_path, monkeypat
     folder, site = tmp_path / "gpu", tmp_path / "site"
     (folder / "wheels").mkdir(parents=True)
     assert carried.unpack(folder, site) is None and "no wheels in" in carried.unused(folder)
-    names = {"one__a.py": "x = 1", "one-1.data__purelib__b.py": "", "one-1.data__scripts__c": "", "..__d.py": ""}
-    wheel(folder / "wheels" / "one-1-py3-none-any.whl", **names)
+    files = {"one/a.py": "x = 1", "one-1.data/purelib/b.py": "", "one-1.data/scripts/c": "", "../d.py": ""}
+    wheel(folder / "wheels" / "one-1-py3-none-any.whl", files)
     assert carried.unpack(folder, site) == site
     assert {path.name for path in site.rglob("*") if path.is_file()} == {"a.py", "b.py", carried.STAMP}
     assert not (tmp_path / "d.py").exists()
     (site / "one" / "a.py").write_text("kept")
     carried.unpack(folder, site)
     assert (site / "one" / "a.py").read_text() == "kept", "the same wheels"
-    wheel(folder / "wheels" / "two-1-py3-none-any.whl", two__e="")
+    wheel(folder / "wheels" / "two-1-py3-none-any.whl", {"two/e": ""})
     carried.unpack(folder, site)
     assert (site / "one" / "a.py").read_text() == "x = 1" and (site / "two" / "e").exists()
     monkeypatch.setattr(carried, "PYTHON", "2.7")
@@ -280,7 +266,7 @@ def test_wheels_that_the_image_lacks_are_collected(tmp_path, monkeypatch):
 
     def download(name, folder):
         metadata = "".join(f"Requires-Dist: {line}\n" for line in asks[name].splitlines())
-        return wheel(folder / f"{name}-1-py3-none-any.whl", **{f"{name}-1.dist-info__METADATA": metadata})
+        return wheel(folder / f"{name}-1-py3-none-any.whl", {f"{name}-1.dist-info/METADATA": metadata})
 
     monkeypatch.setattr(fetch_gpu, "download", download)
     monkeypatch.setattr(fetch_gpu, "roots", lambda: [fetch_gpu.Requirement(name) for name in ("a", "e", "torch")])
