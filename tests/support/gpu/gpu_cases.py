@@ -117,7 +117,7 @@ def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
     (client,), world, shard = scene.clients, scene.world, scene.shard
     world.freeze(shard.grid, 1)
     client.fill(BODIES[0], (scene.handle,) * 2)
-    client.launch("link_put_vectors", *client.put_values(BODIES[0]), grid=2)
+    client.launch_put(BODIES[0])
     for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
         assert not shard.arrivals[1]
         world.pass_time(wait)
@@ -165,7 +165,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
     shard, world = scene.shard, scene.world
 
     def forged(budget_us: int) -> Waiting:
-        forger.push(BODIES[0], (scene.handle,) * 2, wrong=False, budget_us=budget_us)
+        forger.push(BODIES[0], (scene.handle,) * 2, budget_us=budget_us)
         yield from forger.answered_to()
 
     def meanwhile(ns: int, heard: bool) -> Waiting:
@@ -209,25 +209,6 @@ def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
         handle = scene.shard.begin(1 + turn % 2, turn % 3)
         scene.do(client.step(BODIES[0], (handle, handle)), bring(handle))
         scene.do(scene.shard.drop(1 + turn % 2))
-
-
-def prompts_and_short_steps_share(library: ctypes.CDLL) -> None:
-    """One client's many do not keep another's from being served."""
-    scene = Scene(library, clients=2)
-    first, second = scene.clients
-    shard = scene.shard
-    shard.finish(shard.begin(1, 1))
-
-    def decode(client: GpuClient, steps: int) -> Waiting:
-        for _ in range(steps):
-            yield from client.step(BODIES[0], (scene.handle,) * 2)
-
-    def prompts() -> Waiting:
-        for _ in range(6):
-            yield from second.step(BODIES[2], (scene.handle,) * 2)
-
-    scene.do(decode(first, 12), prompts())
-    assert first.answered == 12 and second.answered == 6
 
 
 def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
@@ -338,19 +319,10 @@ def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
 
 
 NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
+CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
 CASES = (
-    more_clients_than_orders,
-    more_clients_than_lanes,
-    clients_of_one_lane_have_shares_of_their_own,
-    nobody_answers,
-    a_watchdog_ends_a_wait,
-    a_refused_step_voids_its_pass,
-    a_lost_block_ends_the_kernel,
-    a_host_stops_everything,
-    weights_that_come_late_block_nobody_else,
-    a_step_names_what_its_client_holds_alone,
-    weights_are_seen_with_the_word_that_says_so,
-    prompts_and_short_steps_share,
-    every_check_has_its_refusal,
-    many_segments_are_looked_up_together,
-)
+    more_clients_than_orders, more_clients_than_lanes, clients_of_one_lane_have_shares_of_their_own, nobody_answers,
+    a_watchdog_ends_a_wait, a_refused_step_voids_its_pass, a_lost_block_ends_the_kernel, a_host_stops_everything,
+    weights_that_come_late_block_nobody_else, a_step_names_what_its_client_holds_alone,
+    weights_are_seen_with_the_word_that_says_so, every_check_has_its_refusal, many_segments_are_looked_up_together,
+)  # fmt: skip

@@ -21,6 +21,7 @@ from tests.support.gpu.gpu_world import VARIANT, World, address
 BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
 THREADS = VARIANT.warps * 32
 WIDEST = 32
+FRESH = ("pushed", "answered", "arrived", "status", "abort")
 
 
 class Client:
@@ -82,16 +83,18 @@ class Client:
     def expected(self, body: Body, handles: tuple[int, ...]) -> bytes:
         """The loop's rows, with the versions that these handles stand for."""
         used = {which for which, *_ in body.entries}
-        return self.reference.answer(
-            body, tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles))
-        )
+        variants = tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles))
+        return self.reference.answer(body, variants)
+
+    def response(self, seq: int) -> tuple[ResponseHeader, bytes]:
+        memory = memoryview(self.places.responses[seq % DEPTH])
+        header = ResponseHeader.unpack_from(memory)
+        return header, bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes])
 
     def look(self, seq: int, body: Body | None, handles: tuple[int, ...], ready: set[int]) -> None:
         """An answer is there: it must be the right one. ready: those that were when the step was pushed."""
-        memory = memoryview(self.places.responses[seq % DEPTH])
-        header = ResponseHeader.unpack_from(memory)
+        header, payload = self.response(seq)
         assert (header.client, header.epoch, header.seq) == (self.id, self.epoch & 0xFFFFFFFF, seq)
-        payload = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes])
         self.answered += 1
         if header.status == slot.OK:
             assert body is not None, "a step that is not sound was served"
@@ -147,26 +150,17 @@ class GpuClient(Client):
         self.rows, self.map, self.weights = new("<i4", MAX_ROWS), new("<i4", MAX_ROWS), new("<f4", MAX_ROWS)
         self.to = new("<i4", MAX_ROWS)
         self.x, self.y = new("<u2", MAX_ROWS, WIDEST), new("<u2", MAX_ROWS, WIDEST)
-        self.template = new("u1", slot.HEADER_BYTES)
-
-    @property
-    def device(self) -> int:
-        return self.index + 1
-
-    @property
-    def put(self) -> str:
-        return "link_put_e4m3_bfloat16" if self.shard.wire else "link_put_vectors"
+        self.template, self.device = new("u1", slot.HEADER_BYTES), index + 1
+        self.put = "link_put_e4m3_bfloat16" if shard.wire else "link_put_vectors"
 
     def launch(self, kernel: str, *values: int, grid: int = 1) -> int:
-        state = self.state.__array_interface__["data"][0]
-        return self.world.launch(kernel, state, *values, grid=grid, threads=THREADS, device=self.device)
+        where = {"grid": grid, "threads": THREADS, "device": self.device}
+        return self.world.launch(kernel, address(self.state), *values, **where)
 
     def own_slot(self, seq: int) -> np.ndarray:
         """A PE's own copy of a request's slot, which it puts."""
         heaps, at = self.world.heaps, self.places.requests[seq % DEPTH]
-        offset = (address(at) - address(heaps)) % heaps.shape[1]
-        own: np.ndarray = heaps[self.device, offset : offset + at.nbytes]
-        return own
+        return heaps[self.device, (address(at) - address(heaps)) % heaps.shape[1] :][: at.nbytes]
 
     def ended(self, grid: int) -> Waiting:
         while self.world.running(grid):
@@ -175,10 +169,8 @@ class GpuClient(Client):
     def join(self) -> Waiting:
         """Captured graphs survive it: only the state block is another's."""
         yield from super().join()
-        for name, value in self.words(self.device).items():
+        for name, value in (self.words(self.device) | dict.fromkeys(FRESH, 0)).items():
             self.state[name] = value
-        for name in ("pushed", "answered", "arrived", "status", "abort"):
-            self.state[name] = 0
         self.state["budget_ns"], self.state["pe"] = BUDGET_NS, layout.HERE if self.is_here else DEVICE
 
     def fill(self, body: Body, handles: tuple[int, ...]) -> torch.Tensor:
@@ -203,13 +195,16 @@ class GpuClient(Client):
         yield from self.launched(body)
         self.check(body, handles, ready, y)
 
-    def put_values(self, body: Body) -> list[int]:
+    def put_values(self, by_entry: bool = False, x_bytes: int = 64) -> list[int]:
         values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
-        return [*values, address(self.weights) if body.by_entry else 0, body.width * 2, WIDEST * 2]
+        return [*values, address(self.weights) if by_entry else 0, x_bytes, WIDEST * 2]
+
+    def launch_put(self, body: Body) -> int:
+        return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=2)
 
     def launched(self, body: Body) -> Waiting:
         """The three kernels, one after the other on a stream."""
-        yield from self.ended(self.launch(self.put, *self.put_values(body), grid=2))
+        yield from self.ended(self.launch_put(body))
         yield from self.ended(self.launch("link_wait"))
         width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
         values = [address(self.counts), address(self.to), int(body.by_entry), address(self.y), WIDEST * 2, width, begin]
@@ -232,8 +227,7 @@ class GpuClient(Client):
         """A step without rows sends nothing, and waits for nothing."""
         self.counts[:] = 0
         before = int(self.places.request_signal[0])
-        values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
-        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *values, 0, 64, 64, grid=2))
+        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *self.put_values(), grid=2))
         yield from self.ended(self.launch("link_wait"))
         assert int(self.places.request_signal[0]) == before and int(self.state["status"]) == 0
 
@@ -254,7 +248,7 @@ class GpuClient(Client):
         body, handles = self.random.choice(self.bodies), self.handles()
         self.fill(body, handles)
         self.record(self.seq + 1, self.memory(body, handles, self.seq + 1, BUDGET_NS // 1000))
-        grid = self.launch(self.put, *self.put_values(body), grid=2)
+        grid = self.launch_put(body)
         for _ in range(self.random.randrange(4)):
             yield
         self.world.kill(grid)
@@ -276,7 +270,7 @@ class WildClient(Client):
         value = self.random.choice([0, 1, 5, 9, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
         struct.pack_into("<I", memory, offset - offset % 4, value)
 
-    def push(self, body: Body, handles: tuple[int, ...], wrong: bool, budget_us: int) -> bool:
+    def push(self, body: Body, handles: tuple[int, ...], wrong: bool = False, budget_us: int = 2**60) -> bool:
         self.seq += 1
         memory = self.memory(body, handles, self.seq, budget_us)
         if wrong:
@@ -299,17 +293,14 @@ class WildClient(Client):
         """All are pushed, then each is answered, rightly."""
         first = self.seq + 1
         for body in bodies:
-            self.push(body, handles, wrong=False, budget_us=budget_us)
+            self.push(body, handles, budget_us=budget_us)
         for seq, body in enumerate(bodies, first):
             yield from self.answered_to(seq)
             self.look(seq, body, handles, self.shard.ready)
 
     def scribble(self, bodies: dict[int, Body]) -> None:
-        """Over all but the rows of steps that the kernel has copied: what it checked is what it must use.
-
-        A kernel that is launched anew copies them again.
-        """
-        if not self.shard.steady:
+        """Over all but the rows of steps that the kernel has copied: what it checked is what it must use."""
+        if not self.shard.steady:  # a kernel that is launched anew copies them again
             return
         for kind, link, seq, _ in self.shard.notes[self.since :]:
             if kind == NoteKind.READY and link == self.link and seq in bodies:
@@ -323,9 +314,7 @@ class WildClient(Client):
 
     def code(self, seq: int) -> str:
         """Of the error that answered it; "" for rows."""
-        memory = memoryview(self.places.responses[seq % DEPTH])
-        header = ResponseHeader.unpack_from(memory)
-        payload = bytes(memory[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes])
+        header, payload = self.response(seq)
         return payload.decode().partition("\n")[0] if header.status else ""
 
     def exceed(self) -> Waiting:

@@ -5,8 +5,10 @@ What takes time is a generator that yields while the world has to go on.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Generator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -31,20 +33,18 @@ def new_pages() -> Memory:
     return Memory((HANDLES + 1) * PAGE_TILES * TILE_BYTES + 4096)
 
 
-class Places:
+def places(world: World, client: int, in_heap: bool) -> SimpleNamespace:
     """Memory of one link, at both ends."""
 
-    def __init__(self, world: World, client: int, in_heap: bool) -> None:
-        depth, request_bytes, response_bytes = LAYOUT.depth, LAYOUT.request_bytes, LAYOUT.response_bytes
+    def new(pe: int, *shape: int) -> np.ndarray:
+        nbytes = math.prod(shape)
+        return (world.symmetric(pe, nbytes) if in_heap else world.shared.new("u1", nbytes)).reshape(shape)
 
-        def new(pe: int, nbytes: int) -> np.ndarray:
-            return world.symmetric(pe, nbytes) if in_heap else world.shared.new("u1", nbytes)
-
-        self.request_signal = new(DEVICE, 8).view("<u8")
-        self.requests = new(DEVICE, depth * request_bytes).reshape(depth, -1)
-        self.response_signal = new(client, 8).view("<u8")
-        self.responses = new(client, depth * response_bytes).reshape(depth, -1)
-        self.tables = world.private.new("u1", TABLE_BYTES)
+    return SimpleNamespace(
+        request_signal=new(DEVICE, 8).view("<u8"), requests=new(DEVICE, LAYOUT.depth, LAYOUT.request_bytes),
+        response_signal=new(client, 8).view("<u8"), responses=new(client, LAYOUT.depth, LAYOUT.response_bytes),
+        tables=world.private.new("u1", TABLE_BYTES),
+    )  # fmt: skip
 
 
 class Shard:
@@ -63,7 +63,7 @@ class Shard:
         self.world, self.random, self.links_of, self.device, self.pages = world, random, links, device, pages
         self.num_links = -(-(max(links) + 1) // layout.LANES) * layout.LANES
         self.pages.clear()
-        self.places = [Places(world, 1 + i, i < LINKS and device == DEVICE) for i in range(len(links))]
+        self.places = [places(world, 1 + i, i < LINKS and device == DEVICE) for i in range(len(links))]
         self.mailbox = world.shared.new(layout.MAILBOX)[0]
         self.directory = world.shared.new(layout.ENTRY, HANDLES + 1, SPEC.layers * len(PROJECTIONS))
         self.held = world.shared.new("<u4", self.num_links, HANDLES + 1)
@@ -76,8 +76,8 @@ class Shard:
         self.variant: dict[int, int] = {}  # of each handle that ever was
         self.ready, self.known = set[int](), [0] * (HANDLES + 1)  # handles
         self.notes = list[tuple[int, int, int, int]]()
-        self.launches, self.grid, self.draining, self.stopped = 0, 0, False, False
-        self._posted, self._busy, self.ordered = 0, False, 0
+        self.launches = self.grid = self.ordered = self._posted = 0
+        self.draining = self.stopped = self._busy = False
         self.steady = True  # its kernel leaves only at the end
         self.never = 0  # a handle whose weights never come
         self.foreign: tuple[int, int] | None = None  # a link, and the index of the handles that it never holds
@@ -93,59 +93,37 @@ class Shard:
         self.links = new(layout.LINK, self.num_links)
         self.arrivals, self.used = new("<u8", 2), new("<u8", HANDLES + 1)
         self.expert_places = self.world.shared.new("<i4", HANDLES + 1, len(SITES), SPEC.experts, 2)
-        arrays = {
-            "links": self.links,
-            "orders": new("u1", layout.ORDERS * layout.ORDER_BYTES),
-            "directory": self.directory,
-            "sites": sites,
-            "held": self.held,
-            "used": self.used,
-            "places": self.expert_places,
-            "blocks": self.blocks,
-            "partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK),
-            "v": new("<f4", MAX_ROWS, MAX_RANK),
-            "delta": new("<f4", MAX_ROWS, wide_out),
-            "groups": new("<i4", MAX_ROWS),
-            "results": new("<u2", MAX_ROWS, wide_out),
-            "arrivals": self.arrivals,
-        }
+        arrays = {"links": self.links, "sites": sites, "held": self.held, "used": self.used, "blocks": self.blocks}
+        arrays |= {"orders": new("u1", layout.ORDERS * layout.ORDER_BYTES), "directory": self.directory}
+        arrays |= {"places": self.expert_places, "arrivals": self.arrivals, "mailbox": self.mailbox}
+        arrays |= {"partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK)}
+        arrays |= {"v": new("<f4", MAX_ROWS, MAX_RANK), "delta": new("<f4", MAX_ROWS, wide_out)}
+        arrays |= {"groups": new("<i4", MAX_ROWS), "results": new("<u2", MAX_ROWS, wide_out)}
         for name, array in arrays.items():
             serve[name] = address(array)
-        serve["mailbox"] = self.mailbox.__array_interface__["data"][0]
-        serve["idle_ns"] = idle_ns
         serve["max_entries"], serve["max_rank"], serve["table_bytes"] = MAX_ROWS, MAX_RANK, TABLE_BYTES
         self.wire = "e4m3_" if self.world.library.in_codes else ""
         serve["dtype"], serve["num_handles"] = slot.E4M3 if self.wire else weights.DTYPE_INDEX, HANDLES + 1
         serve["num_layers"], serve["num_projections"], serve["tells_all"] = SPEC.layers, len(PROJECTIONS), 1
-        serve["num_links"] = self.num_links
+        serve["num_links"], serve["idle_ns"] = self.num_links, idle_ns
 
     def mail(self, name: str, values: object, at: int | None = None) -> None:
-        offset = layout.MAILBOX.fields[name][1]
-        kind = layout.MAILBOX.fields[name][0]
+        kind, offset = layout.MAILBOX.fields[name][:2]
         base = kind.subdtype[0] if kind.subdtype else kind
-        begin = self.mailbox.__array_interface__["data"][0] - World.shared.begin + offset + (at or 0) * base.itemsize
+        begin = address(self.mailbox) - World.shared.begin + offset + (at or 0) * base.itemsize
         self.world.write(World.shared.bytes[begin : begin + base.itemsize].view(base), values)
 
     # -- the kernel
 
     def launch(self) -> None:
         self.launches += 1
-        serve = self.serve.__array_interface__["data"][0]
-        nbytes = self.world.library.layout_of(b"shared")
-        self.grid = self.world.launch(
-            f"serve_{self.wire}bfloat16",
-            serve,
-            self.launches,
-            grid=GRID,
-            threads=THREADS,
-            device=self.device,
-            shared_bytes=nbytes,
-        )
+        where = {"grid": GRID, "threads": THREADS, "device": self.device}
+        values, nbytes = (address(self.serve), self.launches), self.world.library.layout_of(b"shared")
+        self.grid = self.world.launch(f"serve_{self.wire}bfloat16", *values, shared_bytes=nbytes, **where)
 
     def pump(self) -> None:
         """Hear what the kernel says; launch it again where it left."""
-        noted = int(self.mailbox["noted"])
-        heard = int(self.mailbox["heard"])
+        noted, heard = int(self.mailbox["noted"]), int(self.mailbox["heard"])
         for i in range(heard, noted):
             kind, link, seq, what = (int(v) for v in self.mailbox["notes"][i % layout.NOTES])
             self.notes.append((kind, link, seq, what))
@@ -205,22 +183,20 @@ class Shard:
         self.world.copy_pages(self.page[index], adapter.tiles)
         self.world.write(self.page_lists[index], [address(self.page[index]), 0])
         for i, site in enumerate(SITES):
-            shape, block = adapter.shapes[site], np.zeros(1, BLOCK)
+            shape, block, row = adapter.shapes[site], np.zeros(1, BLOCK), index * len(SITES) + i
             block["pages"], block["groups"] = address(self.page_lists[index]), shape.groups
             block["tiles"], block["out_rows"] = shape.num_expand_jobs, shape.out_width
             block["num_pairs"] = len(shape.pairs)
             for j, pair in enumerate(shape.pairs):
                 block["pairs"][0, j] = (pair.groups, pair.out_begin, pair.out_rows, pair.scale)
-            row = index * len(SITES) + i
             self.world.write(self.blocks[row : row + 1], block)
             entry = np.zeros(1, layout.ENTRY)
             entry["generation"], entry["row"], entry["first_tile"] = handle >> 16, row, adapter.first[site]
             entry["tiles_each"], entry["end_expert"] = shape.num_tiles, SPEC.experts
             if self.variant[handle] % 2:  # as if they differed in shape
-                place = index * len(SITES) + i
                 tiles = adapter.first[site] + shape.num_tiles * np.arange(SPEC.experts)
                 self.world.write(self.expert_places[index, i], np.stack([np.full(SPEC.experts, row), tiles], axis=1))
-                entry["first_tile"], entry["tiles_each"] = place * SPEC.experts, layout.UNEVEN
+                entry["first_tile"], entry["tiles_each"] = row * SPEC.experts, layout.UNEVEN
             self.world.write(self._entry(index, site), entry)
         for site in SITES:
             self.world.write(self._entry(index, site)["ready"], handle >> 16)

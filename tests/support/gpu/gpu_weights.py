@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +15,7 @@ import torch
 from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, BlockShape, pack, shape_of
 from kernels_cuda.ops import Pair, stack
 from kernels_cuda.tables import BlockTable, PackedSegments
-from lora_server.errors import LoraServerError, ProtocolError
+from lora_server.errors import LoraServerError
 from lora_server.shard import request as requests
 from lora_server.shard.compute import DeviceCompute
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
@@ -41,114 +43,66 @@ def site_index(site: Site) -> int:
     return site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection)
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """One version of an adapter: of each site the block's shape, its first tile and its tiles, expert after expert."""
 
     shapes: dict[Site, BlockShape]
     first: dict[Site, int]
     tiles: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        return self.tiles.nbytes
-
 
 @functools.cache
 def packed(variant: int) -> Packed:
     generator = torch.Generator().manual_seed(variant)
     shapes, first, tiles = {}, {}, []
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DTYPE)
+
     for site in SITES:
         k, o, ranks = SPEC.in_width(site), SPEC.out_width(site), VARIANTS[variant]
-        first[site] = sum(len(part) for part in tiles)
+        first[site], share = sum(len(part) for part in tiles), o // len(ranks)
         for _ in range(SPEC.experts):
-            share = o // len(ranks)
-            pairs = [
-                Pair(
-                    torch.randn(rank, k, generator=generator).to(DTYPE),
-                    torch.randn(share, rank, generator=generator).to(DTYPE),
-                    0.5 + i,
-                    i * share,
-                )
-                for i, rank in enumerate(ranks)
-            ]
-            block = stack(pairs)
+            block = stack([Pair(noise(r, k), noise(share, r), 0.5 + i, i * share) for i, r in enumerate(ranks)])
             shapes[site] = shape_of(block, k, o)
             tiles.append(pack(block, shapes[site], DTYPE))
     return Packed(shapes, first, torch.cat(tiles).reshape(-1).numpy())
 
 
-MOST_TILES = max(packed(variant).nbytes for variant in range(len(VARIANTS))) // TILE_BYTES
+MOST_TILES = max(packed(variant).tiles.nbytes for variant in range(len(VARIANTS))) // TILE_BYTES
 assert MOST_TILES <= PAGE_TILES
 MAX_RANK = 32
 
 
-@dataclass(frozen=True)
 class Body:
-    """A step but for who sends it. entries: (which of the step's handles, expert, row), sorted."""
+    """A step but for who sends it. entries: (which of the step's handles, expert, row), sorted.
 
-    site: Site
-    entries: tuple[tuple[int, int, int], ...]
-    seed: int
-    step_class: int = slot.DECODE
-    window: tuple[int, int] | None = None
-    in_codes: bool = False  # how its rows travel
-    odd: bool = False  # rows of zeros, and of what is no number
+    odd: it has rows of zeros, and of what is no number. by_entry: weighted, summed per token, as `down` travels.
+    """
 
-    @property
-    def by_entry(self) -> bool:
-        """Weighted, summed per token: how `down` travels."""
-        return self.site.projection == "down"
-
-    @property
-    def tokens(self) -> int:
-        return len({row for *_, row in self.entries})
-
-    @property
-    def segments(self) -> list[tuple[int, int, int, int]]:
-        """Which handle, expert, first, entries."""
-        found: list[list[int]] = []
-        for i, (which, expert, _) in enumerate(self.entries):
-            if not found or (found[-1][0], found[-1][1]) != (which, expert):
-                found.append([which, expert, i, 0])
-            found[-1][3] += 1
-        return [tuple(one) for one in found]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.entries) if self.by_entry else self.tokens
-
-    @property
-    def num_out_rows(self) -> int:
-        return self.tokens if self.by_entry else len(self.entries)
-
-    @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        return (self.window or (0, SPEC.out_width(self.site)),)
-
-    @property
-    def width(self) -> int:
-        return SPEC.in_width(self.site)
-
-    @functools.cached_property
-    def rows(self) -> torch.Tensor:
-        rows = torch.randn(self.num_rows, self.width, generator=torch.Generator().manual_seed(self.seed)).to(DTYPE)
-        if self.odd:
-            rows[0], rows[1, 3], rows[2, 5] = 0, math.nan, 2.0**-130
-        return rows
-
-    @property
-    def dtype(self) -> int:
-        """On the wire."""
-        return slot.E4M3 if self.in_codes else DTYPE_INDEX
-
-    @property
-    def parts(self) -> slot.RequestOffsets:
-        """Where they lie in a request."""
-        flags = slot.HAS_OUT_MAP if self.by_entry else slot.HAS_IN_MAP
+    def __init__(
+        self, site: Site, entries: Sequence[tuple[int, int, int]], seed: int, step_class: int = slot.DECODE,
+        window: tuple[int, int] | None = None, in_codes: bool = False, odd: bool = False,
+    ) -> None:  # fmt: skip
+        self.site, self.entries, self.step_class, self.in_codes = site, entries, step_class, in_codes
+        self.by_entry, self.tokens = site.projection == "down", len({row for *_, row in entries})
+        self.num_rows = len(entries) if self.by_entry else self.tokens
+        self.num_out_rows = self.tokens if self.by_entry else len(entries)
+        self.segments = list[tuple[int, int, int, int]]()  # which handle, expert, first, entries
+        for (which, expert), some in itertools.groupby(enumerate(entries), lambda one: one[1][:2]):
+            numbers = [i for i, _ in some]
+            self.segments.append((which, expert, numbers[0], len(numbers)))
+        self.windows, self.width = (window or (0, SPEC.out_width(site)),), SPEC.in_width(site)
+        self.dtype = slot.E4M3 if in_codes else DTYPE_INDEX  # on the wire
+        self.flags = slot.HAS_OUT_MAP if self.by_entry else slot.HAS_IN_MAP
         row_bytes = self.num_rows * self.width * slot.ELEMENT_BYTES[self.dtype]
         scales = slot.num_scales(self.num_rows, self.dtype)
-        return slot.request_offsets(len(self.segments), len(self.entries), flags, row_bytes, scales)
+        self.parts = slot.request_offsets(len(self.segments), len(entries), self.flags, row_bytes, scales)
+        self.map = np.array([row for *_, row in entries], np.int32)
+        self.weights = np.random.default_rng(seed).random(len(entries)).astype(np.float32)
+        self.rows = torch.randn(self.num_rows, self.width, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+        if odd:
+            self.rows[0], self.rows[1, 3], self.rows[2, 5] = 0, math.nan, 2.0**-130
 
     def answered(self, payload: bytes) -> bytes:
         """Of an answer, what it says: scales, if there are some, and rows."""
@@ -166,56 +120,47 @@ class Body:
         codes = torch.frombuffer(memory[at:], dtype=torch.float8_e4m3fn).view(self.num_out_rows, -1)
         return e4m3.expand(codes, torch.frombuffer(memory[:at], dtype=torch.float32)).to(DTYPE)
 
-    @property
-    def map(self) -> np.ndarray:
-        return np.array([row for *_, row in self.entries], np.int32)
-
-    @property
-    def weights(self) -> np.ndarray:
-        return np.random.default_rng(self.seed).random(len(self.entries)).astype(np.float32)
-
     def header(self, client: int, epoch: int, seq: int, budget_us: int) -> RequestHeader:
-        flags = slot.HAS_OUT_MAP if self.by_entry else slot.HAS_IN_MAP
-        n, segments, end = len(self.entries), len(self.segments), self.parts.end
         return RequestHeader(
-            self.step_class, flags, client, epoch, seq, seq % DEPTH, self.site.layer,
-            PROJECTIONS.index(self.site.projection), self.dtype, self.num_rows, n, segments, self.num_out_rows,
-            0, self.width, self.windows, end - slot.HEADER_BYTES, budget_us, 0,
+            self.step_class, self.flags, client, epoch, seq, seq % DEPTH, self.site.layer,
+            PROJECTIONS.index(self.site.projection), self.dtype, self.num_rows, len(self.entries), len(self.segments),
+            self.num_out_rows, 0, self.width, self.windows, self.parts.end - slot.HEADER_BYTES, budget_us, 0,
         )  # fmt: skip
 
     def request(self, handles: tuple[int, ...], client: int, epoch: int, seq: int, budget_us: int) -> bytearray:
-        header = self.header(client, epoch, seq, budget_us)
-        memory = bytearray(slot.HEADER_BYTES + header.payload_bytes)
-        header.pack_into(memoryview(memory))
-        at = self.parts
+        at, memory = self.parts, bytearray(self.parts.end)
+        self.header(client, epoch, seq, budget_us).pack_into(memoryview(memory))
         table = np.array([(handles[which], *rest) for which, *rest in self.segments], np.uint32)
-        memory[at.segments : at.segments + table.nbytes] = table.tobytes()
-        map_at = at.out_map if self.by_entry else at.in_map
-        memory[map_at : map_at + 4 * header.num_entries] = self.map.tobytes()
+        parts = {at.segments: table, (at.out_map if self.by_entry else at.in_map): self.map}
         if self.by_entry:
-            memory[at.weights : at.weights + 4 * header.num_entries] = self.weights.tobytes()
+            parts[at.weights] = self.weights
         rows = self.rows
         if self.in_codes:
             rows, scales = torch.empty(rows.shape, dtype=torch.float8_e4m3fn), torch.empty(len(rows))
             e4m3.quantise(self.rows, rows, scales)
-            memory[at.scales : at.scales + scales.nbytes] = scales.numpy().tobytes()
-        memory[at.rows :] = rows.view(torch.uint8).numpy().tobytes()
+            parts[at.scales] = scales.numpy()
+        parts[at.rows] = rows.view(torch.uint8).numpy()
+        for begin, array in parts.items():
+            memory[begin : begin + array.nbytes] = array.tobytes()
         return memory
 
 
-BODIES = (
-    Body(SITES[0], ((0, 0, 0),), 1),
-    Body(SITES[0], ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 0, 2)), 2),
-    Body(SITES[0], ((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 3), (0, 1, 0)), 3, slot.PREFILL),
-    Body(SITES[1], ((0, 0, 0), (0, 1, 0), (1, 1, 1)), 4),
-    Body(SITES[1], ((0, 1, 0), (0, 1, 1)), 5, slot.PREFILL),
-    Body(SITES[2], ((0, 0, 1), (0, 1, 0), (1, 1, 1)), 6, window=(6, 22)),
-    Body(SITES[3], ((0, 0, 0), (1, 0, 0), (1, 1, 2), (1, 1, 1)), 7),
-)
-BODIES_IN_CODES = (
-    *(replace(body, in_codes=True) for body in BODIES),
-    Body(SITES[1], ((0, 0, 0), (0, 1, 1), (1, 1, 2), (1, 1, 3)), 8, in_codes=True, odd=True),
-)
+def bodies(in_codes: bool) -> list[Body]:
+    """How their rows travel."""
+    up, down, upper, lower = SITES
+    return [
+        Body(up, ((0, 0, 0),), 1, in_codes=in_codes),
+        Body(up, ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 0, 2)), 2, in_codes=in_codes),
+        Body(up, ((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 3), (0, 1, 0)), 3, slot.PREFILL, in_codes=in_codes),
+        Body(down, ((0, 0, 0), (0, 1, 0), (1, 1, 1)), 4, in_codes=in_codes),
+        Body(down, ((0, 1, 0), (0, 1, 1)), 5, slot.PREFILL, in_codes=in_codes),
+        Body(upper, ((0, 0, 1), (0, 1, 0), (1, 1, 1)), 6, window=(6, 22), in_codes=in_codes),
+        Body(lower, ((0, 0, 0), (1, 0, 0), (1, 1, 2), (1, 1, 1)), 7, in_codes=in_codes),
+    ]
+
+
+BODIES, BODIES_IN_CODES = bodies(in_codes=False), bodies(in_codes=True)
+BODIES_IN_CODES.append(Body(SITES[1], ((0, 0, 0), (0, 1, 1), (1, 1, 2), (1, 1, 3)), 8, in_codes=True, odd=True))
 
 
 class Reference:
@@ -229,14 +174,12 @@ class Reference:
         start = -self._memory.ctypes.data % 512
         for variant in range(len(VARIANTS)):
             at = start + variant * PAGE_TILES * TILE_BYTES
-            self._memory[at : at + packed(variant).nbytes] = packed(variant).tiles
+            self._memory[at : at + packed(variant).tiles.nbytes] = packed(variant).tiles
             self._pages.append(np.array([self._memory.ctypes.data + at], np.int64))
             for site in SITES:
                 self._rows[variant, site] = self._table.add(self._pages[-1].ctypes.data, packed(variant).shapes[site])
 
-        def launch(step, out, workspace):
-            emulated.launch(step, out, workspace, VARIANT, late=False)
-
+        launch = functools.partial(emulated.launch, variant=VARIANT, late=False)
         self._compute = DeviceCompute(launch, self._table, SPEC, DTYPE, MAX_ROWS)
         self._answers: dict[object, bytes] = {}
 
@@ -249,7 +192,7 @@ class Reference:
         view = memoryview(slot_memory)
         try:
             header = requests.read_header(view, client, epoch, seq, MAX_ROWS)
-        except (LoraServerError, ProtocolError):
+        except LoraServerError:
             return None, None
         try:
             return header, requests.read_request(view, header, SPEC, MAX_ROWS, self._wire)
@@ -261,8 +204,7 @@ class Reference:
         key = (body, variants)
         if key not in self._answers:
             memory = body.request((0,) * len(variants), 0, 1, 0, 0)
-            region_bytes = bytearray(LAYOUT.nbytes)
-            region = Region(memoryview(region_bytes), LAYOUT)
+            ends, region = End(), Region(memoryview(bytearray(LAYOUT.nbytes)), LAYOUT)
             region.request(0)[: len(memory)] = memory
             _, request = self.check(bytes(memory), 0, 1, 0)
             table = []
@@ -270,7 +212,6 @@ class Reference:
                 shape = packed(variants[which]).shapes[body.site]
                 tile = packed(variants[which]).first[body.site] + expert * shape.num_tiles
                 table.append((self._rows[variants[which], body.site], tile, first, entries))
-            ends = End()
             ends.region = region
             segments = PackedSegments(np.array(table, np.int32), MAX_RANK)
             self._compute.run(request, segments, SimpleNamespace(rows=ends.rows))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 
@@ -25,15 +24,10 @@ class Stuck(AssertionError):
     """Nobody can go on, or a kernel did what no kernel may."""
 
 
-def load(
-    instead: Mapping[str, str] = MappingProxyType({}), nvshmem: bool = False, in_codes: bool = False
-) -> ctypes.CDLL:
-    """The compiled kernels, for memory that is mapped, or for NVSHMEM; `instead` has other texts for some files.
-
-    in_codes: of a shard whose clients' rows have 8 bits.
-    """
+def load(instead: Mapping[str, str] | None = None, nvshmem: bool = False, in_codes: bool = False) -> ctypes.CDLL:
+    """The compiled kernels; `instead` has other texts for some files. in_codes: rows have 8 bits."""
     text = f"#define NVSHMEM {int(nvshmem)}\n#define WIRE_E4M3 {int(in_codes)}\n{SOURCE}"
-    library = emulated.library("world.cu", VARIANT, KERNELS | {"world.cu": text} | dict(instead))
+    library = emulated.library("world.cu", VARIANT, KERNELS | {"world.cu": text} | dict(instead or {}))
     library.has_heaps, library.in_codes = nvshmem, in_codes
     library.world_now.restype = ctypes.c_uint64
     library.world_failure.restype = ctypes.c_char_p
@@ -57,16 +51,15 @@ class Memory:
         """Zeros."""
         dtype = np.dtype(dtype)
         at = -(-self.free // align) * align
-        nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        self.free = at + nbytes
+        self.free = at + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         assert self.free <= len(self.bytes), "a larger memory, please"
         part = self.bytes[at : self.free]
         part[:] = 0
         return part.view(dtype).reshape(shape) if shape else part.view(dtype)
 
 
-def address(array: np.ndarray) -> int:
-    return array.ctypes.data
+def address(array: np.ndarray | np.void) -> int:
+    return array.__array_interface__["data"][0]
 
 
 class World:
@@ -129,15 +122,11 @@ class World:
     def write(self, to: np.ndarray, values: object) -> None:
         """A host's store to memory that GPUs see."""
         data = np.ascontiguousarray(np.broadcast_to(np.asarray(values, to.dtype), to.shape))
-        self.library.world_write(
-            ctypes.c_void_p(address(to)), ctypes.c_void_p(address(data)), ctypes.c_uint64(to.nbytes)
-        )
+        self.library.world_write(*map(ctypes.c_uint64, (address(to), address(data), to.nbytes)))
 
     def copy_pages(self, to: np.ndarray, data: np.ndarray) -> None:
         """A copy engine's."""
-        self.library.world_copy_pages(
-            ctypes.c_void_p(address(to)), ctypes.c_void_p(address(data)), ctypes.c_uint64(data.nbytes)
-        )
+        self.library.world_copy_pages(*map(ctypes.c_uint64, (address(to), address(data), data.nbytes)))
 
     @property
     def now(self) -> int:
