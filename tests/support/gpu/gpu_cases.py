@@ -15,8 +15,7 @@ from lora_server.wire import slot
 from tests.support.gpu import gpu_weights as weights
 from tests.support.gpu.gpu_clients import BUDGET_NS, GpuClient, WildClient
 from tests.support.gpu.gpu_lookups import many_segments_are_looked_up_together
-from tests.support.gpu.gpu_oracle import replay
-from tests.support.gpu.gpu_schedules import drive
+from tests.support.gpu.gpu_schedules import drive, replay
 from tests.support.gpu.gpu_shard import LINKS, Shard, Waiting
 from tests.support.gpu.gpu_weights import BODIES, DEPTH
 from tests.support.gpu.gpu_world import World
@@ -47,6 +46,7 @@ class Scene:
         self.clients = [GpuClient(self.world, self.shard, i, self.log) for i in range(clients)]
         self.clients += [WildClient(self.world, self.shard, clients + i, self.log) for i in range(wild)]
         self.handle = self.shard.begin(0, 0)
+        self.handles = (self.handle,) * 2
         self.shard.finish(self.handle)
         for client in self.clients:
             self.do(client.join())
@@ -54,9 +54,14 @@ class Scene:
     def do(self, *what: Waiting) -> None:
         drive(self.world, self.shard, list(what), [], self.chooser)
 
+    def kill(self) -> None:
+        """The shard's kernel, for good."""
+        self.world.kill(self.shard.grid)
+        self.shard.stopped = True
+
     def replay(self) -> None:
         """Each decision is the loop's."""
-        replay(self.shard.notes, self.log, {client.link: client.id for client in self.clients}, 0)
+        replay(self.shard.notes, self.log, {client.link: client.id for client in self.clients})
 
     def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
         """A step of a client, whatever becomes of it: what it added."""
@@ -66,12 +71,18 @@ class Scene:
         return after.float() - before.float()
 
 
+def in_turn(client: WildClient, turns: range, *handles: int) -> Waiting:
+    """Each body, one step after the other."""
+    for turn in turns:
+        yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], handles)
+
+
 def nobody_answers(library: ctypes.CDLL) -> None:
-    """The wait ends at its budget; what follows in the pass sends nothing, and joining anew mends it."""
+    """The wait ends at its budget; what follows in the pass sends nothing."""
     scene = Scene(library)
     (client,), world = scene.clients, scene.world
-    world.kill(scene.shard.grid)
-    scene.shard.stopped, began = True, world.now
+    scene.kill()
+    began = world.now
     client.state["budget_ns"] = 30_000
     assert not scene.pass_of(client, scene.handle).any()
     assert client.state["status"] == LinkStatus.TIMEOUT and 30_000 <= world.now - began < 300_000
@@ -85,18 +96,17 @@ def nobody_answers(library: ctypes.CDLL) -> None:
 
 def a_watchdog_ends_a_wait(library: ctypes.CDLL) -> None:
     scene = Scene(library)
-    (client,), world = scene.clients, scene.world
-    world.kill(scene.shard.grid)
-    scene.shard.stopped = True
+    (client,) = scene.clients
+    scene.kill()
 
     def watchdog() -> Waiting:
         for _ in range(100):
             yield
         client.state["abort"] = 1
 
-    client.fill(BODIES[0], (scene.handle,) * 2)
+    client.fill(BODIES[0], scene.handles)
     scene.do(client.launched(BODIES[0]), watchdog())
-    assert client.state["status"] == LinkStatus.ABORTED and world.now < BUDGET_NS
+    assert client.state["status"] == LinkStatus.ABORTED and scene.world.now < BUDGET_NS
 
 
 def a_refused_step_voids_its_pass(library: ctypes.CDLL) -> None:
@@ -116,7 +126,7 @@ def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
     scene = Scene(library)
     (client,), world, shard = scene.clients, scene.world, scene.shard
     world.freeze(shard.grid, 1)
-    client.fill(BODIES[0], (scene.handle,) * 2)
+    client.fill(BODIES[0], scene.handles)
     client.launch_put(BODIES[0])
     for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
         assert not shard.arrivals[1]
@@ -148,7 +158,7 @@ def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
 
     def bring() -> Waiting:
         for _ in range(3):
-            yield from other.step(BODIES[3], (scene.handle,) * 2)
+            yield from other.step(BODIES[3], scene.handles)
         assert waiting.answered == 0 and other.answered == 3
         shard.finish(late)
 
@@ -165,15 +175,15 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
     shard, world = scene.shard, scene.world
 
     def forged(budget_us: int) -> Waiting:
-        forger.push(BODIES[0], (scene.handle,) * 2, budget_us=budget_us)
+        forger.push(BODIES[0], scene.handles, budget_us=budget_us)
         yield from forger.answered_to()
 
     def meanwhile(ns: int, heard: bool) -> Waiting:
         while (NoteKind.TAKEN, forger.link, forger.seq, 0) not in shard.notes:
             yield
-        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        yield from other.step(BODIES[3], scene.handles)
         world.pass_time(ns - 1_000_000)
-        yield from other.step(BODIES[3], (scene.handle,) * 2)
+        yield from other.step(BODIES[3], scene.handles)
         assert not forger.is_answered(), "it was not waited for"
         if heard:
             shard.hold(forger.link, scene.handle)
@@ -185,7 +195,7 @@ def a_step_names_what_its_client_holds_alone(library: ctypes.CDLL) -> None:
         scene.do(forged(budget_us), meanwhile(ns, heard=False))
         assert forger.code(forger.seq) == "permission_denied"
         scene.do(forged(budget_us), meanwhile(ns, heard=True))
-        forger.look(forger.seq, BODIES[0], (scene.handle,) * 2, {scene.handle})
+        forger.look(forger.seq, BODIES[0], scene.handles, {scene.handle})
         assert forger.code(forger.seq) == ""
     shard.hold(forger.link, scene.handle + (1 << 16))
     scene.do(forged(1))
@@ -219,7 +229,7 @@ def every_check_has_its_refusal(library: ctypes.CDLL) -> None:
         for at in range(0, body.parts.rows, 4):
             for value in (0, 3, 0x7FFFFFFF, 0x80000001):
                 client.seq += 1
-                memory = client.memory(body, (scene.handle,) * 2, client.seq, 2**40)
+                memory = client.memory(body, scene.handles, client.seq, 2**40)
                 memory[at : at + 4] = value.to_bytes(4, "little")
                 scene.do(client.one(memory))
                 _, request = client.reference.check(bytes(memory), client.id, client.epoch, client.seq)
@@ -235,11 +245,7 @@ def more_clients_than_orders(library: ctypes.CDLL) -> None:
     scene = Scene(library, clients=0, wild=6)
     scene.shard.finish(other := scene.shard.begin(1, 1))
 
-    def steps(client: WildClient) -> Waiting:
-        for turn in range(3):
-            yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], (scene.handle, other))
-
-    scene.do(*(steps(client) for client in scene.clients))
+    scene.do(*(in_turn(client, range(3), scene.handle, other) for client in scene.clients))
     scene.replay()
 
 
@@ -248,18 +254,16 @@ def more_clients_than_lanes(library: ctypes.CDLL) -> None:
     links = (*range(35), 64, 66, 97)
     scene = Scene(library, clients=0, wild=len(links), links=links, idle_ns=2**60)
 
-    def steps(client: WildClient, first: int, count: int) -> Waiting:
-        for turn in range(first, first + count):
-            yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], (scene.handle,) * 2)
-
-    def goes_and_comes(client: WildClient) -> Waiting:
-        yield from steps(client, 0, 1)
-        yield from client.cut_off()
-        if client.link != 97:
+    def steps(client: WildClient) -> Waiting:
+        goes = client.link in (0, 33, 66, 97)
+        yield from in_turn(client, range(1 if goes else 3), *scene.handles)
+        if goes:
+            yield from client.cut_off()
+        if goes and client.link != 97:
             yield from client.join()
-            yield from steps(client, 1, 2)
+            yield from in_turn(client, range(1, 3), *scene.handles)
 
-    scene.do(*(goes_and_comes(one) if one.link in (0, 33, 66, 97) else steps(one, 0, 3) for one in scene.clients))
+    scene.do(*map(steps, scene.clients))
     assert [one.answered for one in scene.clients] == [3] * (len(links) - 1) + [1]
     scene.replay()
 
@@ -270,11 +274,11 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 
     def one_after_the_other(client: WildClient, body: int) -> Waiting:
         for _ in range(8):
-            yield from client.steps([BODIES[body]] * DEPTH, (scene.handle,) * 2)
+            yield from client.steps([BODIES[body]] * DEPTH, scene.handles)
 
     def comes_anew(client: WildClient) -> Waiting:
         for _ in range(6):
-            yield from client.steps([BODIES[0]], (scene.handle,) * 2)
+            yield from client.steps([BODIES[0]], scene.handles)
             yield from client.cut_off()
             yield from client.join()
 
@@ -286,13 +290,10 @@ def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
 def answers_keep_their_order(library: ctypes.CDLL) -> None:
     """Beyond a network that keeps what one block put for long, and brings what another put at once."""
     scene = Scene(library, clients=0, wild=1, network=True)
-    (client,), handles = scene.clients, (scene.handle,) * 2
+    (client,) = scene.clients
 
-    def rounds() -> Waiting:
-        for _ in range(40):
-            yield from client.steps([BODIES[0]] * DEPTH, handles)
-
-    scene.do(rounds())
+    for _ in range(40):
+        scene.do(client.steps([BODIES[0]] * DEPTH, scene.handles))
 
 
 def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
@@ -302,9 +303,9 @@ def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
 
     def steps() -> Waiting:
         for turn in range(2 * DEPTH):
-            body, handles = BODIES[turn % len(BODIES)], (scene.handle,) * 2
+            body = BODIES[turn % len(BODIES)]
             client.seq += 1
-            memory = client.memory(body, handles, client.seq, BUDGET_NS // 1000)
+            memory = client.memory(body, scene.handles, client.seq, BUDGET_NS // 1000)
             client.record(client.seq, memory)
             world.write(client.own_slot(client.seq)[: len(memory)], np.frombuffer(memory, np.uint8))
             yield from client.nothing()  # a kernel of the same queue: what was written before it is seen behind it
@@ -312,7 +313,7 @@ def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
             client.state["pushed"] = client.seq
             yield from client.ended(client.launch("link_wait"))
             assert client.state["status"] == LinkStatus.OK
-            client.look(client.seq, body, handles, {scene.handle})
+            client.look(client.seq, body, scene.handles, {scene.handle})
 
     scene.do(steps())
     assert client.answered == 2 * DEPTH

@@ -17,7 +17,7 @@ from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
 
 def _request(scene: Scene, client: WildClient, body: Body) -> bytearray:
     client.seq += 1
-    return client.memory(body, (scene.handle,) * 2, client.seq, 2**40)
+    return client.memory(body, scene.handles, client.seq, 2**40)
 
 
 def _refused(scene: Scene, client: WildClient, memory: bytearray, why: Refusal) -> Waiting:
@@ -52,7 +52,7 @@ def rows_of_the_other_wire_are_refused(library: ctypes.CDLL) -> None:
     for body, other in zip(own, others, strict=False):
         scene.do(_refused(scene, client, _request(scene, client, other), Refusal.BAD_WIRE))
         scene.do(client.one(_request(scene, client, body)))
-        client.look(client.seq, body, (scene.handle,) * 2, {scene.handle})
+        client.look(client.seq, body, scene.handles, {scene.handle})
 
 
 def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
@@ -63,7 +63,7 @@ def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
     def steps(client: WildClient) -> Waiting:
         for turn in range(12):
             body, handles = BODIES_IN_CODES[turn % len(BODIES_IN_CODES)], (scene.handle, other)
-            client.push(body, handles, wrong=False, budget_us=2**60)
+            client.push(body, handles)
             ready = (NoteKind.READY, client.index, client.seq, 0)
             while ready not in scene.shard.notes:
                 yield
@@ -76,8 +76,6 @@ def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
 
 
 CASES = (
-    a_scale_is_a_number,
-    rows_of_the_other_wire_are_refused,
-    scales_are_those_that_were_checked,
+    a_scale_is_a_number, rows_of_the_other_wire_are_refused, scales_are_those_that_were_checked,
     every_check_has_its_refusal,
-)
+)  # fmt: skip

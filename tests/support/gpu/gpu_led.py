@@ -15,16 +15,15 @@ import torch
 from lora_server.transport.gpu.layout import LANES, MAX_LINKS, CommandKind, LinkStatus, NoteKind, Refusal, Role
 from tests.support.gpu.gpu_cases import Scene
 from tests.support.gpu.gpu_clients import WildClient
-from tests.support.gpu.gpu_oracle import replay
-from tests.support.gpu.gpu_schedules import drive, restarts
+from tests.support.gpu.gpu_schedules import drive, replay, restarts
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting, new_pages
 from tests.support.gpu.gpu_weights import BODIES, DEPTH, VARIANTS, Body
 from tests.support.gpu.gpu_world import World, address
 
 FOLLOWER = 8  # a GPU
 ROW_WORDS = 8
-NEVER_US = 2**60
-Log = dict[tuple[int, int, int], bytes]
+Key = tuple[int, int, int]  # client, epoch and seq
+Log = dict[Key, bytes]
 
 
 class Stage:
@@ -42,18 +41,11 @@ class Stage:
         self.tables = self.world.private.new("<u8", LANES)
         self.leader.serve["role"], self.leader.serve["followers"] = Role.LEADS, address(self.tables)
         self.leader.serve["number"] = self.chooser.choice([0, 0x7FFFFFFD, 0xFFFFFFFC])  # ages wrap
-        self.follower.serve["role"] = Role.FOLLOWS
+        self.follower.serve["role"], self.shards = Role.FOLLOWS, (self.leader, self.follower)
         for shard in self.shards:
             shard.serve["row_words"] = ROW_WORDS
         self.logs: tuple[Log, Log] = {}, {}
-
-    @property
-    def shards(self) -> tuple[Shard, Shard]:
-        return self.leader, self.follower
-
-    @property
-    def launches(self) -> int:
-        return self.leader.launches
+        self.launches = 0
 
     def introduce(self) -> None:
         """While neither runs: a table of zeros."""
@@ -62,17 +54,22 @@ class Stage:
         self.follower.serve["numbers"] = address(numbers)
 
     def launch(self) -> None:
+        self.launches = 1
         for shard in self.shards:
             shard.launch()
 
     def pump(self) -> None:
         for shard in self.shards:
-            if shard.launches:
-                shard.pump()
+            shard.pump()
+
+    def begin(self, index: int, variant: int = 0) -> int:
+        """An adapter that both know."""
+        (handle,) = {shard.begin(index, variant) for shard in self.shards}
+        return handle
 
     def adapter(self, index: int = 0) -> int:
         """Known to both, and loaded."""
-        (handle,) = {shard.begin(index, 0) for shard in self.shards}
+        handle = self.begin(index)
         for shard in self.shards:
             shard.finish(handle)
         return handle
@@ -86,15 +83,14 @@ class Stage:
             self.world.run(20)
             self.pump()
 
-    def settled(self) -> list[tuple[int, int, int]]:
-        """Client, epoch and seq of what the leader has numbered, the first one first."""
-        return [key for key, kind, what in keys_of(self.leader) if kind == NoteKind.REFUSED or not what]
-
     def judge(self) -> int:
         """How many steps the follower has ordered, each the first of what was ready; raises AssertionError."""
-        numbers = {key: i for i, key in enumerate(self.settled())}
-        ready, ordered = set[tuple[int, int, int]](), 0
-        for key, kind, what in keys_of(self.follower, everything=True):
+        kinds = NoteKind.REFUSED, NoteKind.ORDERED
+        settled = [
+            key for key, kind, what in keys_of(self.leader) if kind == kinds[0] or (kind == kinds[1] and not what)
+        ]
+        numbers, ready, ordered = {key: i for i, key in enumerate(settled)}, set[Key](), 0
+        for key, kind, what in keys_of(self.follower):
             if kind in (NoteKind.STARTED, NoteKind.CHANGED):
                 ready = {one for one in ready if kind == NoteKind.CHANGED and one[0] != key[0]}
             elif kind == NoteKind.READY:
@@ -108,14 +104,13 @@ class Stage:
         return ordered
 
 
-def keys_of(shard: Shard, everything: bool = False) -> Iterator[tuple[tuple[int, int, int], int, int]]:
+def keys_of(shard: Shard) -> Iterator[tuple[Key, int, int]]:
     """Of a shard's notes: client, epoch and seq, kind, what."""
     clients, epochs = {link: i + 7 for i, link in enumerate(shard.links_of)}, dict[int, int]()
     for kind, link, seq, what in shard.notes:
         if kind == NoteKind.CHANGED:
             epochs[link] = what
-        if everything or kind in (NoteKind.ORDERED, NoteKind.REFUSED):
-            yield (clients.get(link, 0), epochs.get(link, 0), seq), kind, what
+        yield (clients.get(link, 0), epochs.get(link, 0), seq), kind, what
 
 
 class Member:
@@ -132,9 +127,9 @@ class Member:
         for part in self.stage.chooser.sample(self.parts, 2):
             yield from part.join()
 
-    def push(self, body: Body, handles: tuple[int, ...], budget_us: int = NEVER_US) -> Waiting:
+    def push(self, body: Body, handles: tuple[int, ...]) -> Waiting:
         for part in self.stage.chooser.sample(self.parts, 2):
-            part.push(body, handles, wrong=False, budget_us=budget_us)
+            part.push(body, handles)
             for _ in range(self.stage.chooser.randrange(4)):
                 yield
 
@@ -165,30 +160,28 @@ def begin(library: ctypes.CDLL, members: int, seed: int = 5) -> tuple[Stage, lis
     """All have joined, and an adapter is there."""
     stage = Stage(seed, library)
     stage.introduce()
+    return stage, *join(stage, members)
+
+
+def join(stage: Stage, members: int) -> tuple[list[Member], tuple[int, int]]:
     stage.launch()
-    found = [Member(stage, i) for i in range(members)]
-    handle = stage.adapter()
+    found, handle = [Member(stage, i) for i in range(members)], stage.adapter()
     for member in found:
         stage.do(member.join())
-    return stage, found, (handle, handle)
-
-
-def one(part: WildClient, handles: tuple[int, int], body: int = 0, budget_us: int = NEVER_US) -> None:
-    part.push(BODIES[body], handles, wrong=False, budget_us=budget_us)
+    return found, (handle, handle)
 
 
 def a_follower_serves_in_its_leaders_order(library: ctypes.CDLL) -> None:
     """Whatever came first, and whatever lacked its weights."""
     stage, members, _ = begin(library, 5)
     for turn in range(6):
-        late = {shard.begin(1 + turn % 2, turn % len(VARIANTS)) for shard in stage.shards}
-        (handle,) = late
+        handle = stage.begin(1 + turn % 2, turn % len(VARIANTS))
         for member in members:
-            one(member.following, (handle, handle))
+            member.following.push(BODIES[0], (handle, handle))
         stage.leader.finish(handle)
         stage.turns(20)
         for member in stage.chooser.sample(members, len(members)):
-            one(member.led, (handle, handle), stage.chooser.randrange(2))
+            member.led.push(BODIES[stage.chooser.randrange(2)], (handle, handle))
             stage.do(member.led.answered_to())
         assert not any(member.following.is_answered() for member in members)
         stage.follower.finish(handle)
@@ -200,7 +193,7 @@ def a_follower_serves_in_its_leaders_order(library: ctypes.CDLL) -> None:
 def what_has_no_number_waits_for_its_budget(library: ctypes.CDLL) -> None:
     """Then it is refused, by a code; and the next one is served."""
     stage, (member,), handles = begin(library, 1)
-    one(member.following, handles, budget_us=40_000)
+    member.following.push(BODIES[0], handles, budget_us=40_000)
     began = stage.world.now
     stage.turns()
     assert not member.following.is_answered(1)
@@ -228,18 +221,18 @@ def what_a_leader_refuses_its_followers_serve(library: ctypes.CDLL) -> None:
 def a_client_is_ahead_at_its_leader(library: ctypes.CDLL) -> None:
     """By as many steps as there are slots, before the follower has answered the first: chunks of a large step."""
     stage, (member,), _ = begin(library, 1)
-    (handle,) = {shard.begin(1, 1) for shard in stage.shards}
+    handle = stage.begin(1, 1)
     stage.leader.finish(handle)
     for seq in range(1, 2 * DEPTH + 1):
         for part in member.parts[: 1 if seq > DEPTH else 2]:
-            one(part, (handle, handle))
+            part.push(BODIES[0], (handle, handle))
         stage.do(member.led.answered_to(seq))
     stage.turns(30)
     stage.follower.finish(handle)
     for seq in range(1, 2 * DEPTH + 1):
         stage.do(member.following.answered_to(seq))
         if seq <= DEPTH:
-            one(member.following, (handle, handle))
+            member.following.push(BODIES[0], (handle, handle))
     assert stage.judge() == 2 * DEPTH
 
 
@@ -247,7 +240,7 @@ def a_row_is_one_clients(library: ctypes.CDLL) -> None:
     """The leader gives a link to another, who pushes as many steps: they are not the older one's, nor the other way."""
     stage, (older, other), handles = begin(library, 2)
     stage.do(older.steps(2, handles))
-    one(older.following, handles)  # to the follower alone
+    older.following.push(BODIES[0], handles)  # to the follower alone
     stage.do(older.led.cut_off())
     newer = other.led
     stage.do(newer.cut_off())
@@ -257,11 +250,11 @@ def a_row_is_one_clients(library: ctypes.CDLL) -> None:
     stage.do(newer.join())
     stage.do(other.following.cut_off())
     stage.do(other.following.join())
-    one(other.following, handles)
+    other.following.push(BODIES[0], handles)
     stage.turns()
     assert not other.following.is_answered(1), "numbers of another's steps are none of its own"
     for seq in (1, 2, 3):
-        one(newer, handles)
+        newer.push(BODIES[0], handles)
         stage.do(newer.answered_to(seq))
     stage.do(other.following.answered_to(1))
     stage.turns()
@@ -277,12 +270,12 @@ def a_row_is_one_epochs(library: ctypes.CDLL) -> None:
     stage.do(member.steps(DEPTH, handles))
     stage.do(member.following.cut_off())
     stage.do(member.following.join())
-    one(member.following, handles)
+    member.following.push(BODIES[0], handles)
     stage.turns()
     assert not member.following.is_answered(1)
     stage.do(member.led.cut_off())
     stage.do(member.led.join())
-    one(member.led, handles)
+    member.led.push(BODIES[0], handles)
     stage.do(*(part.answered_to(1) for part in member.parts))
 
 
@@ -291,21 +284,17 @@ def numbers_are_of_one_step(library: ctypes.CDLL) -> None:
     stage, (member,), handles = begin(library, 1)
     stage.do(member.steps(DEPTH + 1, handles))
     for seq in range(DEPTH + 2, 3 * DEPTH):
-        one(member.following, handles)
+        member.following.push(BODIES[0], handles)
         stage.turns(60)
         assert not member.following.is_answered(seq)
-        one(member.led, handles)
+        member.led.push(BODIES[0], handles)
         stage.do(*(part.answered_to(seq) for part in member.parts))
 
 
 def a_follower_that_comes_later_hears_of_all(library: ctypes.CDLL) -> None:
     """Also of clients that were there; and so does one whose leader is another, with a table of its own."""
     stage = Stage(7, library)
-    stage.launch()
-    members = [Member(stage, i) for i in range(3)]
-    handles = (stage.adapter(),) * 2
-    for member in members:
-        stage.do(member.join())
+    members, handles = join(stage, 3)
     for turn in range(3):
         for shard in stage.shards:
             shard.stopped = True
@@ -360,20 +349,15 @@ def play(seed: int, library: ctypes.CDLL) -> dict[str, int]:
     drive(stage.world, stage, [member.run(3, handles) for member in members], others, stage.chooser)
     stage.turns(3)
     links = {link: i + 7 for i, link in enumerate(stage.leader.links_of)}
-    replay(stage.leader.notes, stage.logs[0], links, 0)
+    replay(stage.leader.notes, stage.logs[0], links)
     ordered = stage.judge()
     assert ordered == sum(member.following.answered for member in members)
     return {"steps": ordered, "launches": sum(shard.launches for shard in stage.shards)}
 
 
 CASES = (
-    a_follower_serves_in_its_leaders_order,
-    what_has_no_number_waits_for_its_budget,
-    what_a_leader_refuses_its_followers_serve,
-    a_client_is_ahead_at_its_leader,
-    a_row_is_one_clients,
-    a_row_is_one_epochs,
-    numbers_are_of_one_step,
-    a_follower_that_comes_later_hears_of_all,
+    a_follower_serves_in_its_leaders_order, what_has_no_number_waits_for_its_budget,
+    what_a_leader_refuses_its_followers_serve, a_client_is_ahead_at_its_leader, a_row_is_one_clients,
+    a_row_is_one_epochs, numbers_are_of_one_step, a_follower_that_comes_later_hears_of_all,
     launches_push_what_has_no_rows,
-)
+)  # fmt: skip

@@ -4,17 +4,66 @@ from __future__ import annotations
 
 import ctypes
 import random
+from types import SimpleNamespace
 
 import torch
 
-from lora_server.transport.gpu.layout import LANES, CommandKind
+from lora_server.shard.schedule import FairShare, PendingStep
+from lora_server.transport.gpu.layout import LANES, CommandKind, NoteKind, Refusal
 from tests.support.gpu.gpu_clients import Client, GpuClient, WildClient
-from tests.support.gpu.gpu_oracle import replay
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting
-from tests.support.gpu.gpu_weights import VARIANTS
+from tests.support.gpu.gpu_weights import VARIANTS, reference
 from tests.support.gpu.gpu_world import World
 
 QUANTUM, MOST_QUANTA = 40, 60_000
+PROTOCOL = {*range(Refusal.BAD_HEADER, Refusal.BAD_MAP + 1), Refusal.BAD_WIRE, Refusal.BAD_SCALE}
+Note = tuple[int, int, int, int]  # kind, link, seq, what
+
+
+def replay(
+    notes: list[Note], log: dict[tuple[int, int, int], bytes], client_of: dict[int, int], share: int = 0,
+    in_codes: bool = False,
+) -> int:  # fmt: skip
+    """What the kernel decided, decided again by the Python loop's rule and checks: same order, same refusals.
+
+    How many steps were ordered; raises AssertionError at the first decision that is another.
+    """
+    rule, pending, connections, ordered, tickets = FairShare(), dict[int, PendingStep](), {}, 0, 0
+    rule._now = share
+
+    def checked(link: int, seq: int) -> tuple[object, object]:
+        """Header and request, as far as they are sound."""
+        client, epoch = client_of.get(link, 0), connections[link].epoch
+        return reference(in_codes).check(log[client, epoch, seq], client, epoch & 0xFFFFFFFF, seq)
+
+    for kind, link, seq, what in notes:
+        if kind == NoteKind.STARTED:
+            pending.clear()
+        elif kind == NoteKind.CHANGED:
+            pending.pop(link, None)
+            connections[link] = SimpleNamespace(client=client_of.get(link, 0), epoch=what, finish=0)
+        elif kind == NoteKind.TAKEN:
+            header, _ = checked(link, seq)
+            assert (what == Refusal.NOTHING_WRONG) == (header is not None), (Refusal(what), header)
+            if header is not None:
+                tickets += 1
+                assert link not in pending, "a client's oldest step is taken once"
+                pending[link] = PendingStep(connections[link], seq, header, tickets, 0)
+        elif kind == NoteKind.READY:
+            assert pending[link].blocked
+            pending[link].pin = 0
+        elif kind == NoteKind.ORDERED:
+            picked = rule.pick(pending.values())
+            assert picked is pending[link] and picked.seq == seq, f"link {link} seq {seq} was not next"
+            _, request = checked(link, seq)
+            assert (what in PROTOCOL) == (request is None), (Refusal(what), request)
+            if what == Refusal.NOTHING_WRONG:
+                del pending[link]
+                ordered += 1
+        elif kind == NoteKind.REFUSED:
+            step = pending.pop(link, None)
+            assert what != Refusal.TOO_LATE or (step is not None and step.blocked)
+    return ordered
 
 
 def adapters(shard: Shard, rounds: int) -> Waiting:
@@ -97,11 +146,5 @@ def play(seed: int, library: ctypes.CDLL, steps: int = 4) -> dict[str, int]:
     ordered = replay(shard.notes, log, {client.link: client.id for client in clients}, share, library.in_codes)
     used, turn = int(shard.used.max()), int(shard.serve["turn"])
     assert turn <= used <= turn + 1, "the newest turn used something; the next one may have been refused"
-    return {
-        "steps": ordered,
-        "answers": sum(client.answered for client in clients),
-        "turns": int(shard.mailbox["turn"]),
-        "launches": shard.launches,
-        "quanta": quanta,
-        "ns": world.now,
-    }
+    found = {"steps": ordered, "launches": shard.launches, "answers": sum(client.answered for client in clients)}
+    return found | {"turns": int(shard.mailbox["turn"]), "quanta": quanta, "ns": world.now}
