@@ -1,4 +1,4 @@
-"""Shards that compute on a device: the paged store, and packed steps through the real loop, against the host's.
+"""Devices at both ends: shards that compute on one, and engines that route and put on one, against the host's.
 
 Without a GPU the device is this CPU and the kernels are the emulated ones: what is tested is everything
 around the GPU, not the GPU. Tests marked `cuda` do the same on a real one.
@@ -6,6 +6,8 @@ around the GPU, not the GPU. Tests marked `cuda` do the same on a real one.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 
 import pytest
@@ -22,20 +24,23 @@ from lora_server.daemon import backends
 from lora_server.daemon.backends import Memory
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
-from lora_server.demo.engine import pad
-from lora_server.errors import AdapterLoadError, ConfigError, ProtocolError
+from lora_server.demo.engine import generate, pad
+from lora_server.errors import AdapterError, AdapterLoadError, ConfigError, ProtocolError
 from lora_server.memory.entry import State
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Layout, Placement
 from lora_server.shard.compute import DeviceLostError
+from lora_server.transport.shm import ShmLink
 from lora_server.units import Size
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.gpu import emulated
+from tests.support.gpu.emulated_link import EmulatedLink
+from tests.support.gpu.emulated_server import EmulatedServer
 from tests.support.rig import Client
 from tests.support.stores import cpu_store, gather, load, paged_store
-from tests.support.workload import spec_of, workload
+from tests.support.workload import NEW_TOKENS, spec_of, workload
 
 SMALL = Variant(bulk_copy=True, warps=2)
 DTYPE = torch.bfloat16
@@ -126,9 +131,7 @@ def test_what_a_gpu_cannot_serve_is_refused_at_the_start():
         PagedTier(placement, 0, torch.float32, PagePool(1, "cpu"))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="torch sees no NVIDIA GPU"):
-            backends.cuda(
-                placement, 0, DTYPE, 64, local_shards=1, local_index=0, memory=Memory(), on_layer=lambda *_: None
-            )
+            cuda_backend(placement, 0, DTYPE)
 
 
 def emulated_backend(placement, shard, dtype):
@@ -152,13 +155,17 @@ BACKENDS = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["ep1-pp1", "ep2-pp2"])
 def test_an_engine_gets_the_deltas_that_host_shards_give(backend, layout):
-    """Measured against exact arithmetic, a device is as far off as the host is: both round to bf16 alike."""
+    """Measured against exact arithmetic, a device is as far off as the host is: both round to bf16 alike.
+
+    Every token goes to all experts: rounding flips no choice.
+    """
     load = workload("mixtral")
     ids, mask = pad(load.batch, 0)
 
     def logits(dtype, make):
-        model = tiny.make_model("mixtral", dtype=dtype)
-        server = InprocServer(load.spec, load.paths, layout=layout, dtype=dtype, max_step_rows=24, make_backend=make)
+        model = tiny.make_model("mixtral", dtype=dtype, num_experts_per_tok=load.spec.experts)
+        spec = dataclasses.replace(load.spec, top_k=load.spec.experts)
+        server = InprocServer(spec, load.paths, layout=layout, dtype=dtype, max_step_rows=24, make_backend=make)
         with attach(model, server) as lora, lora.adapters(load.names):
             answer = model(ids, attention_mask=mask).logits[:, -1].float()
         server.close()
@@ -169,15 +176,23 @@ def test_an_engine_gets_the_deltas_that_host_shards_give(backend, layout):
     assert by_device <= 1.5 * by_host + 1e-3
 
 
+@contextlib.contextmanager
+def one_client(path, make_backend):
+    """Of a server of one shard, with an adapter."""
+    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=make_backend)
+    (shard,) = server.shards
+    assert load(shard.store, 7, path).result() is None
+    yield Client(shard, 1)
+    server.close()
+
+
 @needs_emulator
 def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
-    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=emulated_backend)
-    (shard,) = server.shards
-    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
-    client = Client(shard, 1)
-    with pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"):
+    with (
+        one_client(tiny_adapters["all"], emulated_backend) as client,
+        pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"),
+    ):
         client.send(client.request())
-    server.close()
 
 
 @needs_emulator
@@ -195,15 +210,11 @@ def test_only_a_lost_device_ends_the_shard(lost, tiny_adapters, quiet):
 
         return backends.paged(placement, shard, dtype, PagePool(8, "cpu"), launch, 24, lost=lambda: lost)
 
-    server = InprocServer(spec_of("mixtral"), {}, dtype=DTYPE, max_step_rows=24, make_backend=backend)
-    (shard,) = server.shards
-    assert load(shard.store, 7, tiny_adapters["all"]).result() is None
-    client = Client(shard, 1)
-    with pytest.raises(DeviceLostError if lost else ProtocolError, match="no such shape"):
-        client.send(bfloat16(client))
-    if not lost:
-        client.send(bfloat16(client))
-    server.close()
+    with one_client(tiny_adapters["all"], backend) as client:
+        with pytest.raises(DeviceLostError if lost else ProtocolError, match="no such shape"):
+            client.send(bfloat16(client))
+        if not lost:
+            client.send(bfloat16(client))
 
 
 def bfloat16(client):
@@ -228,3 +239,105 @@ def test_a_pool_counts_its_pages():
     pool.check_integrity(extents[:1])
     with pytest.raises(AssertionError, match="1 free and 0 held"):
         pool.check_integrity([])
+
+
+# -- an engine on a device, from attach to shards: routed and put by kernels
+
+SHORT = {"mixtral": "ep3-pp2", "qwen3_moe": "ep1-pp1", "gpt_oss": "ep1-pp1", "llama": "ep3-pp2"}
+SERVED = [
+    pytest.param(kind, layout, marks=() if SHORT[kind] == layout else pytest.mark.long)
+    for kind in tiny.KINDS
+    for layout in ("ep1-pp1", "ep3-pp2")
+]
+
+
+@needs_emulator
+@pytest.mark.parametrize(("kind", "layout"), SERVED)
+def test_tokens_equal_peft(kind, layout, tmp_path):
+    """Rows in the slots, prompts in several chunks, and more of them than a lane has slots."""
+    load = workload(kind)
+    server = EmulatedServer(tmp_path, load.spec, load.paths, twin="no", layout=layout, max_step_rows=24, slots=2)
+    with attach(load.model, server) as lora, lora.adapters(load.names):
+        assert lora.client.takes(torch.device("cpu"))
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+    server.close()
+
+
+@needs_emulator
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_device_routes_as_the_host_does(kind, tmp_path):
+    """To the bit: the same entries in the same order, whoever sorted them, and wherever rows lie."""
+    load = workload(kind)
+    model = tiny.make_model(kind, dtype=torch.bfloat16)
+    logits = logits_by_server(load, model, pad(load.batch, 0), tmp_path)
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+def logits_by_server(load, model, tokens, directory, wire="exact"):
+    """Of a model whose rows a host routes, and of one whose device does, with rows in slots and in device memory."""
+    options = {"layout": "ep2-pp2", "dtype": torch.bfloat16, "max_step_rows": 512, "wire": wire}
+    servers = [InprocServer(load.spec, load.paths, **options)]
+    for twin in ("no", "must"):
+        (directory / twin).mkdir()
+        servers.append(EmulatedServer(directory / twin, load.spec, load.paths, twin=twin, **options))
+    (ids, mask), logits = tokens, []
+    for server in servers:
+        with attach(model, server) as lora, lora.adapters(load.names):
+            assert lora.client.described()["wire"] == wire
+            logits.append(model(ids, attention_mask=mask).logits)
+        server.close()
+    return logits
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_go_to_the_device_as_a_host_makes_them(dtype, tmp_path):
+    """To the bit, with routes of the device's, wherever rows lie; engines of two dtypes, since the wire has one."""
+    load = workload("mixtral")
+    model, (ids, mask) = tiny.make_model("mixtral", dtype=dtype), pad(load.batch, 0)
+    logits = logits_by_server(load, model, (ids, mask), tmp_path, wire="e4m3")
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert not torch.equal(logits[0], model(ids, attention_mask=mask).logits)
+
+
+@needs_emulator
+def test_times_and_failures_are_told_as_on_the_host(tmp_path):
+    load = workload("mixtral")
+    server = EmulatedServer(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1")
+    seen = []
+    ids, mask = pad(load.batch, 0)
+    with attach(load.model, server) as lora:
+        lora.observe(seen.append)
+        with lora.adapters(load.names):
+            load.model(ids, attention_mask=mask)
+        rows = int(mask.sum()) - sum(len(one.prompt) for one in load.batch if one.adapter is None)
+        by_site = {}
+        for times in seen:
+            by_site[times.site] = by_site.get(times.site, 0) + times.entries
+            assert times.pushed_ns <= times.received_ns <= times.started_ns <= times.done_ns <= times.arrived_ns
+        experts = [count for site, count in by_site.items() if site.projection == "gate_up"]
+        assert experts and all(0 < count <= 2 * rows for count in experts)
+        with lora.adapters(["fused"]):
+            for shard in server.shards:
+                shard.store.drop(server.held["fused"].handle)
+            with pytest.raises(AdapterError):
+                load.model(ids[:1], attention_mask=mask[:1])
+    server.close()
+
+
+@needs_emulator
+def test_links_of_both_kinds_are_given_the_hosts_rows(tmp_path):
+    """One shard near and one far: nothing is routed here, and the near one's link still puts what it is given."""
+    load = workload("mixtral")
+
+    class Mixed(EmulatedServer):
+        def connect(self, hello):
+            near, far = self.listeners
+            link = EmulatedLink(near.address, hello, 0, twin="no")
+            return [link, ShmLink(far.address, hello, 1)]
+
+    server = Mixed(tmp_path, load.spec, load.paths, twin="no", layout="ep2-pp1", max_step_rows=24)
+    with attach(load.model, server) as lora, lora.adapters(load.names):
+        assert not lora.client.takes(torch.device("cpu"))
+        load.check(generate(load.model, load.batch, NEW_TOKENS))
+    server.close()

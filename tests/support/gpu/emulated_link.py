@@ -100,7 +100,6 @@ class EmulatedLink(DeviceLink):
         assert all(t is None or t.device == self.device for t in (step.x, step.rows_M))
         if choice is not None:
             assert step.route is not None
-            emulated.run(
-                "route", routing.arguments(choice, step.route), ROUTE, source="route.cu", stack_bytes=STACK_BYTES
-            )
+            values = routing.arguments(choice, step.route)
+            emulated.run("route", values, ROUTE, source="route.cu", stack_bytes=STACK_BYTES)
         emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=2, stack_bytes=STACK_BYTES)
