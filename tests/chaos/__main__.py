@@ -56,11 +56,8 @@ def _made(scratch: str, *names: str) -> Path:
 
 def _fuzz(scratch: Path, inputs: int, dice: random.Random) -> list[Line]:
     load = workload("mixtral")
-    lines = [
-        fuzz.slots(load.paths["fused"], inputs, dice),
-        fuzz.control_messages(inputs, dice),
-        fuzz.adapter_files(load, scratch, inputs, dice),
-    ]
+    lines = [fuzz.slots(load.paths["fused"], inputs, dice), fuzz.control_messages(inputs, dice)]
+    lines.append(fuzz.adapter_files(load, scratch, inputs, dice))
     with running_server(scratch / "log", ["--base-model", str(load.base)]) as server:
         port = int(server.http.rpartition(":")[2])
         return [*lines, fuzz.http(port, inputs, dice, lambda: server.get("/livez")[0] == 200)]

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import psutil
@@ -41,17 +41,19 @@ def joined(address: str) -> Client:
     return Client(RemoteServer(address, "shm"), timeout_seconds=60)
 
 
-def big_steps(address: str, count: int) -> None:
-    """As large as they may be, and called decode; each client has the next ready when one is answered."""
-
-    def steps(caller: Caller) -> None:
-        while True:
+def on_and_on(callers: Sequence[Caller]) -> None:
+    while True:
+        for caller in callers:
             with contextlib.suppress(LoraServerError):
                 caller.step()
 
+
+def big_steps(address: str, count: int) -> None:
+    """As large as they may be, and called decode; each client has the next ready when one is answered."""
+
     callers = [Caller(joined(address), LARGE) for _ in range(count)]
     for caller in callers:
-        threading.Thread(target=steps, args=(caller,), daemon=True).start()
+        threading.Thread(target=on_and_on, args=([caller],), daemon=True).start()
     busy()
     threading.Event().wait()
 
@@ -60,10 +62,7 @@ def full_slots(address: str, count: int) -> None:
     """As large as they may be, and as many at a time as there are slots."""
     callers = [Caller(joined(address), MANY) for _ in range(count)]
     busy()
-    while True:
-        for caller in callers:
-            with contextlib.suppress(LoraServerError):
-                caller.step()
+    on_and_on(callers)
 
 
 def idle_clients(address: str, count: int) -> None:
@@ -124,12 +123,9 @@ def giant_messages(address: str, count: int) -> None:
     with open_channel(address) as channel:
         stub = rpc.ClientsStub(channel)
         says = channel.unary_unary("/lora_server.v1.Clients/Heartbeat")
+        large = ((says, bytes(8 << 20)), (says, b"\x0a" + b"\xff" * 4_000_000), (stub.Acquire, request))
         for turn in itertools.count():
-            for one, message in (
-                (says, bytes(8 << 20)),
-                (says, b"\x0a" + b"\xff" * 4_000_000),
-                (stub.Acquire, request),
-            ):
+            for one, message in large:
                 with contextlib.suppress(LoraServerError):
                     call(one, message, server=address, seconds=10)
             if turn == count:
@@ -173,12 +169,7 @@ def no_descriptors(address: str, count: int) -> None:
 def strangers(address: str, count: int) -> None:
     """Connections that stay silent, and frames without an end, on every port."""
     ports = sorted(port for process in servers(address) for port in listening(process))
-    said = (
-        b"",
-        HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
-        b"\x16\x03\x01" + bytes(64),
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    )
+    said = (b"", HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096), b"\x16\x03\x01" + bytes(64), PREFACE)
     open_ones: list[socket.socket] = []
     for turn in itertools.count():
         while len(open_ones) >= count:

@@ -26,7 +26,6 @@ KINDS = ("fused", "experts", "gate-up")  # what lies at the site where engines c
 CHANGERS, PROBES, MOST_PINNED = 4, 3, 8
 COMPLETE_SECONDS, SECONDS = 5.0, 60.0
 State = tuple[str, bool] | None  # which kind a name means, and whether it is pinned
-MODEL_OF_TENANT = "fused"
 
 
 class Changer:
@@ -43,6 +42,10 @@ class Changer:
         for name in self.known:
             self._put("Add", name, self.dice.choice(KINDS))
 
+    def change_until(self, stop: threading.Event) -> None:
+        while not stop.is_set() and self.change():
+            pass
+
     def change(self) -> bool:
         """One of them; False where the server did not answer."""
         name = self.dice.choice([one for one in self.known if one not in self.either])
@@ -51,7 +54,7 @@ class Changer:
             return self._put("Add", name, self.dice.choice(KINDS))
         what = self.dice.choice(["Update", "Update", "Remove", "Pin", "Unpin", "Rollback"])
         if what == "Update":
-            return self._put("Update", name, self.dice.choice([kind for kind in KINDS if kind != meant[0]]))
+            return self._put(what, name, self.dice.choice([kind for kind in KINDS if kind != meant[0]]))
         if what == "Rollback" and self.before.get(name):
             return self._do(what, name, (self.before[name][-1], meant[1]), wait_seconds=SECONDS)
         if what == "Remove":
@@ -117,18 +120,13 @@ class Campaign:
     def _listed(self) -> dict[str, tuple[str, bool]]:
         return {name: (one.version, one.pinned) for name, one in listed(self.server.address).items()}
 
-    def fill(self) -> None:
-        """Every name means something."""
-        with ThreadPoolExecutor(CHANGERS) as threads:
-            list(threads.map(Changer.fill, self.changers))
-
     def play(self, kills: int, bar: float) -> Line:
         """So many, and what came of them; `bar`: seconds in which the server is complete again."""
         line = Line("", kills)
         with ThreadPoolExecutor(CHANGERS) as threads:
             for _ in range(kills):
                 stop = threading.Event()
-                running = [threads.submit(self._change, one, stop) for one in self.changers]
+                running = [threads.submit(one.change_until, stop) for one in self.changers]
                 threading.Event().wait(self.dice.uniform(0.1, 2.0))
                 line.lost += self._kill()
                 line.late += self.took[-1] > bar
@@ -145,10 +143,6 @@ class Campaign:
         line.kind = f"controller killed, complete after {median:.1f} s, at worst {worst:.1f}; {done}"
         return line
 
-    def _change(self, changer: Changer, stop: threading.Event) -> None:
-        while not stop.is_set() and changer.change():
-            pass
-
     def _kill(self) -> int:
         """How many engines did not go on while it was down."""
         steps, began = [len(one.rounds) for one in self.engines], time.monotonic()
@@ -157,7 +151,6 @@ class Campaign:
         return sum(len(one.rounds) == before for one, before in zip(self.engines, steps, strict=True))
 
     def _probe(self, found: dict[str, State]) -> Counter[str]:
-        """What some of the names answer with."""
         outcomes: Counter[str] = Counter()
         names = sorted(name for name in found if name.startswith("acme/"))
         for name in self.dice.sample(names, min(PROBES, len(names))):
@@ -182,13 +175,14 @@ def play(scratch: Path, load: Workload, short: bool, dice: random.Random) -> tup
     adapters = scratch / "adapters"
     adapters.mkdir()
     for name in (*KINDS, "tenant"):
-        (adapters / name).symlink_to(load.paths[name if name in KINDS else MODEL_OF_TENANT])
+        (adapters / name).symlink_to(load.paths["fused" if name == "tenant" else name])
     flags = ["--base-model", str(load.base), "--adapters", str(adapters), "--adapter-root", "/", "--layout", "ep2-pp1"]
     with running_server(scratch / "log", [*flags, "--data-dir", str(scratch / "data")]) as server:
         campaign = Campaign(server, load, 40 if short else 2000, dice)
         try:
             until(lambda: all(len(one.rounds) > 20 for one in campaign.engines), "the first steps", START_SECONDS)
-            campaign.fill()
+            with ThreadPoolExecutor(CHANGERS) as threads:
+                list(threads.map(Changer.fill, campaign.changers))
             before = held(server)
             line = campaign.play(2 if short else 20, float("inf") if short else COMPLETE_SECONDS)
             return [line], Held("changes", before, held(server))

@@ -56,7 +56,6 @@ class Behaved(Engine):
 
 
 def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
-    """On one server, whose leases are short."""
     model = tiny.make_model("mixtral", **GEOMETRY)
     tiny.save_model(model, scratch / "base")
     for name in ("tenant", *(f"other-{index}" for index in range(OTHERS))):
@@ -68,7 +67,7 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
             until(lambda: len(behaved.rounds) > 50, "the first steps", START_SECONDS)
             before = held(server)
             lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
-            until(lambda: not _attacked(server), "the attackers' leases to end", 120)
+            until(lambda: status(server.address).clients <= 2, "the attackers' leases to end", 120)
             return lines, Held(f"floods, {transport}", before, _settled(server, before))
         finally:
             behaved.stop()
@@ -91,7 +90,6 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
 
 @contextlib.contextmanager
 def _attacked_by(server: RunningServer, kind: str, count: int) -> Iterator[None]:
-    """An attacker that is at it."""
     command = [sys.executable, "-m", "tests.chaos.attacker", kind, server.address, str(count)]
     attacker = subprocess.Popen(children.own(command), stdout=subprocess.PIPE, text=True)
     try:
@@ -100,17 +98,9 @@ def _attacked_by(server: RunningServer, kind: str, count: int) -> Iterator[None]
     finally:
         attacker.kill()
         attacker.communicate(timeout=20)
-        _unlimit(server)
-
-
-def _unlimit(server: RunningServer) -> None:
-    for process in descendants(server.process.pid):
-        _, most = process.rlimit(psutil.RLIMIT_NOFILE)
-        process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
-
-
-def _attacked(server: RunningServer) -> bool:
-    return status(server.address).clients > 2
+        for process in descendants(server.process.pid):  # what it may have limited
+            _, most = process.rlimit(psutil.RLIMIT_NOFILE)
+            process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
 
 
 def _settled(server: RunningServer, before: tuple[int, int]) -> tuple[int, int]:

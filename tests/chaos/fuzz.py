@@ -55,10 +55,8 @@ def slots(adapter: Path, count: int, dice: random.Random) -> Line:
 def control_messages(count: int, dice: random.Random) -> Line:
     """Of every type: noise, flipped bits, and messages of another type, cut short."""
     line, nonce = Line("control messages", count), bytes(32)
-    good = [
-        messages.encode(one)
-        for one in (messages.Hello(1, 2, b"k"), messages.Welcome(1, 2, 3), messages.Challenge(nonce))
-    ]
+    sound = messages.Hello(1, 2, b"k"), messages.Welcome(1, 2, 3), messages.Challenge(nonce)
+    good = [messages.encode(one) for one in sound]
     for _ in range(count):
         data = bytearray(dice.choice(good) if dice.random() < 0.7 else dice.randbytes(dice.randrange(300)))
         for _ in range(dice.randrange(4)):

@@ -24,20 +24,14 @@ class Line:
     ratio: float = 0.0  # of p99
     most: float = MOST_TIMES  # that it may be
 
-    @property
-    def wrong(self) -> int:
-        """Answers that were."""
-        return self.answers["wrong"]
-
-    @property
-    def untyped(self) -> int:
-        """Errors that are none of ours."""
-        return sum(count for outcome, count in self.answers.items() if outcome.startswith("untyped"))
+    def counts(self) -> list[int]:
+        """Answers that were wrong, errors that are none of ours, late, lost: none may be."""
+        untyped = sum(count for outcome, count in self.answers.items() if outcome.startswith("untyped"))
+        return [self.answers["wrong"], untyped, self.late, self.lost]
 
     @property
     def holds(self) -> bool:
-        """All bars."""
-        return not (self.wrong or self.untyped or self.late or self.lost) and self.ratio <= self.most
+        return not any(self.counts()) and self.ratio <= self.most
 
 
 @dataclass
@@ -50,13 +44,11 @@ class Held:
 
     @property
     def holds(self) -> bool:
-        """Nothing leaked."""
         grown = [after - before for before, after in zip(self.before, self.after, strict=True)]
         return grown[0] <= LEAK_BYTES and grown[1] <= LEAK_DESCRIPTORS
 
 
 def show(lines: list[Line], held: list[Held], seed: int) -> bool:
-    """Whether everything holds."""
     console = Console()
     table = Table(
         title=f"Chaos, seed {seed}: leases that bystanders lost, p99 against that before", title_justify="left"
@@ -64,9 +56,8 @@ def show(lines: list[Line], held: list[Held], seed: int) -> bool:
     for column in ("kind", "times", "answers", "wrong", "untyped", "late", "leases", "p99 x", ""):
         table.add_column(column, justify="left" if column in ("kind", "") else "right")
     for line in lines:
-        counts = (line.wrong, line.untyped, line.late, line.lost)
         ratio = f"{line.ratio:.2f}" if line.ratio else ""
-        cells = [f"{line.times:,}", f"{line.answers.total():,}", *map(str, counts), ratio]
+        cells = [f"{line.times:,}", f"{line.answers.total():,}", *map(str, line.counts()), ratio]
         table.add_row(line.kind, *cells, "" if line.holds else "[red]NO[/]")
     console.print(table)
     for one in held:

@@ -76,7 +76,6 @@ def test_draws_match_the_formula_and_the_router(model):
 
 
 def launch(step, out, workspace, kernel="lora_step", variant=SMALL):
-    """The kernels' launch, on this CPU."""
     emulated.launch(step, out, workspace, variant, kernel=kernel)
 
 

@@ -217,7 +217,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def as_kernels_do(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of all rows, by put.cu."""
     rows, width = x_TK.shape
     codes, scales = torch.zeros(rows, width, dtype=torch.float8_e4m3fn), torch.zeros(rows)
     said, finished = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)

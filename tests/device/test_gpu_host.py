@@ -14,23 +14,13 @@ import torch
 from kernels_cuda.cuda import on_device
 from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
-from lora_server.control.adapters.registry import FIRST_HANDLE
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.captured import Captured
 from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
-from lora_server.transport.gpu.layout import (
-    CLIENT,
-    COMMANDS,
-    LANES,
-    MAX_GENERATION,
-    MAX_LINKS,
-    SERVE,
-    CommandKind,
-    handle_of,
-)
+from lora_server.transport.gpu.layout import CLIENT, COMMANDS, LANES, MAX_LINKS, SERVE, CommandKind, handle_of
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
 from lora_server.transport.gpu.needs import FEATURES, Answers, missing, missing_for_network
@@ -41,7 +31,7 @@ from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 from tests.support.gpu import emulated, emulated_gpu
 from tests.support.gpu.gpu_host import Host
-from tests.support.gpu.gpu_steps import IN_MAP, ROWS, SITE
+from tests.support.gpu.gpu_steps import ROWS, SITE
 from tests.support.serving import until
 from tests.support.workload import model_of, spec_of
 
@@ -142,22 +132,36 @@ def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
     clients[-1].link.close()
 
 
-def routed(steps, entries: int) -> Route:
+def route_of(steps) -> Route:
     """Rows 2, 0, 1 of x, which are those of tokens 2, 0, 1."""
     route, ints = Route.empty(ROWS, "cpu", max_rows=ROWS), torch.tensor([2, 0, 1], dtype=torch.int32)
-    route.counts.copy_(torch.tensor([1, entries, entries, entries]))
-    route.segments[0] = torch.tensor([steps.handle, 0, 0, entries], dtype=torch.int32)
+    route.counts.copy_(torch.tensor([1, ROWS, ROWS, ROWS]))
+    route.segments[0] = torch.tensor([steps.handle, 0, 0, ROWS], dtype=torch.int32)
     route.token_M.copy_(ints), route.pair_N.copy_(ints), route.row_N.copy_(torch.arange(ROWS, dtype=torch.int32))
     return route
 
 
-def added(captured: Captured, site, width: int) -> torch.Tensor:
-    """What a pass of one site leaves in zeros."""
-    y = torch.zeros(ROWS, width, dtype=torch.bfloat16)
-    captured.begin(60)
-    site.put(), site.wait(), site.add(y)
-    captured.finish()
-    return y
+class Added:
+    """Captured launches of one site, of a link of their own; called, they say what a pass leaves in zeros."""
+
+    def __init__(self, host: Host, steps, route: Route, site: Site = SITE, by_entry: bool = False) -> None:
+        self.link, self.width = host.join(steps.handle).link, host.spec.out_width(site)
+        self.captured = Captured(self.link)
+        header = steps.header(0, 0)._replace(
+            flags=slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP, windows=((0, self.width),),
+            layer=site.layer, projection=PROJECTIONS.index(site.projection),
+        )  # fmt: skip
+        self.site = self.captured.site(header, steps.x, route, by_entry=by_entry)
+
+    def __call__(self) -> torch.Tensor:
+        y = torch.zeros(ROWS, self.width, dtype=torch.bfloat16)
+        self.captured.begin(60)
+        self.site.put(), self.site.wait(), self.site.add(y)
+        self.captured.finish()
+        return y
+
+    def pushed(self) -> int:
+        return int(np.frombuffer(bytes(self.link.state.tolist()), CLIENT)["pushed"][0])
 
 
 @needs_emulator
@@ -177,51 +181,39 @@ def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
 def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
     """A row of x for each entry; the answer has one per token: their sum, each times its weight."""
     steps = host.join(host.load(tiny_adapters["all"]))
-    deltas = steps.step().float()
-    link = host.join(steps.handle).link
-    captured, route = Captured(link), routed(steps, ROWS)
+    deltas, route = steps.step().float(), route_of(steps)
     route.counts.copy_(torch.tensor([1, ROWS, 2, 2]))
     route.row_N.copy_(torch.tensor([0, 1, 1], dtype=torch.int32))
     route.token_M[:2] = torch.tensor([2, 0], dtype=torch.int32)
     route.weights_N.copy_(torch.tensor([1.0, 0.5, 0.25]))
-    site = captured.site(steps.header(0, 0)._replace(flags=slot.HAS_OUT_MAP), steps.x, route, by_entry=True)
-    y = added(captured, site, host.spec.out_width(SITE))
+    added = Added(host, steps, route, by_entry=True)
+    y = added()
     assert torch.equal(y[2].float(), deltas[2]) and not y[1].any()
     rounded = 2**-8 * float(deltas.abs().max())
     torch.testing.assert_close(y[0].float(), 0.5 * deltas[0] + 0.25 * deltas[1], rtol=0, atol=rounded)
-    link.close(), steps.link.close()
+    added.link.close(), steps.link.close()
 
 
 @needs_emulator
 def test_captured_launches_outlive_their_link(host, tiny_adapters):
     """put, wait and add: the deltas that a host gets, or an error; nothing is sent for nobody."""
     steps = host.join(host.load(tiny_adapters["all"]))
-    deltas = steps.step()
-    link = host.join(steps.handle).link
-    captured, route = Captured(link), routed(steps, ROWS)
-    header = steps.header(0, 0)._replace(flags=IN_MAP)
-    site = captured.site(header, steps.x, route, by_entry=False)
-
-    def run() -> torch.Tensor:
-        return added(captured, site, host.spec.out_width(SITE))
-
-    def pushed() -> int:
-        return int(np.frombuffer(bytes(link.state.tolist()), CLIENT)["pushed"][0])
-
-    assert torch.equal(run(), deltas) and torch.equal(run(), deltas) and pushed() == 2
+    deltas, route = steps.step(), route_of(steps)
+    added = Added(host, steps, route)
+    assert torch.equal(added(), deltas) and torch.equal(added(), deltas) and added.pushed() == 2
     route.counts.zero_()
-    assert not run().any() and pushed() == 2
-    route.counts.copy_(routed(steps, ROWS).counts)
+    assert not added().any() and added.pushed() == 2
+    route.counts.copy_(route_of(steps).counts)
     route.segments[0, 0] = handle_of(700, 1)
     with pytest.raises(UnknownAdapterError, match="names an adapter that is not here"):
-        run()
+        added()
     route.segments[0, 0] = steps.handle
-    assert torch.equal(run(), deltas)
-    link.close()
-    link = host.join(steps.handle).link
-    captured.take_over(link)
-    assert torch.equal(run(), deltas) and pushed() == 1
-    link.close(), steps.link.close()
+    assert torch.equal(added(), deltas)
+    added.link.close()
+    added.link = host.join(steps.handle).link
+    added.captured.take_over(added.link)
+    assert torch.equal(added(), deltas) and added.pushed() == 1
+    added.link.close(), steps.link.close()
 
 
 @needs_emulator
@@ -233,20 +225,17 @@ def test_captured_launches_add_codes_as_the_host_reads_them(tmp_path, tiny_adapt
     x[1], x[2, 5] = 0, math.inf
     deltas = steps.step()
     assert deltas[0].isfinite().all() and deltas[0].any() and not deltas[1].any() and deltas[2].isnan().all()
-    other = host.join(steps.handle).link
-    captured = Captured(other)
-    header = steps.header(0, 0)._replace(flags=slot.HAS_IN_MAP)
-    site = captured.site(header, x, routed(steps, ROWS), by_entry=False)
-    assert torch.equal(added(captured, site, deltas.shape[1]).nan_to_num(7), deltas.nan_to_num(7))
+    added = Added(host, steps, route_of(steps))
+    assert torch.equal(added().nan_to_num(7), deltas.nan_to_num(7))
     with pytest.raises(ProtocolError, match="got float32 rows for a GPU, expected bfloat16 or float16"):
-        steps.link.put_rows(header, x.float(), torch.arange(ROWS))
-    other.close(), steps.link.close(), host.close()
+        steps.link.put_rows(steps.header(0, 0), x.float(), torch.arange(ROWS))
+    added.link.close(), steps.link.close(), host.close()
 
 
 @needs_emulator
 def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, tiny_adapters):
     steps = host.join(host.load(tiny_adapters["all"]))
-    y, route = torch.zeros(ROWS, 8, dtype=torch.bfloat16), routed(steps, ROWS)
+    y, route = torch.zeros(ROWS, 8, dtype=torch.bfloat16), route_of(steps)
     site, odd = (
         Captured(steps.link).site(steps.header(0, 0)._replace(windows=((0, width),)), steps.x, route, by_entry=False)
         for width in (8, 7)
@@ -291,9 +280,8 @@ def test_a_kernel_without_a_heartbeat_ends_its_shard():
 def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
     """And what one had, another gets, once the kernel reads it no more."""
     site, experts, ranks = Site(1, "gate_up"), (0, 3, 6), {r".*experts\.3\.w1": 40, r".*experts\.[56]\.w[12]": 1}
-    tiny.make_adapter(
-        model_of("mixtral"), tmp_path, lora_rank=4, seed=1, alpha=8, style="per_expert", rank_pattern=ranks
-    )
+    recipe = {"lora_rank": 4, "seed": 1, "alpha": 8, "style": "per_expert", "rank_pattern": ranks}
+    tiny.make_adapter(model_of("mixtral"), tmp_path, **recipe)
     width, deltas = host.spec.out_width(site), dict[int, torch.Tensor]()
     with open_adapter(tmp_path, host.spec) as adapter:
         for expert in experts:
@@ -303,32 +291,24 @@ def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
     taken = []
     for _ in range(2):
         steps = host.join(host.load(tmp_path))
-        captured, route = Captured(steps.link), routed(steps, ROWS)
+        route = route_of(steps)
         route.counts[0] = len(experts)
         route.segments[:3] = torch.tensor([[steps.handle, e, i, 1] for i, e in enumerate(experts)], dtype=torch.int32)
-        header = steps.header(0, 0)._replace(
-            flags=IN_MAP, layer=site.layer, projection=PROJECTIONS.index(site.projection), windows=((0, width),)
-        )
-        launches = captured.site(header, steps.x, route, by_entry=False)
-        y = added(captured, launches, width)
-        rows = route.pair_N.tolist()
-        for row, expert in zip(rows, experts, strict=True):
+        added = Added(host, steps, route, site)
+        y = added()
+        for row, expert in zip(route.pair_N.tolist(), experts, strict=True):
             exact = deltas[expert] @ steps.x[row].double()
             torch.testing.assert_close(y[row].double(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
-        steps.link.close()
+        added.link.close(), steps.link.close()
         taken.append(host.tier._on_device._places._used)
         host.store.drop(steps.handle)
     assert taken[0] == taken[1] > 0, "the second had the places of the first"
 
 
 def test_places_grow_between_two_launches():
-    sizes = []
-    kernel = SimpleNamespace(
-        gpu=emulated_gpu.EmulatedGpu(),
-        read_places=lambda places: sizes.append(len(places)),
-        between=lambda action: action(),
-    )
-    places = Places(kernel, places=4)
+    sizes, gpu = [], emulated_gpu.EmulatedGpu()
+    read, between = lambda places: sizes.append(len(places)), lambda action: action()
+    places = Places(SimpleNamespace(gpu=gpu, read_places=read, between=between), places=4)
     rows = np.arange(6, dtype=np.int32).reshape(3, 2)
     assert [places.put(handle, rows) for handle in (1, 1, 2)] == [0, 3, 6] and sizes == [4, 8, 16]
     assert np.array_equal(places._device[6:9].numpy(), rows) and np.array_equal(places._device[:3].numpy(), rows)
@@ -372,15 +352,10 @@ def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters
     assert twin._requests.closed.is_set() and twin._responses.closed.is_set()
 
 
-def test_the_first_handle_is_one_that_kernels_take():
-    assert handle_of(1, 1) == FIRST_HANDLE and FIRST_HANDLE >> 16 <= MAX_GENERATION
-
-
 def test_what_a_machine_lacks_is_named_with_its_cure():
     assert missing(Answers(13000, {})) == []
-    assert missing(Answers(0, {"cuda.bindings": "ImportError: x"})) == [
-        "cuda.bindings: ImportError: x; install lora-server[cuda]"
-    ]
+    (line,) = missing(Answers(0, {"cuda.bindings": "ImportError: x"}))
+    assert line == "cuda.bindings: ImportError: x; install lora-server[cuda]"
     (line,) = missing(Answers(0, {}))
     assert "no NVIDIA driver answers" in line
     old = missing(Answers(12020, {}, frozenset(["HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"])))
@@ -388,12 +363,8 @@ def test_what_a_machine_lacks_is_named_with_its_cure():
 
 
 def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
-    lacks = missing_for_network(tmp_path)
-    assert [
-        word
-        for word in ("mlx5", "uverbs", "nvidia_peermem", "PeerMappingOverride")
-        if not any(word in line for line in lacks)
-    ] == []
+    lacks = "\n".join(missing_for_network(tmp_path))
+    assert all(word in lacks for word in ("mlx5", "uverbs", "nvidia_peermem", "PeerMappingOverride"))
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
     (tmp_path / "dev/infiniband/uverbs0").mkdir(parents=True)
@@ -406,8 +377,7 @@ def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
 
 def test_no_driver_is_asked_for_an_api_that_it_has_switched_off():
     """The first version of stream memory operations is off by default; we call the second, which is always on."""
-    assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES
-    assert [name for name in FEATURES if name.endswith("_V1")] == []
+    assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES and not any(name.endswith("_V1") for name in FEATURES)
 
 
 @pytest.mark.parametrize(("before", "calls"), [(0, ["device 3"]), (77, ["device 3", "context 77"])])

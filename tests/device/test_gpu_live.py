@@ -71,7 +71,6 @@ def test_the_kernel_runs_and_its_heart_beats(host):
 
 
 def expected(host: Host, steps, path) -> torch.Tensor:
-    """What a host computes."""
     store = cpu_store(Placement(host.spec, Layout.parse("ep1-pp1")), 0, torch.bfloat16)
     assert load(store, steps.handle, path).result() is None
     with pinned(store, {steps.handle}, SITE.layer):

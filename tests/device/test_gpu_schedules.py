@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,61 +17,53 @@ from tests.support.gpu import emulated, gpu_cases, gpu_codes, gpu_led, gpu_mutan
 pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
 SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
 FEW = 12
-LIBRARIES = {  # of kernels; a stage in leader mode has those of mapped memory
-    "mapped": gpu_world.load,
-    "nvshmem": functools.partial(gpu_world.load, nvshmem=True),
-    "e4m3": functools.partial(gpu_world.load, in_codes=True),
-    "led": gpu_world.load,
-}
-CASES = {
-    "mapped": (*gpu_cases.CASES, gpu_codes.rows_of_the_other_wire_are_refused),
-    "nvshmem": gpu_cases.NETWORK_CASES,
-    "e4m3": gpu_codes.CASES,
-    "led": gpu_led.CASES,
-}
-PLAYED = {"mapped": SCHEDULES // 2, "nvshmem": SCHEDULES // 2, "e4m3": SCHEDULES // 4, "led": SCHEDULES // 4}
-PARTS = {"mapped": 4, "nvshmem": 4, "e4m3": 1, "led": 1}
-STRUCTS = {
-    "Client": layout.CLIENT,
-    "Link": layout.LINK,
-    "Entry": layout.ENTRY,
-    "Site": layout.SITE,
-    "Command": layout.COMMAND,
-    "Note": layout.NOTE,
-    "Mailbox": layout.MAILBOX,
-    "Serve": layout.SERVE,
+
+
+class Kind(NamedTuple):
+    load: Callable  # of kernels
+    cases: Sequence[Callable]
+    played: int  # schedules, in so many parts
+    parts: int
+    play: Callable = gpu_schedules.play
+
+
+KINDS = {
+    "mapped": Kind(gpu_world.load, (*gpu_cases.CASES, gpu_codes.rows_of_the_other_wire_are_refused), SCHEDULES // 2, 4),
+    "nvshmem": Kind(functools.partial(gpu_world.load, nvshmem=True), gpu_cases.NETWORK_CASES, SCHEDULES // 2, 4),
+    "e4m3": Kind(functools.partial(gpu_world.load, in_codes=True), gpu_codes.CASES, SCHEDULES // 4, 1),
+    "led": Kind(gpu_world.load, gpu_led.CASES, SCHEDULES // 4, 1, gpu_led.play),  # its kernels are of mapped memory
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind}-{case.__name__}") for kind, cases in CASES.items() for case in cases],
+    [pytest.param(kind, case, id=f"{name}-{case.__name__}") for name, kind in KINDS.items() for case in kind.cases],
 )
 def test_case(kind, case):
-    case(LIBRARIES[kind]())
+    case(kind.load())
 
 
-def play(kind: str, seeds: range) -> None:
-    library, total = LIBRARIES[kind](), Counter[str]()
-    one = gpu_led.play if kind == "led" else gpu_schedules.play
+def play(kind: Kind, seeds: range) -> None:
+    library, total = kind.load(), Counter[str]()
     for seed in seeds:
         try:
-            total.update(one(seed, library))
+            total.update(kind.play(seed, library))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert total["steps"] > 5 * len(seeds) and total["launches"] > len(seeds), total
 
 
-@pytest.mark.parametrize("kind", LIBRARIES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_seeded_schedules(kind):
     """With memory that is mapped, with NVSHMEM's PEs, mapped or beyond a network, in 8 bits, and in leader mode."""
-    play(kind, range(FEW))
+    play(KINDS[kind], range(FEW))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind, parts in PARTS.items() for part in range(parts)])
+@pytest.mark.parametrize(("kind", "part"), [(name, part) for name, kind in KINDS.items() for part in range(kind.parts)])
 def test_more_seeded_schedules(kind, part):
-    play(kind, range(FEW + part, max(PLAYED[kind], 2 * FEW), PARTS[kind]))
+    kind = KINDS[kind]
+    play(kind, range(FEW + part, max(kind.played, 2 * FEW), kind.parts))
 
 
 def test_every_sabotage_has_its_place():
@@ -93,10 +87,9 @@ def test_structs_that_hosts_and_kernels_share_are_alike():
             assert value == layout.ORDER_BYTES
         elif name == "MAX_LINKS":
             assert value == layout.MAX_LINKS
-        elif not field and name != "shared":
-            assert value == STRUCTS[struct].itemsize, name
-        elif field:
-            assert value == STRUCTS[struct].fields[field][1], name
+        elif name != "shared":
+            dtype = getattr(layout, struct.upper())
+            assert value == (dtype.fields[field][1] if field else dtype.itemsize), name
 
 
 def test_handles():

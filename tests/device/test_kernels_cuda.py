@@ -81,10 +81,8 @@ class Maker:
     def step(self, blocks: list[Block], sizes: list[int], *, combine=False, rows=0, windows=None, window=None):
         entries = sum(sizes)
         begin, end = window or (0, self.in_width)
-        segments = [
-            Segment(blocks[i % len(blocks)], first, size)
-            for i, (first, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False))
-        ]
+        places = enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False))
+        segments = [Segment(blocks[i % len(blocks)], first, size) for i, (first, size) in places]
         draw = torch.from_numpy
         return Step(
             rows_TK=self.noise(rows or entries, end - begin),
@@ -183,14 +181,9 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
     make = Maker(1, torch.bfloat16, 700, 200)
     for segment in step.segments:
         for entry in {segment.first, segment.first + segment.num_entries - 1}:
-            alone = replace(
-                step,
-                rows_TK=step.rows_TK[int(step.in_map_N[entry])][None],
-                segments=[Segment(segment.block, 0, 1)],
-                num_entries=1,
-                num_out_rows=1,
-                in_map_N=None,
-            )
+            row, segments = step.rows_TK[int(step.in_map_N[entry])][None], [Segment(segment.block, 0, 1)]
+            one = {"num_entries": 1, "num_out_rows": 1, "in_map_N": None}
+            alone = replace(step, rows_TK=row, segments=segments, **one)
             assert torch.equal(launch(make.packed(alone, device))[0], together[entry]), entry
 
 
@@ -252,25 +245,26 @@ def test_a_step_that_does_not_fit_is_refused():
     _, packed = example("cpu", combine=True)
     step, out, workspace = packed.step, packed.poisoned_out(), packed.poisoned_workspace(100)
 
-    def refused(reason: str, *, step=step, out=out, workspace=workspace):
-        with pytest.raises(ValueError, match=reason):
-            arguments(step, out, workspace, stages=2)
-
     arguments(step, out, workspace, stages=2)
-    refused("float32", step=replace(step, rows_TK=step.rows_TK.float()))
-    refused("float16", out=out.half())
-    refused("0 output windows", step=replace(step, windows=()))
-    refused("4 output windows", step=replace(step, windows=((0, 1), (2, 3), (4, 5), (6, 7))))
-    refused("expected 200 columns", out=out[:, :100])
-    refused("within the workspace", step=replace(step, in_begin=1))
-    refused("67 entries, expected at most 66", workspace=packed.poisoned_workspace(66))
-    refused("int64, expected torch.int32", step=replace(step, out_map_N=step.out_map_N.long()))
-    narrow = Workspace.new(max_entries=100, max_rank=256, max_in_width=700, max_out_width=199, device="cpu")
-    refused("200 columns to combine, expected at most 199", workspace=narrow)
     most = most_combined_entries(2)
     many = torch.zeros(most + 1, dtype=torch.int32)
-    large = Workspace.new(max_entries=most + 1, max_rank=16, max_in_width=700, max_out_width=200, device="cpu")
-    refused(f"{most + 1} entries", step=replace(step, in_map_N=many, out_map_N=many, weights_N=None), workspace=large)
+    widths = {"max_in_width": 700, "device": "cpu"}
+    narrow = Workspace.new(max_entries=100, max_rank=256, max_out_width=199, **widths)
+    large = Workspace.new(max_entries=most + 1, max_rank=16, max_out_width=200, **widths)
+    for reason, fields, given in (
+        ("float32", {"rows_TK": step.rows_TK.float()}, {}),
+        ("float16", {}, {"out": out.half()}),
+        ("0 output windows", {"windows": ()}, {}),
+        ("4 output windows", {"windows": ((0, 1), (2, 3), (4, 5), (6, 7))}, {}),
+        ("expected 200 columns", {}, {"out": out[:, :100]}),
+        ("within the workspace", {"in_begin": 1}, {}),
+        ("67 entries, expected at most 66", {}, {"workspace": packed.poisoned_workspace(66)}),
+        ("int64, expected torch.int32", {"out_map_N": step.out_map_N.long()}, {}),
+        ("200 columns to combine, expected at most 199", {}, {"workspace": narrow}),
+        (f"{most + 1} entries", {"in_map_N": many, "out_map_N": many, "weights_N": None}, {"workspace": large}),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            arguments(replace(step, **fields), **({"out": out, "workspace": workspace} | given), stages=2)
 
 
 # every width of the models that we plan for, and the row counts at which something changes; a GPU's work
@@ -297,15 +291,15 @@ def on_fake_gpu(packed: PackedStep):
     mode = FakeTensorMode()
     workspace, out = packed.poisoned_workspace(600), packed.poisoned_out()
 
-    def fake(thing):
+    def fake(tensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+
+    def faked(thing):
         tensors = {name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)}
-        with mode:
-            return replace(
-                thing, **{name: torch.empty(t.shape, dtype=t.dtype, device="cuda") for name, t in tensors.items()}
-            )
+        return replace(thing, **{name: fake(tensor) for name, tensor in tensors.items()})
 
     with mode:
-        return mode, fake(packed.step), torch.empty(out.shape, dtype=out.dtype, device="cuda"), fake(workspace)
+        return mode, faked(packed.step), fake(out), faked(workspace)
 
 
 def test_the_torch_operator_is_one_opaque_node():

@@ -28,7 +28,6 @@ from tests.support.sources import ROOT
 
 
 def bindings():
-    """nvshmem4py's, or skipped with the reason."""
     try:
         needs.host_library()
         return importlib.import_module("nvshmem.bindings")
@@ -39,11 +38,8 @@ def bindings():
 def test_calls_are_those_that_nvshmem4py_has():
     real = bindings()
     tree = ast.parse(inspect.getsource(nvshmem))
-    called = {
-        node.func.attr: len(node.args)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("bindings.")
-    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {call.func.attr: len(call.args) for call in calls if ast.unparse(call.func).startswith("bindings.")}
     assert {"hostlib_init_attr", "set_attr_uniqueid_args", "cumodule_init", "ptr"} <= set(called)
     for name, count in called.items():
         if not inspect.isclass(getattr(real, name)):
@@ -101,23 +97,19 @@ def test_no_two_links_of_a_pe_lie_at_one_place(shards, clients):
     assert heap.nbytes == max(shards, clients) * link, "and no more is taken"
 
 
-class Waits:
-    """A WorldGpu as far as `enter`: some PE never comes, until `end`."""
+def test_a_world_that_does_not_come_about_is_said_so_in_time():
+    """Some PE never comes, until `end`."""
+    end = threading.Event()
 
-    def __init__(self) -> None:
-        self.end = threading.Event()
-
-    def enter(self, rank: int, size: int, uid: bytes, nbytes: int):
-        self.end.wait(HANG_SECONDS)
+    def enter(*place: object):
+        end.wait(HANG_SECONDS)
         raise RuntimeError("the bootstrap failed")
 
-
-def test_a_world_that_does_not_come_about_is_said_so_in_time():
-    gpu, own = Waits(), _Entered()
+    gpu, own = SimpleNamespace(enter=enter), _Entered()
     place = pb.Place(world=9, rank=1, size=2, uid=b"x" * UID_BYTES, slots=2)
     with pytest.raises(WorldError, match=r"PE 1 of 2, world 9: it was not entered in 0\.01 s; start this process anew"):
         own.enter(World(gpu, place, 1, nvshmem_pe.LAYOUT), 0.01)
-    gpu.end.set()
+    end.set()
     other = pb.Place(world=10, rank=1, size=2, uid=b"y" * UID_BYTES, slots=2)
     with pytest.raises(WorldError, match="was PE 1 of world 9, and a process is in one world in its life; start it"):
         own.enter(World(gpu, other, 1, nvshmem_pe.LAYOUT), 0.01)
@@ -127,7 +119,6 @@ def test_a_world_that_does_not_come_about_is_said_so_in_time():
 
 @pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 def test_a_pe_that_sends_to_itself_on_this_cpu():
-    """What runs on GPUs below."""
     from tests.support.gpu.emulated_world import EmulatedWorldGpu
 
     gpu = EmulatedWorldGpu()

@@ -57,32 +57,18 @@ def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> c
 
 
 def launch(
-    step: DeviceStep,
-    out: torch.Tensor,
-    workspace: Workspace,
-    variant: Variant,
-    *,
-    kernel: str = "lora_step",
-    late: bool = True,
-    instead: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+    step: DeviceStep, out: torch.Tensor, workspace: Workspace, variant: Variant, *, kernel: str = "lora_step",
+    late: bool = True, instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """`kernel` over the whole step; `late`: copies happen when they are waited for; `instead`: see `read_source`."""
     values = arguments(step, out, workspace, variant.stages)
     run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late, instead=instead)
 
 
 def run(
-    kernel: str,
-    values: list[int],
-    variant: Variant,
-    *,
-    source: str = "lora_step.cu",
-    grid: int = 1,
-    late: bool = True,
-    stack_bytes: int = STACK_BYTES,
-    instead: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """A kernel of a source with its arguments, all 64 bits wide."""
+    kernel: str, values: list[int], variant: Variant, *, source: str = "lora_step.cu", grid: int = 1, late: bool = True,
+    stack_bytes: int = STACK_BYTES, instead: Mapping[str, str] = MappingProxyType({}),
+) -> None:  # fmt: skip
     library = _library(variant, _text(source, tuple(sorted(instead.items()))), stack_bytes)
     address = ctypes.cast(library[kernel], ctypes.c_void_p)
     values_64 = (ctypes.c_int64 * len(values))(*values)
@@ -91,5 +77,4 @@ def run(
 
 
 def shared_bytes(variant: Variant, source: str = "lora_step.cu") -> int:
-    """Shared memory of one block."""
     return int(_library(variant, _text(source, ())).shared_bytes())

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
-from typing_extensions import override
 
 from kernels_cuda.heuristics import Variant
 from lora_server.transport import put
@@ -30,13 +29,8 @@ VARIANTS = dict.fromkeys(source.SOURCES, SERVE) | {"put.cu": Variant(bulk_copy=F
 ROUTE = Variant(bulk_copy=False, warps=2)
 STACK_BYTES = 48 << 10
 PINNED: list[tuple[int, int]] = []  # (begin, end) of this process's host memory, now
-MEMORY = {
-    "serve.cu": "ServeMemory",
-    "serve_e4m3.cu": "ServeMemory",
-    "link.cu": "LinkMemory",
-    "put.cu": "BlockMemory",
-    "route.cu": "BlockMemory",
-}
+MEMORY = dict.fromkeys(source.SERVES, "ServeMemory") | dict.fromkeys(("put.cu", "route.cu"), "BlockMemory")
+MEMORY |= {"link.cu": "LinkMemory"}
 
 
 @cache
@@ -60,8 +54,6 @@ def compile_all(nvshmem: bool = False, in_codes: bool = False) -> None:
 
 
 class EmulatedMemory(gpu.Shared):
-    """A memfd."""
-
     def __init__(self, nbytes: int, fd: int = -1) -> None:
         if fd < 0:
             self.fd, self._mapping = create_memory("gpu", nbytes)
@@ -71,7 +63,6 @@ class EmulatedMemory(gpu.Shared):
         self.address = self.tensor.data_ptr()
         self.closed = threading.Event()
 
-    @override
     def close(self) -> None:
         if not self.closed.is_set():
             self.closed.set()
@@ -106,20 +97,16 @@ class EmulatedQueue(gpu.Queue):
         self._given += 1
         self._work.put(work)
 
-    @override
     def follow_engine(self) -> None:
         """torch computes at once here."""
 
-    @override
     def lead_engine(self) -> None:
         while not self.is_idle():
             time.sleep(1e-5)
 
-    @override
     def keep(self, *tensors: torch.Tensor | None) -> None:
         self._give(lambda: tensors and None)
 
-    @override
     def launch(self, kernel: str, *values: int) -> None:
         name = WorldGpu.kernels[kernel]
         lib, lock = library(name, self._nvshmem and name in source.SOURCES)
@@ -139,23 +126,19 @@ class EmulatedQueue(gpu.Queue):
 
         self._give(run)
 
-    @override
     def send(self, address: int, data: memoryview) -> None:
         _need_pinned(data)
         self._give(lambda: ctypes.memmove(address, _address(data), data.nbytes) and None)
 
-    @override
     def fetch(self, data: memoryview, address: int) -> None:
         _need_pinned(data)
         self._give(lambda: ctypes.memmove(_address(data), address, data.nbytes) and None)
 
-    @override
     def is_idle(self) -> bool:
         if self._failure is not None:
             raise RuntimeError(str(self._failure))
         return self._done == self._given
 
-    @override
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(60)
@@ -173,45 +156,34 @@ def _need_pinned(memory: memoryview) -> None:
 
 
 class EmulatedGpu(gpu.Gpu):
-    """See Gpu."""
-
     device = CPU
 
-    @override
     def compile(self, source: str) -> None:
         library(source)
 
-    @override
     def settle(self) -> None:
         """torch computes at once here."""
 
-    @override
     def create(self, nbytes: int) -> gpu.Shared:
         return EmulatedMemory(nbytes)
 
-    @override
     def map(self, fd: int, nbytes: int) -> gpu.Memory:
         return EmulatedMemory(nbytes, fd)
 
-    @override
     def pin(self, memory: memoryview) -> tuple[int, Callable[[], None]]:
         part = (_address(memory), _address(memory) + memory.nbytes)
         PINNED.append(part)
         return part[0], lambda: PINNED.remove(part)
 
-    @override
     def queue(self, urgent: bool = False) -> gpu.Queue:
         return EmulatedQueue()
 
-    @override
     def write(self, address: int, data: bytes) -> None:
         ctypes.memmove(address, data, len(data))
 
-    @override
     def write_word(self, address: int, value: int) -> None:
         ctypes.c_uint64.from_address(address).value = value
 
-    @override
     def read(self, address: int, nbytes: int) -> bytes:
         return ctypes.string_at(address, nbytes)
 

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
@@ -36,8 +35,6 @@ def _rows(memory: Mapping, layout: RegionLayout) -> TwinRows:
 
 
 class MemfdTwin:
-    """See Twin."""
-
     kind, handle = "fd", b""
 
     def __init__(self, layout: RegionLayout) -> None:
@@ -81,7 +78,6 @@ class EmulatedLink(DeviceLink):
         self._wanted, self._can_map = twin, can_map
         super().__init__(address, hello, shard, CPU, twin != "no")
 
-    @override
     def _prepare(self, welcome: Welcome, fd: int) -> bool:
         self.welcome = welcome
         if welcome.twin and self._can_map and self._wanted != "no":
@@ -90,12 +86,10 @@ class EmulatedLink(DeviceLink):
             raise ConfigError(f"no twin: {welcome.why or 'this device cannot map it'}")
         return self.twin is not None
 
-    @override
     def _address(self, seq: int | None) -> int:
         memory = self.region.memory[:8] if seq is None else self.region.request(seq)
         return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 
-    @override
     def _launch(self, step: Put, choice: Choice | None) -> None:
         assert all(t is None or t.device == self.device for t in (step.x, step.rows_M))
         if choice is not None:

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from typing_extensions import override
-
 from lora_server.daemon.inproc import InprocServer
 from lora_server.spec import ModelSpec
 from lora_server.transport.base import DeviceMemory, Link
@@ -33,14 +31,12 @@ class EmulatedServer(InprocServer):
         for thread in self._threads:
             thread.start()
 
-    @override
     def connect(self, hello: Hello) -> list[Link]:
         return [
             EmulatedLink(listener.address, hello, index, twin=self.twin)
             for index, listener in enumerate(self.listeners)
         ]
 
-    @override
     def close(self) -> None:
         self._stop.set()
         for shard, thread, listener in zip(self.shards, self._threads, self.listeners, strict=True):

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import torch
-from typing_extensions import override
 
 from lora_server.transport.gpu import opened, source
 from lora_server.transport.gpu.gpu import Memory, Queue
@@ -26,21 +25,16 @@ LINE = 128  # each PE has one behind the heaps, where it says that it is there
 
 
 class Heap(Memory):
-    """This PE's, in the mapping of all."""
-
     def __init__(self, mapping: Mapping, rank: int, nbytes: int) -> None:
         self.mapping = mapping
         self.tensor = torch.frombuffer(mapping.view[rank * nbytes : (rank + 1) * nbytes], dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
 
-    @override
     def close(self) -> None:
         """It stays."""
 
 
 class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
-    """See WorldGpu."""
-
     def __init__(self) -> None:
         super().__init__()
         self._heap: Heap | None = None
@@ -48,7 +42,6 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
         self._rank = self._nbytes = 0
         self.network = os.environ.get(NETWORK) == "1"
 
-    @override
     def compile(self, source_name: str) -> None:
         compiled, _ = library(source_name, source_name in source.SOURCES)
         if source_name in source.SOURCES:
@@ -61,15 +54,12 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
             own = ctypes.c_void_p(self._heap.address)
             compiled.live_world(self._rank, own, ctypes.c_uint64(self._nbytes), int(self.network))
 
-    @override
     def queue(self, urgent: bool = False) -> Queue:
         return EmulatedQueue(nvshmem=True)
 
-    @override
     def new_uid(self) -> bytes:
         return os.urandom(UID_BYTES)
 
-    @override
     def enter(self, rank: int, size: int, uid: bytes, nbytes: int) -> Memory:
         path = Path(tempfile.gettempdir()) / f"lora-world-{uid.hex()[:32]}"
         fd, total = os.open(path, os.O_RDWR | os.O_CREAT, 0o600), size * (nbytes + LINE)
@@ -88,7 +78,6 @@ class EmulatedWorldGpu(EmulatedGpu, WorldGpu):
             self._tell(compiled)
         return self._heap
 
-    @override
     def peer(self, address: int, pe: int) -> int:
         assert self._heap is not None and self._heap.address <= address < self._heap.address + self._nbytes
         return 0 if self.network and pe != self._rank else address + (pe - self._rank) * self._nbytes

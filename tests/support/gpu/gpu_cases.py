@@ -60,7 +60,6 @@ class Scene:
         self.shard.stopped = True
 
     def replay(self) -> None:
-        """Each decision is the loop's."""
         replay(self.shard.notes, self.log, {client.link: client.id for client in self.clients})
 
     def pass_of(self, client: GpuClient, handle: int) -> torch.Tensor:
@@ -72,7 +71,6 @@ class Scene:
 
 
 def in_turn(client: WildClient, turns: range, *handles: int) -> Waiting:
-    """Each body, one step after the other."""
     for turn in turns:
         yield from client.steps([BODIES[(client.index + turn) % len(BODIES)]], handles)
 

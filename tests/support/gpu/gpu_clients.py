@@ -38,7 +38,6 @@ class Client:
         self.is_here = world.library.has_heaps and index == 1  # mapped, as without NVSHMEM, beside those that are PEs
 
     def seen_by(self, pe: int, array: np.ndarray) -> int:
-        """The address by which a PE names a part of this link."""
         return address(array) if self.is_here else self.world.seen_by(pe, array)
 
     def words(self, pe: int) -> dict[str, int]:
@@ -81,7 +80,6 @@ class Client:
         return tuple(self.random.choice(pool) for _ in range(2))
 
     def expected(self, body: Body, handles: tuple[int, ...]) -> bytes:
-        """The loop's rows, with the versions that these handles stand for."""
         used = {which for which, *_ in body.entries}
         variants = tuple(self.shard.variant[h] if i in used else 0 for i, h in enumerate(handles))
         return self.reference.answer(body, variants)
@@ -117,14 +115,12 @@ class Client:
             assert code == "shard_unavailable" and self.shard.draining, payload
 
     def memory(self, body: Body, handles: tuple[int, ...], seq: int, budget_us: int) -> bytearray:
-        """A step's bytes."""
         return body.request(handles, self.id, self.epoch & 0xFFFFFFFF, seq, budget_us)
 
     def record(self, seq: int, memory: bytearray) -> None:
         self.log[self.id, self.epoch, seq] = bytes(memory)
 
     def is_answered(self, seq: int = 0) -> bool:
-        """Its newest step, or another."""
         if slot.signalled_seq(int(self.places.response_signal[0]), self.epoch) < (seq or self.seq):
             return False
         self.world.confirm(self.index + 1)
@@ -203,7 +199,6 @@ class GpuClient(Client):
         return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=2)
 
     def launched(self, body: Body) -> Waiting:
-        """The three kernels, one after the other on a stream."""
         yield from self.ended(self.launch_put(body))
         yield from self.ended(self.launch("link_wait"))
         width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
@@ -261,7 +256,6 @@ class WildClient(Client):
     """Writes requests by hand, several ahead, some of them wrong, and changes them once they are pushed."""
 
     def wrong(self, memory: bytearray) -> None:
-        """One word of the header or of the tables becomes another."""
         flags = memory[7]
         dtype, rows, entries, segments = struct.unpack_from("<4I", memory, 40)
         at = slot.request_offsets(segments, entries, flags, 0, scales := slot.num_scales(rows, dtype))
@@ -279,18 +273,15 @@ class WildClient(Client):
         return self.is_sound(self.seq) and memory == self.memory(body, handles, self.seq, budget_us)
 
     def write(self, memory: bytearray) -> None:
-        """The newest step, and its signal."""
         self.record(self.seq, memory)
         self.world.write(self.places.requests[self.seq % DEPTH][: len(memory)], np.frombuffer(memory, np.uint8))
         self.world.write(self.places.request_signal, slot.signal(self.epoch, self.seq))
 
     def is_sound(self, seq: int) -> bool:
-        """By the loop's own checks."""
         memory = self.log[self.id, self.epoch, seq]
         return self.reference.check(memory, self.id, self.epoch & 0xFFFFFFFF, seq)[1] is not None
 
     def steps(self, bodies: Sequence[Body], handles: tuple[int, ...], budget_us: int = 2**60) -> Waiting:
-        """All are pushed, then each is answered, rightly."""
         first = self.seq + 1
         for body in bodies:
             self.push(body, handles, budget_us=budget_us)
@@ -308,7 +299,6 @@ class WildClient(Client):
                 self.world.write(self.places.requests[seq % DEPTH][:end].view("<u4"), 0x7FFFFFF0)
 
     def one(self, memory: bytearray) -> Waiting:
-        """A step of these bytes, until it was answered."""
         self.write(memory)
         yield from self.answered_to()
 

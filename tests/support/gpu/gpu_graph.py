@@ -36,8 +36,6 @@ def _again(operator: Any, args: Any, kwargs: Any, before: Any) -> None:
 
 
 class Graph:
-    """Of one pass."""
-
     def __init__(self, forward: LaunchedPass) -> None:
         self._forward = forward
         self._steps: list[Callable[[], None]] = []
@@ -71,6 +69,5 @@ class Graph:
             EmulatedQueue.launch, EmulatedQueue.lead_engine = launch, lead
 
     def replay(self) -> None:
-        """What the tables say, and the memory that it reads."""
         for step in self._steps:
             step()

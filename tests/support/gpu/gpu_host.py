@@ -59,7 +59,6 @@ class Host:
         self._thread.start()
 
     def load(self, path: Path, *, eager: bool = True) -> int:
-        """A new handle."""
         handle, self._handles = self._handles, self._handles + 1
         if eager:
             assert load(self.store, handle, path).result() is None
@@ -81,12 +80,10 @@ class Host:
         return Steps(SimpleNamespace(links=[link], terms=terms), handle)
 
     def aim(self, steps: Steps, handle: int) -> None:
-        """Its steps name this adapter, and its client holds it."""
         self.port.hold(steps.terms.client, [handle])
         steps.handle = handle
 
     def peers(self) -> list:
-        """The listener's."""
         return [key.data for key in self.listener._selector.get_map().values() if hasattr(key.data, "twin")]
 
     def stop(self) -> None:

@@ -63,12 +63,10 @@ class Stage:
             shard.pump()
 
     def begin(self, index: int, variant: int = 0) -> int:
-        """An adapter that both know."""
         (handle,) = {shard.begin(index, variant) for shard in self.shards}
         return handle
 
     def adapter(self, index: int = 0) -> int:
-        """Known to both, and loaded."""
         handle = self.begin(index)
         for shard in self.shards:
             shard.finish(handle)
@@ -114,8 +112,6 @@ def keys_of(shard: Shard) -> Iterator[tuple[Key, int, int]]:
 
 
 class Member:
-    """A client of both: the leader's part, and the follower's."""
-
     def __init__(self, stage: Stage, index: int) -> None:
         self.stage, self.parts = stage, []
         for shard, log in zip(stage.shards, stage.logs, strict=True):
@@ -157,7 +153,6 @@ class Member:
 
 
 def begin(library: ctypes.CDLL, members: int, seed: int = 5) -> tuple[Stage, list[Member], tuple[int, int]]:
-    """All have joined, and an adapter is there."""
     stage = Stage(seed, library)
     stage.introduce()
     return stage, *join(stage, members)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from lora_server.daemon import backends
 from lora_server.daemon.child_main import run_child
@@ -21,11 +20,9 @@ PAGES = 6  # an adapter of a tiny model takes one
 
 
 class EmulatedShard(ShardProcess):
-    @override
     def _client_memory(self) -> DeviceMemory:
         return SlotsMemory(GPU)
 
-    @override
     def _serving(self, placement: Placement) -> Pump:
         config, dtype = self.config, getattr(torch, self.config.dtype)
         pool, memory = PagePool(PAGES, "cpu"), self._memory(1)
