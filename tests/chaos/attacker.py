@@ -30,6 +30,7 @@ from lora_server.wire.rpc import call, open_channel
 from tests.chaos.caller import LARGE, MANY, Caller
 from tests.support.serving import listening
 
+OTHERS = 64  # adapters that are prefetched
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
@@ -183,17 +184,18 @@ def strangers(address: str, count: int) -> None:
         time.sleep(1e-3)
 
 
-KINDS: dict[str, Callable[[str, int], None]] = {
-    "big steps called decode": big_steps,
-    "every slot full of the largest": full_slots,
-    "idle clients": idle_clients,
-    "rings and signals for nothing": rings,
-    "prefetches of everything": prefetches,
-    "one name acquired": acquires,
-    "giant messages": giant_messages,
-    "silent streams": silent_streams,
-    "strangers on every port": strangers,
-    "no descriptors left": no_descriptors,
+# what comes, and how many in the short form, and in the long one
+KINDS: dict[str, tuple[Callable[[str, int], None], int, int]] = {
+    "big steps called decode": (big_steps, 16, 16),
+    "every slot full of the largest": (full_slots, 1, 1),
+    "idle clients": (idle_clients, 100, 1000),
+    "rings and signals for nothing": (rings, 16, 64),
+    "prefetches of everything": (prefetches, OTHERS, OTHERS),
+    "one name acquired": (acquires, 5_000, 100_000),
+    "giant messages": (giant_messages, 1, 1),
+    "silent streams": (silent_streams, 80, 80),
+    "strangers on every port": (strangers, 200, 1000),
+    "no descriptors left": (no_descriptors, 200, 1000),
 }
 
 if __name__ == "__main__":
@@ -201,4 +203,4 @@ if __name__ == "__main__":
     os.nice(19)
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    KINDS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    KINDS[sys.argv[1]][0](sys.argv[2], int(sys.argv[3]))

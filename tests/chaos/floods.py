@@ -18,26 +18,13 @@ from client_connector.remote import RemoteServer
 from lora_server.demo import children, tiny
 from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import LoraServerError
+from tests.chaos.attacker import KINDS, OTHERS
 from tests.chaos.report import LEAK_DESCRIPTORS, MOST_TIMES, Held, Line
 from tests.support.fleet import Engine
 from tests.support.serving import descendants, status, until
 
 START_SECONDS = 300.0  # for engines' processes, whose imports take a minute on a busy machine: not the server's doing
 GEOMETRY = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "num_local_experts": 4}
-OTHERS = 64  # adapters that are prefetched
-# kind: how many in the short form, and in the long one
-FLOODS = {
-    "big steps called decode": (16, 16),
-    "every slot full of the largest": (1, 1),
-    "idle clients": (100, 1000),
-    "rings and signals for nothing": (16, 64),
-    "prefetches of everything": (OTHERS, OTHERS),
-    "one name acquired": (5_000, 100_000),
-    "giant messages": (1, 1),
-    "silent streams": (80, 80),
-    "strangers on every port": (200, 1000),
-    "no descriptors left": (200, 1000),
-}
 
 
 class Behaved(Engine):
@@ -66,7 +53,7 @@ def play(scratch: Path, transport: str, short: bool) -> tuple[list[Line], Held]:
         try:
             until(lambda: len(behaved.rounds) > 50, "the first steps", START_SECONDS)
             before = held(server)
-            lines = [_flood(server, behaved, bystander, kind, *FLOODS[kind], short) for kind in FLOODS]
+            lines = [_flood(server, behaved, bystander, kind, *of[1:], short) for kind, of in KINDS.items()]
             until(lambda: status(server.address).clients <= 2, "the attackers' leases to end", 120)
             return lines, Held(f"floods, {transport}", before, _settled(server, before))
         finally:

@@ -42,22 +42,28 @@ needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISS
 def host(tmp_path_factory, tiny_adapters):
     """One whose kernel leaves whenever no client has asked for 0.3 s: much longer than the emulator's naps, 60 ms, in
     the middle of which its clock goes on."""
+    if emulated.MISSING:
+        pytest.skip(emulated.MISSING)
     emulated_gpu.compile_all()
     one = Host(tmp_path_factory.mktemp("shard"), idle_ns=300_000_000)
     yield one
     one.close()
 
 
-@needs_emulator
-def test_a_kernel_that_leaves_is_launched_again(host, tiny_adapters):
-    steps = host.join(host.load(tiny_adapters["all"]))
+@pytest.fixture
+def steps(host, tiny_adapters):
+    """Of a client, and an adapter of its own."""
+    one = host.join(host.load(tiny_adapters["all"]))
+    yield one
+    one.link.close()
+
+
+def test_a_kernel_that_leaves_is_launched_again(host, steps):
     before, launches = steps.step(), host.kernel.launches
     until(lambda: host.kernel.launches > launches + 1, "it left, twice")
     assert torch.equal(steps.step(), before)
-    steps.link.close()
 
 
-@needs_emulator
 def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(host, tiny_adapters):
     known = host.load(tiny_adapters["bf16"], eager=False)
     steps = host.join(known)
@@ -77,9 +83,7 @@ def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(
     until(lambda: not host.port.connections, "it went")
 
 
-@needs_emulator
-def test_a_client_names_what_it_holds(host, tiny_adapters):
-    steps = host.join(host.load(tiny_adapters["all"]))
+def test_a_client_names_what_it_holds(host, steps, tiny_adapters):
     own, others = steps.handle, host.load(tiny_adapters["all"])
     before = steps.step()
     steps.handle = others
@@ -89,13 +93,10 @@ def test_a_client_names_what_it_holds(host, tiny_adapters):
     host.port.hold(steps.terms.client, [], fewer=[own])
     steps.handle = own
     until(lambda: steps.step(seconds=0.2) == "permission_denied", "its host has told the kernel")
-    steps.link.close()
 
 
-@needs_emulator
-def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, tiny_adapters):
+def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, steps):
     """The directory, and the workspace of higher ranks, while a client's steps go on."""
-    steps = host.join(host.load(tiny_adapters["all"]))
     before, stop, wrong = steps.step(), threading.Event(), list[object]()
 
     def on_and_on() -> None:
@@ -112,10 +113,8 @@ def test_what_cannot_grow_beside_a_kernel_grows_between_two(host, tiny_adapters)
     thread.join(60)
     assert not wrong and torch.equal(steps.step(), before)
     host.tier.forget(handle_of(5000, 1))
-    steps.link.close()
 
 
-@needs_emulator
 def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
     """The first of the second 32 makes room for them between two launches; who was there keeps its place."""
     handle, before = host.load(tiny_adapters["all"]), int(host.kernel._host[0]["num_links"])
@@ -164,7 +163,6 @@ class Added:
         return int(np.frombuffer(bytes(self.link.state.tolist()), CLIENT)["pushed"][0])
 
 
-@needs_emulator
 def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
     """So that the least recently used makes room, though no host sees a step."""
     used, idle = host.load(tiny_adapters["all"]), host.load(tiny_adapters["bf16"])
@@ -177,10 +175,8 @@ def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
     steps.link.close()
 
 
-@needs_emulator
-def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
+def test_captured_launches_weigh_a_row_per_entry(host, steps):
     """A row of x for each entry; the answer has one per token: their sum, each times its weight."""
-    steps = host.join(host.load(tiny_adapters["all"]))
     deltas, route = steps.step().float(), route_of(steps)
     route.counts.copy_(torch.tensor([1, ROWS, 2, 2]))
     route.row_N.copy_(torch.tensor([0, 1, 1], dtype=torch.int32))
@@ -191,13 +187,11 @@ def test_captured_launches_weigh_a_row_per_entry(host, tiny_adapters):
     assert torch.equal(y[2].float(), deltas[2]) and not y[1].any()
     rounded = 2**-8 * float(deltas.abs().max())
     torch.testing.assert_close(y[0].float(), 0.5 * deltas[0] + 0.25 * deltas[1], rtol=0, atol=rounded)
-    added.link.close(), steps.link.close()
+    added.link.close()
 
 
-@needs_emulator
-def test_captured_launches_outlive_their_link(host, tiny_adapters):
+def test_captured_launches_outlive_their_link(host, steps):
     """put, wait and add: the deltas that a host gets, or an error; nothing is sent for nobody."""
-    steps = host.join(host.load(tiny_adapters["all"]))
     deltas, route = steps.step(), route_of(steps)
     added = Added(host, steps, route)
     assert torch.equal(added(), deltas) and torch.equal(added(), deltas) and added.pushed() == 2
@@ -213,7 +207,7 @@ def test_captured_launches_outlive_their_link(host, tiny_adapters):
     added.link = host.join(steps.handle).link
     added.captured.take_over(added.link)
     assert torch.equal(added(), deltas) and added.pushed() == 1
-    added.link.close(), steps.link.close()
+    added.link.close()
 
 
 @needs_emulator
@@ -232,9 +226,7 @@ def test_captured_launches_add_codes_as_the_host_reads_them(tmp_path, tiny_adapt
     added.link.close(), steps.link.close(), host.close()
 
 
-@needs_emulator
-def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, tiny_adapters):
-    steps = host.join(host.load(tiny_adapters["all"]))
+def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, steps):
     y, route = torch.zeros(ROWS, 8, dtype=torch.bfloat16), route_of(steps)
     site, odd = (
         Captured(steps.link).site(steps.header(0, 0)._replace(windows=((0, width),)), steps.x, route, by_entry=False)
@@ -245,7 +237,6 @@ def test_columns_that_cannot_be_added_in_pairs_are_an_error(host, tiny_adapters)
             where.add_columns(columns, skip)
     with pytest.raises(ProtocolError, match="even number of contiguous"):
         site.add_columns(y[:, ::2], 0)
-    steps.link.close()
 
 
 @needs_emulator
@@ -276,7 +267,6 @@ def test_a_kernel_without_a_heartbeat_ends_its_shard():
         until(kernel.look, "it is missed")
 
 
-@needs_emulator
 def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
     """And what one had, another gets, once the kernel reads it no more."""
     site, experts, ranks = Site(1, "gate_up"), (0, 3, 6), {r".*experts\.3\.w1": 40, r".*experts\.[56]\.w[12]": 1}
@@ -340,7 +330,6 @@ def test_a_command_holds_when_what_was_ordered_before_it_is_done():
     assert mailbox.holds(second) and mailbox.holds(first)
 
 
-@needs_emulator
 def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters):
     steps = host.join(host.load(tiny_adapters["all"]))
     steps.step()

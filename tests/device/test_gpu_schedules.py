@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lora_server.transport.gpu import layout
-from tests.support.gpu import emulated, gpu_cases, gpu_codes, gpu_led, gpu_mutants, gpu_schedules, gpu_world
+from tests.support.gpu import emulated, gpu_cases, gpu_led, gpu_mutants, gpu_schedules, gpu_world
 
 pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
 SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
@@ -28,9 +28,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "mapped": Kind(gpu_world.load, (*gpu_cases.CASES, gpu_codes.rows_of_the_other_wire_are_refused), SCHEDULES // 2, 4),
+    "mapped": Kind(gpu_world.load, gpu_cases.CASES, SCHEDULES // 2, 4),
     "nvshmem": Kind(functools.partial(gpu_world.load, nvshmem=True), gpu_cases.NETWORK_CASES, SCHEDULES // 2, 4),
-    "e4m3": Kind(functools.partial(gpu_world.load, in_codes=True), gpu_codes.CASES, SCHEDULES // 4, 1),
+    "e4m3": Kind(functools.partial(gpu_world.load, in_codes=True), gpu_cases.CASES_IN_CODES, SCHEDULES // 4, 1),
     "led": Kind(gpu_world.load, gpu_led.CASES, SCHEDULES // 4, 1, gpu_led.play),  # its kernels are of mapped memory
 }
 

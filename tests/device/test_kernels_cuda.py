@@ -36,6 +36,16 @@ BACKENDS = [
 ]
 
 
+@pytest.fixture(params=BACKENDS)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["rows", "tokens"])
+def combine(request):
+    return request.param
+
+
 def launch(packed: PackedStep, variant: Variant | None = None, kernels=("lora_step",), workspace=None, late=True):
     out = packed.poisoned_out()
     workspace = workspace or packed.poisoned_workspace(max(64, len(out)) if packed.step.out_map_N is None else 600)
@@ -111,10 +121,8 @@ SHAPES = [  # K, O, ranks of each block's pairs, sizes of segments
 ]
 
 
-@pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize("dtype", LIMIT, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
 def test_equals_the_reference(device, dtype, shape, combine):
     in_width, out_width, ranks, sizes = shape
     make = Maker(in_width, dtype, in_width, out_width)
@@ -123,7 +131,6 @@ def test_equals_the_reference(device, dtype, shape, combine):
     check(launch(make.packed(step, device)), step)
 
 
-@pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize("in_begin, in_end", [(0, 700), (256, 512), (512, 700), (8, 264), (3, 30), (255, 513)])
 @pytest.mark.parametrize("windows", [((0, 300),), ((10, 11),), ((0, 64), (100, 207)), ((5, 60), (64, 128), (280, 300))])
 def test_windows(device, in_begin, in_end, windows):
@@ -141,8 +148,6 @@ def example(device: str, combine: bool = False) -> tuple[Step[Block], PackedStep
     return step, make.packed(step, device)
 
 
-@pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
 def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
     _, packed = example(device, combine)
     expected = launch(packed)
@@ -161,7 +166,6 @@ def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
 
 
 @needs_emulator
-@pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
 @pytest.mark.parametrize("cost", ["1", pytest.param("rows", marks=pytest.mark.long)])
 def test_what_jobs_are_said_to_cost_changes_no_bits(combine, cost):
     """With a cost of 1, shares are of equal numbers of jobs."""
@@ -174,7 +178,6 @@ def test_what_jobs_are_said_to_cost_changes_no_bits(combine, cost):
         assert torch.equal(out, expected), variant
 
 
-@pytest.mark.parametrize("device", BACKENDS)
 def test_a_row_does_not_depend_on_its_neighbours(device):
     step, packed = example(device)
     together = launch(packed)
@@ -187,8 +190,6 @@ def test_a_row_does_not_depend_on_its_neighbours(device):
             assert torch.equal(launch(make.packed(alone, device))[0], together[entry]), entry
 
 
-@pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize("combine", [False, True], ids=["rows", "tokens"])
 def test_infinities_and_nans_stay_in_their_row(device, combine):
     step, packed = example(device, combine)
     clean = launch(packed)
@@ -202,7 +203,6 @@ def test_infinities_and_nans_stay_in_their_row(device, combine):
     assert torch.equal(out[~rows], clean[~rows])
 
 
-@pytest.mark.parametrize("device", BACKENDS)
 def test_counts_on_the_device_decide(device):
     """One launch, captured once, serves steps of any size up to its tensors'."""
     step, packed = example(device, combine=True)
@@ -232,7 +232,6 @@ def test_counts_on_the_device_decide(device):
             assert out.isnan().all(), "nothing was asked for"
 
 
-@pytest.mark.parametrize("device", BACKENDS)
 def test_segments_without_entries_and_many_segments(device):
     make = Maker(5, torch.float16, 64, 40)
     blocks = [make.block(4), make.block(20), NOTHING]
@@ -253,10 +252,10 @@ def test_a_step_that_does_not_fit_is_refused():
     large = Workspace.new(max_entries=most + 1, max_rank=16, max_out_width=200, **widths)
     for reason, fields, given in (
         ("float32", {"rows_TK": step.rows_TK.float()}, {}),
-        ("float16", {}, {"out": out.half()}),
+        ("float16", {}, {"out_UO": out.half()}),
         ("0 output windows", {"windows": ()}, {}),
         ("4 output windows", {"windows": ((0, 1), (2, 3), (4, 5), (6, 7))}, {}),
-        ("expected 200 columns", {}, {"out": out[:, :100]}),
+        ("expected 200 columns", {}, {"out_UO": out[:, :100]}),
         ("within the workspace", {"in_begin": 1}, {}),
         ("67 entries, expected at most 66", {}, {"workspace": packed.poisoned_workspace(66)}),
         ("int64, expected torch.int32", {"out_map_N": step.out_map_N.long()}, {}),
@@ -264,7 +263,7 @@ def test_a_step_that_does_not_fit_is_refused():
         (f"{most + 1} entries", {"in_map_N": many, "out_map_N": many, "weights_N": None}, {"workspace": large}),
     ):
         with pytest.raises(ValueError, match=reason):
-            arguments(replace(step, **fields), **({"out": out, "workspace": workspace} | given), stages=2)
+            arguments(replace(step, **fields), **({"out_UO": out, "workspace": workspace} | given), stages=2)
 
 
 # every width of the models that we plan for, and the row counts at which something changes; a GPU's work

@@ -140,14 +140,12 @@ def test_the_block_table_gives_rows_and_takes_them_back():
     assert stored["pairs"][0][:2].tolist() == [(2, 0, 30, 2.0), (0, 30, 10, 0.0)]
 
 
+BUILT = [Variant(True, 2), Variant(False, 2), Variant(True, 3, 3)]  # by other tests
+OTHERS = [pytest.param(one, marks=pytest.mark.long) for one in (Variant(False, 1), Variant(True, 8))]
+
+
 @needs_emulator
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *(Variant(True, 2), Variant(False, 2), Variant(True, 3, 3)),  # other tests have them built
-        *(pytest.param(one, marks=pytest.mark.long) for one in (Variant(False, 1), Variant(True, 8))),
-    ],
-)
+@pytest.mark.parametrize("variant", BUILT + OTHERS)
 def test_shared_memory_is_what_the_source_declares(variant):
     assert variant.shared_bytes == emulated.shared_bytes(variant)
 

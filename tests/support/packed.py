@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -14,33 +14,23 @@ from kernels_cuda.tables import SEGMENT_INTS, BlockTable
 POISON = 0xFF  # NaN in every float format, wherever a kernel reads what nobody wrote
 
 
-@dataclass
 class Pages:
     """A page table whose pages lie apart from each other, in memory that holds NaNs."""
 
-    device: str
-    num_pages: int = 0
-    free_tile: int = 0
-    memory: list[torch.Tensor] = field(default_factory=list)
-    addresses: torch.Tensor | None = None
-
-    def reserve(self, first_tile: int, num_tiles: int) -> None:
-        """Pages for tiles [first_tile, first_tile + num_tiles), before any is added."""
-        self.free_tile = first_tile
-        while self.num_pages * PAGE_TILES < first_tile + num_tiles:
-            self.memory.insert(0, torch.full((PAGE_BYTES + 512,), POISON, dtype=torch.uint8, device=self.device))
-            self.num_pages += 1
-        starts = [page.data_ptr() + -page.data_ptr() % 512 for page in self.memory]
-        self.addresses = torch.tensor(starts, dtype=torch.int64, device=self.device)
+    def __init__(self, device: str, first_tile: int, num_tiles: int) -> None:
+        self.free_tile, count = first_tile, -(-(first_tile + num_tiles) // PAGE_TILES)
+        page = torch.full((PAGE_BYTES + 512,), POISON, dtype=torch.uint8, device=device)
+        self.memory = [page.clone() for _ in range(count)][::-1]
+        self.starts = [-page.data_ptr() % 512 for page in self.memory]
+        addresses = [page.data_ptr() + start for page, start in zip(self.memory, self.starts, strict=True)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def write(self, tiles: torch.Tensor) -> int:
         """Store tiles one after the other; the number of the first."""
-        first = self.free_tile
-        for i, tile in enumerate(tiles):
-            page = self.memory[(first + i) // PAGE_TILES]
-            at = -page.data_ptr() % 512 + (first + i) % PAGE_TILES * TILE_BYTES
-            page[at : at + TILE_BYTES] = tile
-        self.free_tile += len(tiles)
+        first, self.free_tile = self.free_tile, self.free_tile + len(tiles)
+        for i, tile in enumerate(tiles, first):
+            at = self.starts[i // PAGE_TILES] + i % PAGE_TILES * TILE_BYTES
+            self.memory[i // PAGE_TILES][at : at + TILE_BYTES] = tile
         return first
 
 
@@ -77,16 +67,13 @@ def pack_step(
     dtype = step.rows_TK.dtype
     blocks = {id(segment.block): segment.block for segment in step.segments}
     shapes = {key: shape_of(block, in_width, out_width) for key, block in blocks.items()}
-    pages, table = Pages(device), BlockTable(max(1, len(blocks)), device)
-    pages.reserve(first_tile, sum(shape.num_tiles for shape in shapes.values()))
-    assert pages.addresses is not None
-    places = {}
+    pages = Pages(device, first_tile, sum(shape.num_tiles for shape in shapes.values()))
+    table, places = BlockTable(max(1, len(blocks)), device), {}
     for key, block in blocks.items():
         tile = pages.write(pack(block, shapes[key], dtype).to(device))
         places[key] = table.add(pages.addresses.data_ptr(), shapes[key]), tile
-    segments = torch.tensor(
-        [(*places[id(s.block)], s.first, s.num_entries) for s in step.segments], dtype=torch.int32
-    ).view(-1, SEGMENT_INTS)
+    rows = [(*places[id(s.block)], s.first, s.num_entries) for s in step.segments]
+    segments = torch.tensor(rows, dtype=torch.int32).view(-1, SEGMENT_INTS)
     counts = torch.tensor([len(step.segments), step.num_entries, step.num_out_rows], dtype=torch.int32)
 
     def moved(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
-from collections.abc import Sequence
+import struct
 
 import numpy as np
 import torch
 
 from lora_server.timings import Timings
-from lora_server.transport.gpu.layout import LinkStatus, NoteKind
+from lora_server.transport.gpu.layout import LinkStatus, NoteKind, Refusal
 from lora_server.wire import slot
 from tests.support.gpu import gpu_weights as weights
 from tests.support.gpu.gpu_clients import BUDGET_NS, GpuClient, WildClient
 from tests.support.gpu.gpu_lookups import many_segments_are_looked_up_together
 from tests.support.gpu.gpu_schedules import drive, replay
 from tests.support.gpu.gpu_shard import LINKS, Shard, Waiting
-from tests.support.gpu.gpu_weights import BODIES, DEPTH
+from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
 from tests.support.gpu.gpu_world import World
 
 SEED = 11
@@ -27,15 +28,7 @@ PATIENCE_NS = 2_000_000_000  # step.cuh
 class Scene:
     """A shard with one adapter, and clients that have joined."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        clients: int = 1,
-        wild: int = 0,
-        idle_ns: int = 50_000_000,
-        network: bool = False,
-        links: Sequence[int] = range(LINKS),
-    ) -> None:
+    def __init__(self, library, clients=1, wild=0, idle_ns=50_000_000, network=False, links=range(LINKS)) -> None:
         torch.manual_seed(SEED)
         self.chooser = random.Random(SEED)
         self.world = World(SEED, library, network)
@@ -242,7 +235,6 @@ def more_clients_than_orders(library: ctypes.CDLL) -> None:
     """All push at once: nobody's order is overwritten before it was computed, and the oldest goes first."""
     scene = Scene(library, clients=0, wild=6)
     scene.shard.finish(other := scene.shard.begin(1, 1))
-
     scene.do(*(in_turn(client, range(3), scene.handle, other) for client in scene.clients))
     scene.replay()
 
@@ -289,7 +281,6 @@ def answers_keep_their_order(library: ctypes.CDLL) -> None:
     """Beyond a network that keeps what one block put for long, and brings what another put at once."""
     scene = Scene(library, clients=0, wild=1, network=True)
     (client,) = scene.clients
-
     for _ in range(40):
         scene.do(client.steps([BODIES[0]] * DEPTH, scene.handles))
 
@@ -317,11 +308,78 @@ def a_step_that_a_host_has_written_is_sent(library: ctypes.CDLL) -> None:
     assert client.answered == 2 * DEPTH
 
 
+# -- rows in 8 bits
+
+
+def request_of(scene: Scene, client: WildClient, body: Body) -> bytearray:
+    client.seq += 1
+    return client.memory(body, scene.handles, client.seq, 2**40)
+
+
+def refused(scene: Scene, client: WildClient, memory: bytearray, why: Refusal) -> Waiting:
+    yield from client.one(memory)
+    assert client.code(client.seq) == "protocol"
+    while not (notes := [note for note in scene.shard.notes if note[0] == NoteKind.REFUSED and note[2] == client.seq]):
+        yield
+    assert notes == [(NoteKind.REFUSED, client.index, client.seq, why)]
+
+
+def a_scale_is_a_number(library: ctypes.CDLL) -> None:
+    """Finite, and from 0 on, with and without a map; what it is of is served otherwise."""
+    scene = Scene(library, clients=0, wild=1)
+    (client,) = scene.clients
+    for body in (BODIES_IN_CODES[0], BODIES_IN_CODES[2], BODIES_IN_CODES[3]):
+        for scale in (math.nan, -math.nan, math.inf, -math.inf, -1.0, -1e-45, 0.0, -0.0, 3.4e38):
+            for row in (0, body.num_rows - 1):
+                memory = request_of(scene, client, body)
+                struct.pack_into("<f", memory, body.parts.scales + 4 * row, scale)
+                if 0.0 <= scale < math.inf:
+                    scene.do(client.one(memory))
+                    assert client.code(client.seq) == "", scale
+                else:
+                    scene.do(refused(scene, client, memory, Refusal.BAD_SCALE))
+
+
+def rows_of_the_other_wire_are_refused(library: ctypes.CDLL) -> None:
+    """Before anybody reads their tables; then a sound step is served as ever."""
+    scene = Scene(library, clients=0, wild=1)
+    (client,) = scene.clients
+    own, others = (BODIES_IN_CODES, BODIES) if library.in_codes else (BODIES, BODIES_IN_CODES)
+    for body, other in zip(own, others, strict=False):
+        scene.do(refused(scene, client, request_of(scene, client, other), Refusal.BAD_WIRE))
+        scene.do(client.one(request_of(scene, client, body)))
+        client.look(client.seq, body, scene.handles, {scene.handle})
+
+
+def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
+    """A client that changes them once they are pushed changes nothing: the shard has its own."""
+    scene = Scene(library, clients=0, wild=2)
+    scene.shard.finish(other := scene.shard.begin(1, 1))
+
+    def steps(client: WildClient) -> Waiting:
+        for turn in range(12):
+            body, handles = BODIES_IN_CODES[turn % len(BODIES_IN_CODES)], (scene.handle, other)
+            client.push(body, handles)
+            ready = (NoteKind.READY, client.index, client.seq, 0)
+            while ready not in scene.shard.notes:
+                yield
+            at, slots = body.parts, client.places.requests[client.seq % DEPTH]
+            scene.world.write(slots[at.scales : at.scales + 4 * body.num_rows].view("<f4"), np.float32(math.nan))
+            yield from client.answered_to()
+            client.look(client.seq, body, handles, {scene.handle, other})
+
+    scene.do(*(steps(client) for client in scene.clients))
+
+
 NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
-CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
 CASES = (
     more_clients_than_orders, more_clients_than_lanes, clients_of_one_lane_have_shares_of_their_own, nobody_answers,
     a_watchdog_ends_a_wait, a_refused_step_voids_its_pass, a_lost_block_ends_the_kernel, a_host_stops_everything,
     weights_that_come_late_block_nobody_else, a_step_names_what_its_client_holds_alone,
     weights_are_seen_with_the_word_that_says_so, every_check_has_its_refusal, many_segments_are_looked_up_together,
+    rows_of_the_other_wire_are_refused,
+)  # fmt: skip
+CASES_IN_CODES = (
+    a_scale_is_a_number, rows_of_the_other_wire_are_refused, scales_are_those_that_were_checked,
+    every_check_has_its_refusal,
 )  # fmt: skip

@@ -6,9 +6,8 @@ JSON lines of stdin, one answer each:
 {"do": "leave"}             -> "left"; with "abandon": true, a step is still on its way
 {"do": "halt", "rounds": n} -> "halted": it has put a step as far as n of its kernel's turns, and goes on no more
 {"do": "record"}            -> "recorded": a serving engine's pass, with nobody's rows; a scheduler has the adapters
-{"do": "play", "names": [...], "seed": n}  -> "played": what a replay left (a digest) or whose it failed, steps sent
-{"do": "play", ..., "kill": pid}           -> likewise, and that shard dies while the replay waits for it
-{"do": "play", ..., "stranger": true}      -> likewise, with another request, for an adapter that nobody has
+{"do": "play", "names": [...], "seed": n}  -> "played": what a replay left (a digest) or whose it failed, steps sent;
+    "kill": pid: and that shard dies meanwhile; "stranger": true: with another request, for an adapter nobody has
 {"do": "lose"}              -> "lost": as after a step that broke the session of the pass
 anything that fails         -> "failed": the error's code and text
 """

@@ -18,7 +18,6 @@ from lora_server.placement import Layout, Placement
 from lora_server.shard.pump import Pump
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.gpu.connection import SlotsMemory
-from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.shm_listener import ShmListener
@@ -34,17 +33,9 @@ MAX_STEP_ROWS = 16
 
 
 class Host:
-    """Serves until `close`. `places`: of its directory, at first."""
+    """Serves until `close`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        idle_ns: int = 1_000_000_000,
-        pages: int = 4,
-        wire: Wire = "exact",
-        gpu: Gpu | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, *, idle_ns=1_000_000_000, pages=4, wire: Wire = "exact", gpu=None) -> None:
         self.spec, self.gpu, self.wire = spec_of("mixtral"), gpu or EmulatedGpu(), wire
         placement = Placement(self.spec, Layout.parse("ep1-pp1"))
         region = RegionLayout.for_model(self.spec, 16, 2, wire)

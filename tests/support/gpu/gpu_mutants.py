@@ -33,11 +33,13 @@ def mutated(mutant: Mutant) -> dict[str, str]:
 
 def plays(mutant: Mutant) -> tuple[Sequence[Callable], Callable]:
     """The cases that a mutant may be caught by, and what plays a schedule."""
-    from tests.support.gpu import gpu_cases, gpu_codes, gpu_led, gpu_schedules
+    from tests.support.gpu import gpu_cases, gpu_led, gpu_schedules
 
     if mutant.led:
         return gpu_led.CASES, gpu_led.play
-    cases = gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_codes.CASES if mutant.in_codes else gpu_cases.CASES
+    cases = (
+        gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_cases.CASES_IN_CODES if mutant.in_codes else gpu_cases.CASES
+    )
     return cases, gpu_schedules.play
 
 

@@ -6,8 +6,7 @@ What takes time is a generator that yields while the world has to go on.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,15 +49,7 @@ def places(world: World, client: int, in_heap: bool) -> SimpleNamespace:
 class Shard:
     pages = new_pages()
 
-    def __init__(
-        self,
-        world: World,
-        random: random.Random,
-        idle_ns: int,
-        links: Sequence[int] = range(LINKS),
-        device: int = DEVICE,
-        pages: Memory = pages,
-    ) -> None:
+    def __init__(self, world: World, random, idle_ns: int, links=range(LINKS), device=DEVICE, pages=pages) -> None:
         """links: those of the clients, the first one's first. Of more than LINKS none are PEs."""
         self.world, self.random, self.links_of, self.device, self.pages = world, random, links, device, pages
         self.num_links = -(-(max(links) + 1) // layout.LANES) * layout.LANES
