@@ -188,10 +188,8 @@ def one_client(path, make_backend):
 
 @needs_emulator
 def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
-    with (
-        one_client(tiny_adapters["all"], emulated_backend) as client,
-        pytest.raises(ProtocolError, match=r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"),
-    ):
+    reason = r"got torch.float32 rows, expected torch.bfloat16; run the engine in it"
+    with one_client(tiny_adapters["all"], emulated_backend) as client, pytest.raises(ProtocolError, match=reason):
         client.send(client.request())
 
 

@@ -76,9 +76,8 @@ def expected(host: Host, steps, path) -> torch.Tensor:
     with pinned(store, {steps.handle}, SITE.layer):
         segments = store.gather(SITE, np.array([[steps.handle, 0, 0, ROWS]], np.int32), "a test")
         out = torch.empty(ROWS, host.spec.out_width(SITE), dtype=torch.bfloat16)
-        lora_step(
-            Step(rows_TK=steps.x, segments=segments, num_entries=ROWS, num_out_rows=ROWS, windows=steps.windows), out
-        )
+        counts = {"num_entries": ROWS, "num_out_rows": ROWS}
+        lora_step(Step(rows_TK=steps.x, segments=segments, windows=steps.windows, **counts), out)
     store.close()
     return out.float()
 

@@ -32,10 +32,7 @@ class EmulatedServer(InprocServer):
             thread.start()
 
     def connect(self, hello: Hello) -> list[Link]:
-        return [
-            EmulatedLink(listener.address, hello, index, twin=self.twin)
-            for index, listener in enumerate(self.listeners)
-        ]
+        return [EmulatedLink(one.address, hello, index, twin=self.twin) for index, one in enumerate(self.listeners)]
 
     def close(self) -> None:
         self._stop.set()

@@ -22,6 +22,7 @@ from tests.support.gpu.gpu_world import World, address
 
 FOLLOWER = 8  # a GPU
 ROW_WORDS = 8
+SERVED = NoteKind.ORDERED, 0
 Key = tuple[int, int, int]  # client, epoch and seq
 Log = dict[Key, bytes]
 
@@ -83,9 +84,8 @@ class Stage:
 
     def judge(self) -> int:
         """How many steps the follower has ordered, each the first of what was ready; raises AssertionError."""
-        kinds = NoteKind.REFUSED, NoteKind.ORDERED
         settled = [
-            key for key, kind, what in keys_of(self.leader) if kind == kinds[0] or (kind == kinds[1] and not what)
+            key for key, kind, what in keys_of(self.leader) if kind == NoteKind.REFUSED or (kind, what) == SERVED
         ]
         numbers, ready, ordered = {key: i for i, key in enumerate(settled)}, set[Key](), 0
         for key, kind, what in keys_of(self.follower):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -11,26 +12,20 @@ import numpy as np
 
 from lora_server.errors import ProtocolError
 from lora_server.shard import request as requests
-from lora_server.spec import PROJECTIONS, ModelSpec, Site
+from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, LANES, SERVE, SITE, UNEVEN, Refusal, parts
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
+from tests.support.gpu import gpu_weights
 from tests.support.gpu.gpu_world import address
 
-SPEC = ModelSpec(
-    name="lookups", model_type="tiny", layers=2, hidden=32, ffn=16, experts=8, top_k=2, heads=2, kv_heads=1, head_dim=8,
-    dense_ffn=16, moe_layers=(0, 1),
-)  # fmt: skip
+SPEC = dataclasses.replace(gpu_weights.SPEC, name="lookups", experts=8)
 AT = Site(1, "down")
 PROJECTION = PROJECTIONS.index(AT.projection)
 HANDLES, LINK, TURN, MOST = 40, 3, 77, 1024
 SEGMENTS, ENTRIES = 192, 256  # that a warp looks at together
-FOUND = np.dtype(
-    [
-        *(("checked", "<i4"), ("checked_in", "<i4"), ("foreign", "<i4"), ("missing", "<i4"), ("looked_up_in", "<i4")),
-        *(("translated", "<i4"), ("translated_in", "<i4"), ("unused", "<i4")),
-    ]
-)
+NAMES = "checked checked_in foreign missing looked_up_in translated translated_in unused"
+FOUND = np.dtype([(name, "<i4") for name in NAMES.split()])
 
 
 @dataclass

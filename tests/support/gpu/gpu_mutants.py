@@ -37,10 +37,9 @@ def plays(mutant: Mutant) -> tuple[Sequence[Callable], Callable]:
 
     if mutant.led:
         return gpu_led.CASES, gpu_led.play
-    cases = (
-        gpu_cases.NETWORK_CASES if mutant.nvshmem else gpu_cases.CASES_IN_CODES if mutant.in_codes else gpu_cases.CASES
-    )
-    return cases, gpu_schedules.play
+    if mutant.nvshmem:
+        return gpu_cases.NETWORK_CASES, gpu_schedules.play
+    return gpu_cases.CASES_IN_CODES if mutant.in_codes else gpu_cases.CASES, gpu_schedules.play
 
 
 def judge(mutant: Mutant) -> str:
@@ -49,14 +48,14 @@ def judge(mutant: Mutant) -> str:
 
     library, (cases, play) = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes), plays(mutant)
     tries = {f"case {case.__name__}": partial(case, library) for case in cases}
-    for name, attempt in (
-        tries | {f"schedule {seed}": partial(play, seed, library) for seed in range(SCHEDULES)}
-    ).items():
+    tries |= {f"schedule {seed}": partial(play, seed, library) for seed in range(SCHEDULES)}
+    for name, attempt in tries.items():
         print(name, file=sys.stderr, flush=True)
         try:
             attempt()
         except Exception as error:  # any: the world is not as it must be
-            return f"{name} ({f'{type(error).__name__} {error}'.splitlines()[0].strip()[:70]})"
+            first, _, _ = f"{type(error).__name__} {error}".partition("\n")
+            return f"{name} ({first.strip()[:70]})"
     return ""
 
 
