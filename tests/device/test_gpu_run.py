@@ -14,6 +14,7 @@ import zipfile
 import psutil
 import pytest
 
+from bench import fetch_gpu
 from bench.gpu_run import __main__ as command
 from bench.gpu_run import carried, cuda_tests, record, report, runner, stage
 from bench.gpu_run.stages import LENT_SECONDS, STAGES, Stage, chosen
@@ -255,3 +256,23 @@ def test_wheels_are_unpacked_once_and_again_when_they_change(tmp_path, monkeypat
     (folder / "wheels" / "three-1-py3-none-any.whl").write_text("half of one")
     with pytest.raises(ValueError, match=r"three-1-py3-none-any.whl is no wheel; .* python -m bench.fetch_gpu"):
         carried.check(folder)
+
+
+def test_wheels_that_the_image_lacks_are_collected(tmp_path, monkeypatch):
+    known = {*fetch_gpu.image(), *fetch_gpu.pins()}
+    assert {fetch_gpu.canonicalize_name(one.name) for one in fetch_gpu.roots()} <= known
+    windows = "d; sys_platform == 'win32'"
+    asks = {"a": f"b>=1; python_version >= '3.12'\nc; extra == 'x'\n{windows}", "b": "numpy>=2", "e": ""}
+
+    def download(name, folder):
+        metadata = "".join(f"Requires-Dist: {line}\n" for line in asks[name].splitlines())
+        return wheel(folder / f"{name}-1-py3-none-any.whl", {f"{name}-1.dist-info/METADATA": metadata})
+
+    monkeypatch.setattr(fetch_gpu, "download", download)
+    monkeypatch.setattr(fetch_gpu, "roots", lambda: [fetch_gpu.Requirement(name) for name in ("a", "e", "torch")])
+    found = fetch_gpu.collect(tmp_path / "wheels")
+    assert [path.name[0] for path in found] == ["a", "b", "e"]
+    asks["b"] = "numpy>=99"
+    reason = r"b-1-py3-none-any.whl needs numpy>=99, and the image has 2\.\S+: pin"
+    with pytest.raises(fetch_gpu.CarryError, match=reason):
+        fetch_gpu.collect(tmp_path / "wheels")
