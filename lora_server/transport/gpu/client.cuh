@@ -10,9 +10,9 @@ struct alignas(128) Client {
     uint64 response_slots, response_signal, response_bytes;  // in this GPU's
     uint64 pushed, answered;  // the newest steps'
     uint64 budget_ns;
-    uint64 arrived;  // blocks of `put`, ever
+    uint64 arrived;  // blocks of a `put`: those for which its pass was void count in the upper half, too
     uint64 status;   // LinkStatus: why this pass gets no more deltas; its host clears it
-    uint64 abort;    // set by its host's watchdog
+    uint64 abort;    // where its host's watchdog says so: in host memory, which a store reaches whatever streams do
     uint64 pe;       // the shard's: see peer.cuh
     // in leader mode, else 0: where words of a pass are, the same for all links of a stage, so that these count alike
     uint64 live;    // int: whether it has steps, of which each is sent to all shards, if only a header

@@ -36,15 +36,20 @@ DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 s
     h.budget_us = load(&k.budget_ns) / 1000, h.pushed_ns = now_ns();
 }
 
-// The last block says so, or puts all and says so; no block begins the next step before that.
-DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 seq) {
+constexpr uint64 A_VOID_BLOCK = 1ull << 32;
+
+// The last block says so, or puts all and says so; no block begins the next step before that. Nothing is said where a
+// block found its pass void, which another link's kernel may say while these read it.
+DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 seq, bool is_void) {
     const int pe = static_cast<int>(load(&k.pe));
     const uint64 signal = load(&k.request_signal), word = LORA_SIGNAL(load(&k.epoch), seq);
     uint64* const far = reinterpret_cast<uint64*>(mapped(signal, pe));
     sync_block();
     if (threadIdx.x == 0) {
         fence_system();
-        m.last = (add_acq_rel(&k.arrived, 1) + 1) % gridDim.x == 0;
+        const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_acq_rel(&k.arrived, one) + one;
+        if (arrived % A_VOID_BLOCK == gridDim.x) store(&k.arrived, 0ull);
+        m.last = arrived == gridDim.x;
         if (m.last) store(&k.pushed, seq);
         if (m.last && far) store_release_system(far, word);
     }
@@ -66,7 +71,11 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     const uint64 status = load_l2(&k.status), seq = load_l2(&k.pushed) + 1, live = load(&k.live), failed = load(&k.failed);
     const uint64 slots = load(&k.request_slots), depth = load(&k.depth), slot_bytes = load(&k.request_bytes), pe = load(&k.pe);
     all_begun();
-    if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0 || is_void(status, failed, seq)) return;
+    if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0) return;
+    if (is_void(status, failed, seq)) {
+        signal(k, m, 0, 0, seq, true);
+        return;
+    }
     const uint64 place = slots + seq % depth * slot_bytes;
     unsigned char* slot = writable(place, static_cast<int>(pe));
     const uint64 map_at = LORA_HEADER_BYTES + 16ull * segments, weights_at = whole(map_at + 4ull * entries, 16);
@@ -89,7 +98,7 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     copy_units<int>(slot + map_at, p.map, entries, from(5), threads);
     if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, from(6), threads);
     Way::copy(slot + rows_at, reinterpret_cast<float*>(slot + scales_at), p.x, p.rows, num_rows, p.row_bytes, p.stride);
-    signal(k, m, place, nbytes, seq);
+    signal(k, m, place, nbytes, seq, false);
 }
 
 #define PUT(NAME, Way)                                                                                               \
@@ -144,18 +153,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
     all_begun();
     if (threadIdx.x != 0 || seq == answered || status) return;
     const uint64 began = now_ns(), budget = load(&k.budget_ns);
-    for (;;) {
+    const uint64* const abort = reinterpret_cast<const uint64*>(load(&k.abort));
+    for (unsigned looks = 1;; looks++) {
         const uint64 word = load_acquire_system(signal);
         if (LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq) {
             confirm(signal, word);
             break;
         }
-        const bool aborted = load_system(&k.abort), late = now_ns() - began > budget;
+        pause(20);
+        if (looks % RARELY) continue;
+        const bool aborted = load_system(abort), late = now_ns() - began > budget;
         if (aborted || late) {
             end_wait(k, seq, aborted ? LINK_ABORTED : LINK_TIMEOUT);
             return;
         }
-        pause(20);
     }
     end_wait(k, seq, status_of_answer(k, seq));
     store(&k.answered, seq);

@@ -53,12 +53,15 @@ class KernelLink(DeviceSteps):
         self._waited = 0
         self._led: dict[str, int] = {}
         self.state = torch.zeros(CLIENT.itemsize, dtype=torch.uint8, device=gpu.device)
-        self._home = memoryview(mmap.mmap(-1, mmap.PAGESIZE))  # of the state, after each wait
-        self._pin(self._home)
+        self._home = memoryview(mmap.mmap(-1, mmap.PAGESIZE))  # of the state, after each wait; then what aborts one
+        self._abort = np.frombuffer(self._home, np.uint64, 1, CLIENT.itemsize)
+        self._abort_address = self._pin(self._home) + CLIENT.itemsize
         self._begin(gpu.device)
 
-    def _pin(self, memory: memoryview) -> None:
-        self._unpins.append(self.gpu.pin(memory)[1])
+    def _pin(self, memory: memoryview) -> int:
+        address, unpin = self.gpu.pin(memory)
+        self._unpins.append(unpin)
+        return address
 
     def _pin_region(self) -> None:
         """What `push` sends of it, and `wait` fetches: no rows, which lie on GPUs."""
@@ -78,7 +81,8 @@ class KernelLink(DeviceSteps):
         """As if no step had been pushed."""
         block, sizes = np.zeros(1, CLIENT), self._sizes
         own = {"epoch": self.epoch, "client": self._client, "depth": sizes.depth}
-        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response} | self._led
+        own |= {"request_bytes": sizes.request, "response_bytes": sizes.response, "abort": self._abort_address}
+        own |= self._led
         for name, value in (own | self._places()).items():
             block[name] = value
         self.gpu.settle()  # zeros that torch made
@@ -110,7 +114,7 @@ class KernelLink(DeviceSteps):
     def look(self) -> None:
         """The watchdog's: kernels that wait for a shard that is gone are told to end."""
         if not self._is_served():
-            self.tell({"abort": 1})
+            self._abort[0] = 1
 
     def response_address(self, seq: int) -> int:
         """Where the answer to a step lies."""
@@ -163,7 +167,8 @@ class KernelLink(DeviceSteps):
         """By a kernel, which ends at the deadline, or when the shard is gone; the headers come home behind it."""
         assert self._requests is not None and self._responses is not None
         budget_ns = max(0, round((deadline - time.monotonic()) * 1e9))
-        self.tell({"pushed": seq, "budget_ns": budget_ns, "status": LinkStatus.OK, "abort": 0})
+        self._abort[0] = 0
+        self.tell({"pushed": seq, "budget_ns": budget_ns, "status": LinkStatus.OK})
         queue, sizes = self.queue, self._sizes
         queue.launch("link_wait", self.state.data_ptr())
         queue.fetch(self._home[: CLIENT.itemsize], self.state.data_ptr())
@@ -188,9 +193,9 @@ class KernelLink(DeviceSteps):
             if now - began < SPIN_SECONDS:
                 continue
             if not self._is_served():
-                self.tell({"abort": 1})
+                self._abort[0] = 1
             if now > deadline:
-                self.tell({"abort": 1})
+                self._abort[0] = 1
                 raise self._timeout(seq)
             time.sleep(LOOK_SECONDS)
 
@@ -211,7 +216,7 @@ class KernelLink(DeviceSteps):
 
     def _end(self) -> None:
         """Once nothing of this process uses the link's memory."""
-        self.tell({"abort": 1})
+        self._abort[0] = 1
         self.queue.close()
         while self._unpins:
             self._unpins.pop()()

@@ -93,7 +93,7 @@ def a_watchdog_ends_a_wait(library: ctypes.CDLL) -> None:
     def watchdog() -> Waiting:
         for _ in range(100):
             yield
-        client.state["abort"] = 1
+        client.abort[0] = 1
 
     client.fill(BODIES[0], scene.handles)
     scene.do(client.launched(BODIES[0]), watchdog())

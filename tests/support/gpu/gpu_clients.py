@@ -21,7 +21,8 @@ from tests.support.gpu.gpu_world import VARIANT, World, address
 BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
 THREADS = VARIANT.warps * 32
 WIDEST = 32
-FRESH = ("pushed", "answered", "arrived", "status", "abort")
+GRID = 3  # of a put, and an add
+FRESH = ("pushed", "answered", "arrived", "status")
 
 
 class Client:
@@ -141,7 +142,7 @@ class GpuClient(Client):
     def __init__(self, world: World, shard: Shard, index: int, log: dict[tuple[int, int, int], bytes]) -> None:
         super().__init__(world, shard, index, log)
         new = world.private.new
-        self.state = new(layout.CLIENT)[0]
+        self.state, self.abort = new(layout.CLIENT)[0], new("<u8", 1)
         self.counts, self.segments = new("<i4", 4), new("<u4", MAX_ROWS, 4)
         self.rows, self.map, self.weights = new("<i4", MAX_ROWS), new("<i4", MAX_ROWS), new("<f4", MAX_ROWS)
         self.to = new("<i4", MAX_ROWS)
@@ -150,7 +151,7 @@ class GpuClient(Client):
         self.put = "link_put_e4m3_bfloat16" if shard.wire else "link_put_vectors"
 
     def launch(self, kernel: str, *values: int, grid: int = 1) -> int:
-        where = {"grid": grid, "threads": THREADS, "device": self.device}
+        where = {"grid": grid, "threads": 32 if kernel == "link_wait" else THREADS, "device": self.device}
         return self.world.launch(kernel, address(self.state), *values, **where)
 
     def own_slot(self, seq: int) -> np.ndarray:
@@ -167,6 +168,7 @@ class GpuClient(Client):
         yield from super().join()
         for name, value in (self.words(self.device) | dict.fromkeys(FRESH, 0)).items():
             self.state[name] = value
+        self.abort[0], self.state["abort"] = 0, address(self.abort)
         self.state["budget_ns"], self.state["pe"] = BUDGET_NS, layout.HERE if self.is_here else DEVICE
 
     def fill(self, body: Body, handles: tuple[int, ...]) -> torch.Tensor:
@@ -196,14 +198,14 @@ class GpuClient(Client):
         return [*values, address(self.weights) if by_entry else 0, x_bytes, WIDEST * 2]
 
     def launch_put(self, body: Body) -> int:
-        return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=2)
+        return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=GRID)
 
     def launched(self, body: Body) -> Waiting:
         yield from self.ended(self.launch_put(body))
         yield from self.ended(self.launch("link_wait"))
         width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
         values = [address(self.counts), address(self.to), int(body.by_entry), address(self.y), WIDEST * 2, width, begin]
-        yield from self.ended(self.launch(f"link_add_{self.shard.wire}bfloat16", *values, end - begin, 0, grid=2))
+        yield from self.ended(self.launch(f"link_add_{self.shard.wire}bfloat16", *values, end - begin, 0, grid=GRID))
 
     def check(self, body: Body, handles: tuple[int, ...], ready: set[int], y: torch.Tensor) -> None:
         status, got = int(self.state["status"]), torch.from_numpy(self.y.copy()).view(weights.DTYPE)
@@ -222,7 +224,7 @@ class GpuClient(Client):
         """A step without rows sends nothing, and waits for nothing."""
         self.counts[:] = 0
         before = int(self.places.request_signal[0])
-        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *self.put_values(), grid=2))
+        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *self.put_values(), grid=GRID))
         yield from self.ended(self.launch("link_wait"))
         assert int(self.places.request_signal[0]) == before and int(self.state["status"]) == 0
 

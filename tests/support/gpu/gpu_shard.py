@@ -22,7 +22,7 @@ from tests.support.gpu.gpu_weights import LAYOUT, MAX_RANK, MAX_ROWS, SITES, SPE
 from tests.support.gpu.gpu_world import VARIANT, Memory, World, address
 
 HANDLES, LINKS = 3, 6
-GRID, THREADS = 2, VARIANT.warps * 32 + 32
+GRID, THREADS = 3, VARIANT.warps * 32 + 32
 DEVICE = 0
 Waiting = Generator[None, None, None]
 

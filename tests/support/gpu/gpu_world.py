@@ -12,7 +12,7 @@ from kernels_cuda.heuristics import Variant
 from lora_server.transport.gpu.source import FILES
 from tests.support.gpu import emulated
 
-VARIANT = Variant(bulk_copy=True, warps=1)
+VARIANT = Variant(bulk_copy=True, warps=2)
 SOURCE = (emulated.EMULATOR / "world.cu").read_text()
 KERNELS = {name: text for name, text in FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
 SHARED_BYTES = 4 << 20
