@@ -218,21 +218,18 @@ def test_changes_by_another_controller_are_seen_here(gated):
         gated.ask(str(secret), "Access", "WhoIs", pb.WhoIsRequest())
 
 
-@pytest.mark.parametrize(
-    ("who", "method", "request_", "error"),
-    [
-        ("acme", "CreateToken", pb.CreateTokenRequest(tenant="rival", role="viewer"), PermissionDeniedError),
-        ("acme", "CreateToken", pb.CreateTokenRequest(role="king"), ConfigError),
-        ("", "CreateToken", pb.CreateTokenRequest(tenant="nobody", role="viewer"), ConfigError),
-        ("", "CreateToken", pb.CreateTokenRequest(role="viewer", note="x" * 300), ConfigError),
-        ("acme", "RevokeToken", pb.RevokeTokenRequest(id="0" * 12), ConfigError),
-        ("", "RotateToken", pb.RotateTokenRequest(id="x", overlap_seconds=-1), ConfigError),
-        ("", "SetTenant", pb.Tenant(name="../x"), ConfigError),
-        ("", "SetTenant", pb.Tenant(name="org"), ConfigError),
-        ("", "SetTenant", pb.Tenant(name="acme", weight=-1), ConfigError),
-        ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), ConfigError),
-    ],
-)
+@pytest.mark.parametrize(("who", "method", "request_", "error"), [
+    ("acme", "CreateToken", pb.CreateTokenRequest(tenant="rival", role="viewer"), PermissionDeniedError),
+    ("acme", "CreateToken", pb.CreateTokenRequest(role="king"), ConfigError),
+    ("", "CreateToken", pb.CreateTokenRequest(tenant="nobody", role="viewer"), ConfigError),
+    ("", "CreateToken", pb.CreateTokenRequest(role="viewer", note="x" * 300), ConfigError),
+    ("acme", "RevokeToken", pb.RevokeTokenRequest(id="0" * 12), ConfigError),
+    ("", "RotateToken", pb.RotateTokenRequest(id="x", overlap_seconds=-1), ConfigError),
+    ("", "SetTenant", pb.Tenant(name="../x"), ConfigError),
+    ("", "SetTenant", pb.Tenant(name="org"), ConfigError),
+    ("", "SetTenant", pb.Tenant(name="acme", weight=-1), ConfigError),
+    ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), ConfigError),
+])  # fmt: skip
 def test_an_invalid_change_is_refused(gated, who, method, request_, error):
     with pytest.raises(error):
         as_(gated, who, Role.ADMIN, "Access", method, request_)

@@ -1,7 +1,5 @@
 """Files, headers and directories that are not what they must be."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -117,17 +115,14 @@ def test_weights_in_several_files(tmp_path):
         assert adapter.warnings == () and len(adapter.sites()) == 2 and len(read_all(adapter)) == 4
 
 
-@pytest.mark.parametrize(
-    ("mapping", "parts"),
-    [
-        ({f"{Q}.lora_A.weight": "two.safetensors"}, [f"{Q}.lora_A.weight", "index"]),
-        ({"missing": "one.safetensors"}, ["missing"]),
-        ({"x": "../one.safetensors"}, ["../one.safetensors"]),
-        ({"x": "/etc/passwd"}, ["/etc/passwd"]),
-        ({"x": "three.safetensors"}, ["three.safetensors", "no such file"]),
-        ({"x": 3}, ["'x'", "got 3"]),
-    ],
-)
+@pytest.mark.parametrize(("mapping", "parts"), [
+    ({f"{Q}.lora_A.weight": "two.safetensors"}, [f"{Q}.lora_A.weight", "index"]),
+    ({"missing": "one.safetensors"}, ["missing"]),
+    ({"x": "../one.safetensors"}, ["../one.safetensors"]),
+    ({"x": "/etc/passwd"}, ["/etc/passwd"]),
+    ({"x": "three.safetensors"}, ["three.safetensors", "no such file"]),
+    ({"x": 3}, ["'x'", "got 3"]),
+])  # fmt: skip
 def test_an_index_that_does_not_agree_with_its_files(mapping, parts, tmp_path):
     sharded(tmp_path, mapping)
     refused(tmp_path, *parts)

@@ -1,7 +1,5 @@
 """Valid files that are far larger, or far slower, than any adapter of the model: refused soon, and in little memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -113,8 +111,7 @@ def test_what_names_every_matrix_of_a_model_is_within_the_limits(name):
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["(.|.)" * 60 + "x", "(.*)*x", "(.+)+x", ".?" * 200 + "x", ".*" * 60 + "x", "(a?){900}x", "((.*)*)*x"],
+    "pattern", ["(.|.)" * 60 + "x", "(.*)*x", "(.+)+x", ".?" * 200 + "x", ".*" * 60 + "x", "(a?){900}x", "((.*)*)*x"]
 )
 def test_a_pattern_is_matched_in_no_time(pattern):
     """Python's own re does not come back from most of these."""

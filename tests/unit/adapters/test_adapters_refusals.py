@@ -1,7 +1,5 @@
 """What cannot be served exactly is refused, by name, with what was got and what was expected."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -108,37 +106,20 @@ def test_warnings_say_what_is_unusual_but_harmless(tmp_path):
 
 
 UNMATCHED = [
-    f"{LAYERS}.1.mlp.gate.lora_A.weight",
-    f"{LAYERS}.1.block_sparse_moe.gate.lora_B.weight",
-    f"{LAYERS}.1.mlp.router.lora_A.weight",
-    "base_model.model.lm_head.lora_A.weight",
-    "base_model.model.lm_head.weight",
-    "base_model.model.model.embed_tokens.lora_embedding_A",
-    "base_model.model.model.embed_tokens.weight",
-    f"{Q}.lora_magnitude_vector",
-    f"{Q}.lora_magnitude_vector.default.weight",
-    f"{Q}.lora_B.bias",
-    f"{Q}.base_layer.bias",
-    f"{Q}.modules_to_save.default.weight",
-    f"{Q}.lora_A.other.weight",
-    f"{Q}.lora_C.weight",
-    f"{Q}.lora_A.weight\n",
-    f"{Q}.lora_diag.weight",
-    f"{LAYERS}.0.self_attn.qkv_proj.lora_A.weight",
-    f"{LAYERS}.0.self_attn.q_norm.lora_A.weight",
-    f"{LAYERS}.0.mlp.shared_expert.up_proj.lora_A.weight",
-    f"{LAYERS}.0.mlp.experts.2.w4.lora_A.weight",
-    f"{LAYERS}.0.mlp.experts.2.gate_up_proj.lora_A.weight",
-    f"{LAYERS}.0.mlp.experts.base_layer.base_layer.lora_A.weight",
-    f"{LAYERS}.00.self_attn.q_proj.lora_A.weight",
-    f"{LAYERS}.٣.self_attn.q_proj.lora_A.weight",
-    f"{LAYERS}.-1.self_attn.q_proj.lora_A.weight",
-    "base_model.model.layers.0.self_attn.q_proj.lora_A.weight",
-    "model.layers.0.self_attn.q_proj.lora_A.weight",
-    "transformer.blocks.0.ffn.experts.mlp.lora_A.weight",
-    "nonsense",
-    "",
-]
+    f"{LAYERS}.1.mlp.gate.lora_A.weight", f"{LAYERS}.1.block_sparse_moe.gate.lora_B.weight",
+    f"{LAYERS}.1.mlp.router.lora_A.weight", "base_model.model.lm_head.lora_A.weight",
+    "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.lora_embedding_A",
+    "base_model.model.model.embed_tokens.weight", f"{Q}.lora_magnitude_vector",
+    f"{Q}.lora_magnitude_vector.default.weight", f"{Q}.lora_B.bias", f"{Q}.base_layer.bias",
+    f"{Q}.modules_to_save.default.weight", f"{Q}.lora_A.other.weight", f"{Q}.lora_C.weight", f"{Q}.lora_A.weight\n",
+    f"{Q}.lora_diag.weight", f"{LAYERS}.0.self_attn.qkv_proj.lora_A.weight",
+    f"{LAYERS}.0.self_attn.q_norm.lora_A.weight", f"{LAYERS}.0.mlp.shared_expert.up_proj.lora_A.weight",
+    f"{LAYERS}.0.mlp.experts.2.w4.lora_A.weight", f"{LAYERS}.0.mlp.experts.2.gate_up_proj.lora_A.weight",
+    f"{LAYERS}.0.mlp.experts.base_layer.base_layer.lora_A.weight", f"{LAYERS}.00.self_attn.q_proj.lora_A.weight",
+    f"{LAYERS}.٣.self_attn.q_proj.lora_A.weight", f"{LAYERS}.-1.self_attn.q_proj.lora_A.weight",
+    "base_model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "transformer.blocks.0.ffn.experts.mlp.lora_A.weight", "nonsense", "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", UNMATCHED)
@@ -195,17 +176,14 @@ def test_half_a_pair(key, tmp_path):
     refused(tmp_path, key, "half a pair", "both")
 
 
-@pytest.mark.parametrize(
-    ("parameters", "names", "parts"),
-    [
-        ([], ["experts"], ["target_parameters", "without an expert parameter"]),
-        (["mlp.experts.gate_up_proj"], ["experts", "experts.base_layer"], ["gate_up_proj for layer 0"]),
-        (["experts.down_proj"], ["experts.base_layer"], ["down_proj for layer 0"]),
-        (["gate_up_proj", "gate_up_proj_bias"], ["experts"], ["target_parameters", "gate_up_proj_bias"]),
-        (["gate_up_proj"], ["experts"], [f"{FUSED}.lora_A.weight", "[32, 96]", "[32, 64]"]),
-        (["model.layers.1.mlp.experts.down_proj"], ["experts"], ["for layer 0"]),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "names", "parts"), [
+    ([], ["experts"], ["target_parameters", "without an expert parameter"]),
+    (["mlp.experts.gate_up_proj"], ["experts", "experts.base_layer"], ["gate_up_proj for layer 0"]),
+    (["experts.down_proj"], ["experts.base_layer"], ["down_proj for layer 0"]),
+    (["gate_up_proj", "gate_up_proj_bias"], ["experts"], ["target_parameters", "gate_up_proj_bias"]),
+    (["gate_up_proj"], ["experts"], [f"{FUSED}.lora_A.weight", "[32, 96]", "[32, 64]"]),
+    (["model.layers.1.mlp.experts.down_proj"], ["experts"], ["for layer 0"]),
+])  # fmt: skip
 def test_fused_tensors_that_target_parameters_does_not_explain(parameters, names, parts, tmp_path):
     tensors = {}
     for name in names:

@@ -10,37 +10,19 @@ from lora_server.errors import ConfigError
 from lora_server.spec import ModelSpec, Site
 
 MIXTRAL = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+}  # fmt: skip
 QWEN3 = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 8,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "mlp_only_layers": [1],
-    "decoder_sparse_step": 2,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "mlp_only_layers": [1], "decoder_sparse_step": 2,
+}  # fmt: skip
 DBRX = {
-    "model_type": "dbrx",
-    "d_model": 6144,
-    "n_heads": 48,
-    "n_layers": 40,
+    "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
     "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
     "attn_config": {"kv_n_heads": 8},
-}
+}  # fmt: skip
 
 
 def test_adapter_bytes_of_mixtral_depend_on_the_layout():
@@ -102,17 +84,14 @@ def test_json_keeps_everything_and_the_fingerprint_all_but_the_name():
         assert dataclasses.replace(preset, ffn=1).fingerprint() != preset.fingerprint()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"model_type": "bert"}, "model_type"),
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": "4096"}, "hidden_size"),
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_experts_per_tok": 9}, "at most 8"),
-        ({"num_attention_heads": 31}, "head_dim"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"model_type": "bert"}, "model_type"),
+    ({"hidden_size": 0}, "hidden_size"),
+    ({"hidden_size": "4096"}, "hidden_size"),
+    ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ({"num_experts_per_tok": 9}, "at most 8"),
+    ({"num_attention_heads": 31}, "head_dim"),
+])  # fmt: skip
 def test_bad_configs_name_the_field(change, words):
     with pytest.raises(ConfigError, match=words):
         spec.from_config(MIXTRAL | change)

@@ -1,7 +1,5 @@
 """Settings: flags before the environment before a file before the default, and errors that name the flag."""
 
-from __future__ import annotations
-
 import pytest
 
 from lora_server import config
@@ -19,36 +17,33 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
     assert config.load({"base_model": "x"}).slots == 4, "a file is not remembered"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({}, "--base-model: missing"),
-        ({"layout": "2x2"}, "layout"),
-        ({"device": "tpu"}, "--device"),
-        ({"dtype": "int8"}, "--dtype"),
-        ({"listen": "7400"}, "HOST:PORT"),
-        ({"http": "localhost:99999"}, "HOST:PORT"),
-        ({"max_step_rows": 0}, "--max-step-rows"),
-        ({"coordination": "chaos"}, "--coordination"),
-        ({"node_rank": 1}, "node-rank"),
-        ({"nodes": 2}, "fewer shards"),
-        ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
-        ({"sloots": 2}, "sloots: no such setting"),
-        ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
-        ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
-        ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),
-        ({"http": "127.0.0.1:7400"}, "--http: got 127.0.0.1:7400, expected another port than that of --listen"),
-        ({"listen": "0.0.0.0:7401"}, "--http: got 127.0.0.1:7401, expected another port than that of --listen"),
-        ({"advertise": "10.0.0.1:7400"}, "--advertise: got '10.0.0.1:7400', expected .* without a port"),
-        ({"advertise": "0.0.0.0"}, "--advertise: got '0.0.0.0', expected the name or address of one host"),
-        ({"advertise": "foo bar"}, "--advertise: got"),
-        ({"advertise": "10.0.0.256"}, "--advertise: got"),
-        ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
-        ({"data_port_base": 65531, "layout": "ep2-pp2"}, "got 65531, expected at most 65530: .* 6 ports"),
-        ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
-        ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    ({}, "--base-model: missing"),
+    ({"layout": "2x2"}, "layout"),
+    ({"device": "tpu"}, "--device"),
+    ({"dtype": "int8"}, "--dtype"),
+    ({"listen": "7400"}, "HOST:PORT"),
+    ({"http": "localhost:99999"}, "HOST:PORT"),
+    ({"max_step_rows": 0}, "--max-step-rows"),
+    ({"coordination": "chaos"}, "--coordination"),
+    ({"node_rank": 1}, "node-rank"),
+    ({"nodes": 2}, "fewer shards"),
+    ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
+    ({"sloots": 2}, "sloots: no such setting"),
+    ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
+    ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
+    ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),
+    ({"http": "127.0.0.1:7400"}, "--http: got 127.0.0.1:7400, expected another port than that of --listen"),
+    ({"listen": "0.0.0.0:7401"}, "--http: got 127.0.0.1:7401, expected another port than that of --listen"),
+    ({"advertise": "10.0.0.1:7400"}, "--advertise: got '10.0.0.1:7400', expected .* without a port"),
+    ({"advertise": "0.0.0.0"}, "--advertise: got '0.0.0.0', expected the name or address of one host"),
+    ({"advertise": "foo bar"}, "--advertise: got"),
+    ({"advertise": "10.0.0.256"}, "--advertise: got"),
+    ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
+    ({"data_port_base": 65531, "layout": "ep2-pp2"}, "got 65531, expected at most 65530: .* 6 ports"),
+    ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
+    ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
+])  # fmt: skip
 def test_bad_settings_are_named(flags, words):
     base = {"base_model": "mixtral-8x7b"} if flags else {}
     with pytest.raises(ConfigError, match=words):

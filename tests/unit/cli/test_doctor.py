@@ -1,7 +1,5 @@
 """`lora-server doctor` on machines written as files, and on this one."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """What an install needs: each part imports its own extra at most, and what is missing, or not ours, is named."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re
@@ -25,26 +23,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # part -> the extras that it may import, beside the core dependencies; the longest prefix counts
 LEAVES = ("spec", "placement", "errors", "address", "ports", "installed", "logs", "histogram", "host_memory")
 MAY_IMPORT = {
-    "lora_server": ("server", "cuda"),
-    **{f"lora_server.{name}": () for name in ("__init__", "wire", *LEAVES)},
-    "lora_server.telemetry": ("telemetry",),
-    "lora_server.transport": ("cuda",),
-    "lora_server.demo": ("server", "demo"),
-    "lora_server.sources": ("http", "s3"),
-    "client_connector": (),
-    "client_connector.transformers": ("transformers",),
-    "client_connector.vllm": ("vllm",),
-    "kernels_cuda": ("cuda",),
-    "provisioning": ("provision",),
-}
+    "lora_server": ("server", "cuda"), **{f"lora_server.{name}": () for name in ("__init__", "wire", *LEAVES)},
+    "lora_server.telemetry": ("telemetry",), "lora_server.transport": ("cuda",),
+    "lora_server.demo": ("server", "demo"), "lora_server.sources": ("http", "s3"), "client_connector": (),
+    "client_connector.transformers": ("transformers",), "client_connector.vllm": ("vllm",),
+    "kernels_cuda": ("cuda",), "provisioning": ("provision",),
+}  # fmt: skip
 # what dev does not install
 NOT_HERE = {
-    "cupy": ["cupy-cuda13x"],
-    "cuda": ["cuda-bindings"],
-    "nvshmem": ["nvshmem4py-cu13"],
-    "vllm": ["vllm"],
+    "cupy": ["cupy-cuda13x"], "cuda": ["cuda-bindings"], "nvshmem": ["nvshmem4py-cu13"], "vllm": ["vllm"],
     "fastapi": ["fastapi"],
-}
+}  # fmt: skip
 DISTRIBUTIONS = {**NOT_HERE, **importlib.metadata.packages_distributions()}
 
 

@@ -1,7 +1,5 @@
 """The 8-bit wire: its error against float64, rows that no 8 bits hold, and steps of a wire that is not the server's."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

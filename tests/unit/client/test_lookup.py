@@ -1,7 +1,5 @@
 """Names that requests ask for while the server is away: looked for again until it is back, or away for too long."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

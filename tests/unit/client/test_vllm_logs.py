@@ -1,7 +1,5 @@
 """Our lines in vLLM's log: on its logger, with the place in our code; and not where structlog was configured before."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

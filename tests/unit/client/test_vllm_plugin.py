@@ -1,7 +1,5 @@
 """The parts of the vLLM plugin that need no vLLM: settings, windows' arithmetic, opaque ops, experts, versions."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect
@@ -47,16 +45,13 @@ from tests.support.workload import workload
 TOKENS = 7
 
 
-@pytest.mark.parametrize(
-    ("config", "environment", "address"),
-    [
-        (None, {}, None),
-        ({}, {"LORA_SERVER_ADDRESS": ""}, None),
-        ({"other": 1}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:1"),
-        ({"lora_server": "h:2"}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:2"),
-        ({"lora_server": {"address": "h:3", "on_failure": "base_model"}}, {}, "h:3"),
-    ],
-)
+@pytest.mark.parametrize(("config", "environment", "address"), [
+    (None, {}, None),
+    ({}, {"LORA_SERVER_ADDRESS": ""}, None),
+    ({"other": 1}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:1"),
+    ({"lora_server": "h:2"}, {"LORA_SERVER_ADDRESS": "h:1"}, "h:2"),
+    ({"lora_server": {"address": "h:3", "on_failure": "base_model"}}, {}, "h:3"),
+])  # fmt: skip
 def test_where_the_address_comes_from(config, environment, address):
     found = configured(config, environment)
     assert (found.address if found else None) == address
@@ -73,19 +68,16 @@ def test_settings_travel_in_the_engines_config():
     assert of_engine(object()) is None
 
 
-@pytest.mark.parametrize(
-    ("own", "words"),
-    [
-        ({"address": "nowhere"}, "HOST:PORT"),
-        ({"address": "h:1", "on_failure": "shrug"}, "shrug"),
-        ({"address": "h:1", "timeout_seconds": "soon"}, "soon"),
-        ({"address": "h:1", "timeout_seconds": 0}, "more than 0"),
-        ({"address": "h:1", "world_seconds": "later"}, "world_seconds: got 'later'"),
-        ({"address": "h:1", "world_seconds": -1}, "world_seconds: got -1.0, expected more than 0"),
-        ({"address": "h:1", "color": "red"}, "color"),
-        (7, "expected HOST:PORT"),
-    ],
-)
+@pytest.mark.parametrize(("own", "words"), [
+    ({"address": "nowhere"}, "HOST:PORT"),
+    ({"address": "h:1", "on_failure": "shrug"}, "shrug"),
+    ({"address": "h:1", "timeout_seconds": "soon"}, "soon"),
+    ({"address": "h:1", "timeout_seconds": 0}, "more than 0"),
+    ({"address": "h:1", "world_seconds": "later"}, "world_seconds: got 'later'"),
+    ({"address": "h:1", "world_seconds": -1}, "world_seconds: got -1.0, expected more than 0"),
+    ({"address": "h:1", "color": "red"}, "color"),
+    (7, "expected HOST:PORT"),
+])  # fmt: skip
 def test_bad_settings_are_refused(own, words):
     with pytest.raises(ConfigError, match=words):
         configured({"lora_server": own}, {})
@@ -103,16 +95,13 @@ def test_supported_versions(version, good):
         check_version(version)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_amx", "granted", "asked", "refused"),
-    [
-        (torch.bfloat16, False, False, False, False),
-        (torch.bfloat16, True, True, True, False),
-        (torch.bfloat16, True, False, True, True),
-        (torch.float16, True, False, True, True),
-        (torch.float32, True, False, True, False),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "has_amx", "granted", "asked", "refused"), [
+    (torch.bfloat16, False, False, False, False),
+    (torch.bfloat16, True, True, True, False),
+    (torch.bfloat16, True, False, True, True),
+    (torch.float16, True, False, True, True),
+    (torch.float32, True, False, True, False),
+])  # fmt: skip
 def test_amx_is_asked_for_where_there_is_some(dtype, has_amx, granted, asked, refused):
     calls = []
 
@@ -132,15 +121,12 @@ def test_amx_is_asked_for_on_this_processor():
         ask_for_amx(torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "space"),
-    [
-        ([], {}, "4"),
-        (["--max-model-len", "512"], {"VLLM_CPU_KVCACHE_SPACE": "9"}, "9"),
-        (["--gpu-memory-utilization", "0.5"], {}, None),
-        (["--kv-cache-memory-bytes=2G"], {}, None),
-    ],
-)
+@pytest.mark.parametrize(("flags", "environment", "space"), [
+    ([], {}, "4"),
+    (["--max-model-len", "512"], {"VLLM_CPU_KVCACHE_SPACE": "9"}, "9"),
+    (["--gpu-memory-utilization", "0.5"], {}, None),
+    (["--kv-cache-memory-bytes=2G"], {}, None),
+])  # fmt: skip
 def test_serve_vllm_takes_little_of_a_shared_machine(flags, environment, space):
     """vLLM's own default is 0.92 of it, and the environment would win over its flags."""
     assert engine_environment(flags, environment, "h:1").get("VLLM_CPU_KVCACHE_SPACE") == space

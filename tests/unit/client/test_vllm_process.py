@@ -14,13 +14,10 @@ from lora_server.errors import ServerUnavailableError
 REASON = "(Worker pid=7) ERROR 11-22 06:05:27 [executor.py:953] lora_server.errors.ConfigError: the reason"
 
 
-@pytest.mark.parametrize(
-    ("after", "seconds", "words"),
-    [
-        ("exit 3", 60.0, "vLLM ended with exit code 3 before it was ready; the end of its log:"),
-        ("exec sleep 600", 2.0, "vLLM: not ready within 2 s; the end of its log:"),
-    ],
-)
+@pytest.mark.parametrize(("after", "seconds", "words"), [
+    ("exit 3", 60.0, "vLLM ended with exit code 3 before it was ready; the end of its log:"),
+    ("exec sleep 600", 2.0, "vLLM: not ready within 2 s; the end of its log:"),
+])  # fmt: skip
 def test_last_words(tmp_path, after, seconds, words):
     """The last lines, and the error that its processes logged long before."""
     script = f"echo '{REASON}'; for i in $(seq 100); do echo line-$i; done; {after}"

@@ -1,7 +1,5 @@
 """The middleware of vLLM's server before an app that says what reached it; tests/vllm/test_tenants.py has vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -109,15 +107,11 @@ def test_who_is_nobody_gets_health_alone(gated, tenants):
 
 
 MAY = {
-    ("POST", COMPLETIONS): {Role.ADMIN, Role.ENGINE},
-    ("GET", "/v1/models"): set(Role),
+    ("POST", COMPLETIONS): {Role.ADMIN, Role.ENGINE}, ("GET", "/v1/models"): set(Role),
     ("POST", "/v1/load_lora_adapter"): {Role.ADMIN, Role.PUBLISHER},
-    ("POST", "/v1/unload_lora_adapter"): {Role.ADMIN, Role.PUBLISHER},
-    ("GET", "/metrics"): set(),
-    ("POST", "/v1/audio/transcriptions"): set(),
-    ("POST", "/collective_rpc"): set(),
-    ("DELETE", "/v1/models"): set(),
-}
+    ("POST", "/v1/unload_lora_adapter"): {Role.ADMIN, Role.PUBLISHER}, ("GET", "/metrics"): set(),
+    ("POST", "/v1/audio/transcriptions"): set(), ("POST", "/collective_rpc"): set(), ("DELETE", "/v1/models"): set(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("call", MAY, ids=" ".join)

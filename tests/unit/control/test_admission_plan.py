@@ -3,8 +3,6 @@
 A live server does too: tests/unit/provisioning/test_watch.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

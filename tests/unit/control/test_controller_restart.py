@@ -33,10 +33,7 @@ def arrive(controller, shard, *told, **fields):
 
 def test_a_restarted_controller_learns_everything_from_its_shards():
     controller, proof = make_controller("ep2-pp1", settled=False), Proof(3, 9, b"k")
-    for refused in (
-        lambda: controller.adapters.get("law"),
-        lambda: controller.clients.renew(proof),
-    ):
+    for refused in (lambda: controller.adapters.get("law"), lambda: controller.clients.renew(proof)):
         with pytest.raises(ServerUnavailableError, match="waits for its shards"):
             refused()
     grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine", served_names=["base"])

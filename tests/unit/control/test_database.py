@@ -50,14 +50,11 @@ def test_a_writer_waits_for_the_lock_until_its_deadline(database, tmp_path):
     holder.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("mysql://host/x", r"--registry: got mysql://\.\.\., expected postgresql://USER@HOST/DATABASE"),
-        ("nothing", "--registry: got no URL"),
-        ("sqlite:////proc/none/registry.sqlite", "cannot be made or written to"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ("mysql://host/x", r"--registry: got mysql://\.\.\., expected postgresql://USER@HOST/DATABASE"),
+    ("nothing", "--registry: got no URL"),
+    ("sqlite:////proc/none/registry.sqlite", "cannot be made or written to"),
+])  # fmt: skip
 def test_a_bad_url_is_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         Database(given)

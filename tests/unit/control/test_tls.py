@@ -81,22 +81,19 @@ def test_a_certificate_is_renewed_while_it_serves(served, authorities, tmp_path)
         assert serial(addresses[0]) > renewed[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "missing"),
-    [
-        ({}, None),
-        ({"listen": "10.0.0.1:7400"}, "no tokens and no TLS"),
-        ({"http": "0.0.0.0:7401"}, "--http 0.0.0.0:7401: got no tokens"),
-        ({"advertise": "10.0.0.1"}, "--advertise 10.0.0.1:0"),
-        ({"listen": "10.0.0.1:7400", "require_tokens": True}, "got no TLS"),
-        ({"listen": "10.0.0.1:7400", "tls_cert": "a", "tls_key": "b", "tls_ca": "c"}, "got no tokens"),
-        ({"listen": "10.0.0.1:7400", "tls_cert": "a", "tls_key": "b", "tls_ca": "c", "require_tokens": True}, None),
-        ({"listen": "10.0.0.1:7400", "insecure": True}, None),
-        ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400"}, "--controller 10.0.0.1:7400: got no TLS"),
-        ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400", "tls_ca": "c"}, None),
-        ({"nodes": 2, "node_rank": 1, "controller": "127.0.0.1:7400"}, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "missing"), [
+    ({}, None),
+    ({"listen": "10.0.0.1:7400"}, "no tokens and no TLS"),
+    ({"http": "0.0.0.0:7401"}, "--http 0.0.0.0:7401: got no tokens"),
+    ({"advertise": "10.0.0.1"}, "--advertise 10.0.0.1:0"),
+    ({"listen": "10.0.0.1:7400", "require_tokens": True}, "got no TLS"),
+    ({"listen": "10.0.0.1:7400", "tls_cert": "a", "tls_key": "b", "tls_ca": "c"}, "got no tokens"),
+    ({"listen": "10.0.0.1:7400", "tls_cert": "a", "tls_key": "b", "tls_ca": "c", "require_tokens": True}, None),
+    ({"listen": "10.0.0.1:7400", "insecure": True}, None),
+    ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400"}, "--controller 10.0.0.1:7400: got no TLS"),
+    ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400", "tls_ca": "c"}, None),
+    ({"nodes": 2, "node_rank": 1, "controller": "127.0.0.1:7400"}, None),
+])  # fmt: skip
 def test_public_addresses_need_tokens_and_tls_or_insecure(settings, missing):
     config = ServeConfig(base_model="x", layout="ep2-pp1", **settings)
     if missing is None:
@@ -106,17 +103,14 @@ def test_public_addresses_need_tokens_and_tls_or_insecure(settings, missing):
             exposure.check(config)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"tls_cert": "a"}, "expected both or neither"),
-        ({"tls_cert": "a", "tls_key": "b"}, "tls-ca: got none with --tls-cert"),
-        ({"tls_client_ca": "a"}, "tls-client-ca: got one without --tls-cert"),
-        ({"LORA_SERVER_TLS_CERT": "/x"}, "without LORA_SERVER_TLS_CA"),
-        ({"LORA_SERVER_TLS_CA": "/x", "LORA_SERVER_TLS_KEY": "/y"}, "expected both or neither"),
-        ({"LORA_SERVER_TLS_CA": "/none/such"}, "/none/such cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"tls_cert": "a"}, "expected both or neither"),
+    ({"tls_cert": "a", "tls_key": "b"}, "tls-ca: got none with --tls-cert"),
+    ({"tls_client_ca": "a"}, "tls-client-ca: got one without --tls-cert"),
+    ({"LORA_SERVER_TLS_CERT": "/x"}, "without LORA_SERVER_TLS_CA"),
+    ({"LORA_SERVER_TLS_CA": "/x", "LORA_SERVER_TLS_KEY": "/y"}, "expected both or neither"),
+    ({"LORA_SERVER_TLS_CA": "/none/such"}, "/none/such cannot be read"),
+])  # fmt: skip
 def test_an_incomplete_set_of_certificates_is_refused(settings, said):
     """By the server's settings, and by a caller's environment."""
     with pytest.raises((ValueError, ConfigError), match=said):

@@ -1,7 +1,5 @@
 """What the documents point at exists, and pages that repeat the code say what the code says."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """What `[tool.importlinter]` in pyproject.toml cannot say of imports, and that importing stays cheap."""
 
-from __future__ import annotations
-
 import graphlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Stores of tiny-mixtral's weights, which are closed when a test is over."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """An adapter that comes back: its files are opened, not parsed again, unless they were touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Remote adapters in a shard: REMOTE, DISK, READY; what waits for a fetch, and what does not."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a process keeps of large buffers that it has freed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """More adapters than memory: what is needed is loaded, others are evicted, every byte is counted."""
 
-from __future__ import annotations
-
 import functools
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Idle memory is filled with the most valuable adapters, and given back to any that is needed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What large steps touched goes back when small ones follow; nothing that is being read does."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

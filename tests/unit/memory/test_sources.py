@@ -1,7 +1,5 @@
 """Remote adapters, out of real servers, into a disk cache that other processes use as well."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The weight store on real adapter files: order of loading, READY per layer, failures, bytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """What comes before anybody asks is the same on every shard, however late each of them is, and says so."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 

@@ -82,16 +82,10 @@ small = st.integers(1, 5)
 @given(st.integers(1, 7), st.integers(1, 9), small, small, st.lists(st.integers(0, 6), max_size=3), st.booleans())
 def test_fullest_shard_counts_every_shard(layers, experts, ep, pp, dense, shared_a):
     config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": layers,
-        "hidden_size": 4096,
-        "intermediate_size": 9000,
-        "moe_intermediate_size": 1024,
-        "num_experts": experts,
-        "num_experts_per_tok": 1,
-        "num_attention_heads": 2,
+        "model_type": "qwen3_moe", "num_hidden_layers": layers, "hidden_size": 4096, "intermediate_size": 9000,
+        "moe_intermediate_size": 1024, "num_experts": experts, "num_experts_per_tok": 1, "num_attention_heads": 2,
         "mlp_only_layers": [layer for layer in dense if layer < layers],
-    }
+    }  # fmt: skip
     model, layout = spec.from_config(config), Layout(ep, pp)
     placement = Placement(model, layout)
     by_shard = [memory._shard_bytes(placement, shard, 16, shared_a) for shard in range(layout.num_shards)]
@@ -124,12 +118,9 @@ def test_layouts_give_every_shard_something():
 
 def step_model(**changes):
     options = {
-        "spec": MIXTRAL,
-        "cluster": Cluster(gpu=GPUS["h200"]),
-        "popularity": zipf(1.2, 512),
-        "lora_rank": 64,
+        "spec": MIXTRAL, "cluster": Cluster(gpu=GPUS["h200"]), "popularity": zipf(1.2, 512), "lora_rank": 64,
         "instance_gpus": 2,
-    }
+    }  # fmt: skip
     return StepModel(**(options | changes))
 
 

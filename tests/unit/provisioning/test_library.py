@@ -107,17 +107,14 @@ def broken(path):
     (path / "law" / "adapter_model.safetensors").write_bytes(b"\xff" * 20)
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda path: path.mkdir(), "holds no adapters"),
-        (broken, "law cannot be read as a PEFT adapter"),
-        (lambda path: path.write_text("{}"), "holds no adapters"),
-        (lambda path: path.write_text('[{"name": "law"}]'), "lora-server adapters list --json"),
-        (lambda path: path.write_text('[{"name": "law", "bytes": 0, "lora_rank": 1}]'), "'law' has no weights"),
-        (lambda path: None, "is no directory, no file and no HOST:PORT"),
-    ],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda path: path.mkdir(), "holds no adapters"),
+    (broken, "law cannot be read as a PEFT adapter"),
+    (lambda path: path.write_text("{}"), "holds no adapters"),
+    (lambda path: path.write_text('[{"name": "law"}]'), "lora-server adapters list --json"),
+    (lambda path: path.write_text('[{"name": "law", "bytes": 0, "lora_rank": 1}]'), "'law' has no weights"),
+    (lambda path: None, "is no directory, no file and no HOST:PORT"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_refused(tmp_path, make, said):
     make(tmp_path / "adapters")
     with pytest.raises(InputError, match=f"^--from-adapters: .*{said}"):

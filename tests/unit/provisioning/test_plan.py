@@ -78,16 +78,13 @@ def test_an_exact_tie_of_layouts_goes_to_the_faster():
     assert chosen.latency.total <= min(model.lora(64, layout).total for layout in others) + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("changes", "binding"),
-    [
-        ({"max_gpus": 1}, "cache"),
-        ({"slo": "ttft_p95=1ms,tpot_avg=100ms"}, "ttft"),
-        ({"slo": "ttft_p95=250ms,tpot_avg=2ms"}, "tpot"),
-        ({"link_gbps": 1.0}, "network"),
-        ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "binding"), [
+    ({"max_gpus": 1}, "cache"),
+    ({"slo": "ttft_p95=1ms,tpot_avg=100ms"}, "ttft"),
+    ({"slo": "ttft_p95=250ms,tpot_avg=2ms"}, "tpot"),
+    ({"link_gbps": 1.0}, "network"),
+    ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute"),
+])  # fmt: skip
 def test_infeasible_names_what_binds(changes, binding):
     choice = smallest(question(**changes))
     assert choice.chosen is None
@@ -192,29 +189,22 @@ def test_no_run_proves_that_no_request_ever_waits(changes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        # with one GPU at most the model has no plan for the same question
-        ([*HOT, "--max-gpus", "1"], ["The model has no plan", "went below it: the target holds with 1 GPU"]),
-        (ASKED, ["Fewer slots do not: 1 GPU (ep1-pp1, 76 slots"]),
-    ],
-    ids=["below the model", "refuted"],
-)
+@pytest.mark.parametrize(("asked", "says"), [
+    # with one GPU at most the model has no plan for the same question
+    ([*HOT, "--max-gpus", "1"], ["The model has no plan", "went below it: the target holds with 1 GPU"]),
+    (ASKED, ["Fewer slots do not: 1 GPU (ep1-pp1, 76 slots"]),
+], ids=["below the model", "refuted"])  # fmt: skip
 def test_a_plan_says_what_its_simulation_found(asked, says):
     outcome = provision(*asked)
     assert outcome.exit_code == 0, outcome.output
     assert all(said in " ".join(outcome.stdout.split()) for said in says)
 
 
-@pytest.mark.parametrize(
-    ("changes", "helps"),
-    [
-        ({"max_gpus": 1}, "max GPUs 2"),
-        ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "TTFT SLO 30 ms"),
-        ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "TPOT SLO 20 ms"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "helps"), [
+    ({"max_gpus": 1}, "max GPUs 2"),
+    ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "TTFT SLO 30 ms"),
+    ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "TPOT SLO 20 ms"),
+])  # fmt: skip
 def test_where_nothing_is_feasible_it_says_what_would_make_it_so(changes, helps):
     result = answer(question(**changes), seeds=0)
     assert not result.feasible

@@ -64,19 +64,13 @@ def test_a_step_of_little_and_a_rate_meet_where_they_balance():
 
 
 RANGES = {
-    "model": ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "dbrx"],
-    "gpu": ["h200", "h100", "hopper-96", "b200"],
-    "adapters": [8, 40, 100, 200],
-    "zipf": [0.0, 0.8, 1.2, 1.6],
-    "lora_rank": [16, 64],
-    "request_rate": [0.5, 5.0, 20.0, 60.0],
-    "mean_output_tokens": [50.0, 250.0, 1000.0],
+    "model": ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "dbrx"], "gpu": ["h200", "h100", "hopper-96", "b200"],
+    "adapters": [8, 40, 100, 200], "zipf": [0.0, 0.8, 1.2, 1.6], "lora_rank": [16, 64],
+    "request_rate": [0.5, 5.0, 20.0, 60.0], "mean_output_tokens": [50.0, 250.0, 1000.0],
     "slo": [f"ttft_p{p}={ttft}ms,tpot_avg={tpot}ms" for p in (90, 99) for ttft in (60, 400) for tpot in (25, 50, 150)],
-    "context_tokens": [500.0, 4000.0],
-    "link_gbps": [100.0, 400.0],
-    "dispatch": ["any", "any", "by-adapter"],
+    "context_tokens": [500.0, 4000.0], "link_gbps": [100.0, 400.0], "dispatch": ["any", "any", "by-adapter"],
     "eq6": ["stage", "printed"],
-}
+}  # fmt: skip
 
 
 def easier(flags):
@@ -144,14 +138,11 @@ def test_any_instance_meets_what_assigned_adapters_do_not():
 PAPERS = {"slo": SLO, "adapters": 512, "instances": 4}
 
 
-@pytest.mark.parametrize(
-    ("flags", "paper", "tuned"),
-    [
-        ({"model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96", "batch_size": 128.0}, 19, 35),
-        ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0, "base_dtype": "mxfp4"}, 19, 36),
-        ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}, 11, 21),
-    ],
-)
+@pytest.mark.parametrize(("flags", "paper", "tuned"), [
+    ({"model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96", "batch_size": 128.0}, 19, 35),
+    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0, "base_dtype": "mxfp4"}, 19, 36),
+    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}, 11, 21),
+])  # fmt: skip
 def test_the_coupled_side_is_tuned(flags, paper, tuned):
     found = {}
     for split in ("paper", "0.5", "tuned"):

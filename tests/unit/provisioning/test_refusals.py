@@ -1,7 +1,5 @@
 """Bad input of `provision` and its files: one line that names the flag and the file, exit status 2, bounded time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -44,16 +42,12 @@ BAD_COMPARE_FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "flag", "value"),
-    [
-        (command, flag, value)
-        for command, flags in ((ASKED, BAD_FLAGS), (SIMULATE, BAD_SIMULATE_FLAGS), (COMPARE, BAD_COMPARE_FLAGS))
-        for flag, values in flags.items()
-        for value in values
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else value,
-)
+@pytest.mark.parametrize(("command", "flag", "value"), [
+    (command, flag, value)
+    for command, flags in ((ASKED, BAD_FLAGS), (SIMULATE, BAD_SIMULATE_FLAGS), (COMPARE, BAD_COMPARE_FLAGS))
+    for flag, values in flags.items()
+    for value in values
+], ids=lambda value: value[0] if isinstance(value, list) else value)  # fmt: skip
 def test_a_bad_flag_is_one_line(command, flag, value):
     found = provision(*command, flag, value)
     check_refused(found, flag)
@@ -72,17 +66,13 @@ def test_a_usage_error_is_one_line(bad):
     assert outcome.stderr.count("\n") == 1 and bad[0] in outcome.stderr
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        typed(instances=99999999),
-        typed(max_gpus=1024),
-        pytest.param(typed(lora_rank=1000000000), marks=pytest.mark.long),
-        pytest.param(typed(request_rate=1e9), marks=pytest.mark.long),
-        typed(request_rate=1e-9),
-    ],
-    ids="".join,
-)
+@pytest.mark.parametrize("odd", [
+    typed(instances=99999999),
+    typed(max_gpus=1024),
+    pytest.param(typed(lora_rank=1000000000), marks=pytest.mark.long),
+    pytest.param(typed(request_rate=1e9), marks=pytest.mark.long),
+    typed(request_rate=1e-9),
+], ids="".join)  # fmt: skip
 def test_a_load_that_no_cluster_could_serve_is_infeasible_in_bounded_time(odd):
     start = time.process_time()
     asked = typed(slo=SLO, model="mixtral-8x7b", adapters=512) if "--request-rate" in odd else ASKED
@@ -234,16 +224,12 @@ def test_bad_classes_are_one_line(tmp_path, text, says):
     check_refused(provision(*ASKED, "--classes", tmp_path / "classes.yaml", "--no-simulate"), says)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--trace", "servegen", "--adapters", "512"],
-        ["--trace", "named.csv", "--zipf", "1"],
-        ["--trace", "named.csv", "--burst-cv", "3"],
-        ["--counts", "c.csv", "--zipf", "1"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [
+    ["--trace", "servegen", "--adapters", "512"],
+    ["--trace", "named.csv", "--zipf", "1"],
+    ["--trace", "named.csv", "--burst-cv", "3"],
+    ["--counts", "c.csv", "--zipf", "1"],
+], ids=" ".join)  # fmt: skip
 def test_flags_that_a_file_answers_are_refused(tmp_path, arguments):
     (tmp_path / "servegen").mkdir()
     (tmp_path / "servegen" / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n")

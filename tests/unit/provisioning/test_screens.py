@@ -133,27 +133,23 @@ def test_a_real_terminal_shows_the_same_screen_and_raw_json():
     assert "\x1b" not in shown and json.loads(shown)[0]["hidden"] == 2880
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (words.number(28470.4), "28,470"),
-        (words.number(0.49462), "0.4946"),
-        (words.number(1e-7), "0.0000001"),
-        (words.number(512), "512"),
-        (words.number(0), "0"),
-        (words.time(369.4), "369 us"),
-        (words.time(15_240), "15.2 ms"),
-        (words.time(1.72e8), "172 s"),
-        (words.times(Estimate(mean=0.0301, low=0.0299, high=0.0303)), "30.1 ms [29.9, 30.3]"),
-        (words.size(1.69 * 2**30), "1.69 GiB"),
-        (words.size(300), "300 bytes"),
-        (words.count(1, "GPU"), "1 GPU"),
-        (words.count(1024, "GPU"), "1,024 GPUs"),
-        (words.sparkline([0, 1, 2, 4]), "▁▃▅█"),
-        ([words.moment(s) for s in (90, 750, 22_500, 302_400)], ["90 s", "12.5 min", "6.25 h", "3.5 days"]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shown", "expected"), [
+    (words.number(28470.4), "28,470"),
+    (words.number(0.49462), "0.4946"),
+    (words.number(1e-7), "0.0000001"),
+    (words.number(512), "512"),
+    (words.number(0), "0"),
+    (words.time(369.4), "369 us"),
+    (words.time(15_240), "15.2 ms"),
+    (words.time(1.72e8), "172 s"),
+    (words.times(Estimate(mean=0.0301, low=0.0299, high=0.0303)), "30.1 ms [29.9, 30.3]"),
+    (words.size(1.69 * 2**30), "1.69 GiB"),
+    (words.size(300), "300 bytes"),
+    (words.count(1, "GPU"), "1 GPU"),
+    (words.count(1024, "GPU"), "1,024 GPUs"),
+    (words.sparkline([0, 1, 2, 4]), "▁▃▅█"),
+    ([words.moment(s) for s in (90, 750, 22_500, 302_400)], ["90 s", "12.5 min", "6.25 h", "3.5 days"]),
+], ids=str)  # fmt: skip
 def test_numbers(shown, expected):
     assert shown == expected
     assert len(words.sparkline(list(range(1000)))) <= 48

@@ -1,7 +1,5 @@
 """`provision watch`: a live server under load, and saved scrapes, good and bad."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -38,15 +38,12 @@ def test_read_counts(tmp_path):
         assert found.tokens is None and not found.lengths.source
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("c.csv", "adapter,count,mean_output_tokens\nlaw,3,100\ncode,1,500\n"),
-        ("c.csv", "law,3,100\ncode,1,5e2\n"),
-        ("c.json", '{"law": {"count": 3, "mean_output_tokens": 100}, "code": {"count": 1, "mean_output_tokens": 500}}'),
-        ("c.json", '[{"count": 3, "mean_output_tokens": 100}, {"mean_output_tokens": 500, "count": 1}]'),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), [
+    ("c.csv", "adapter,count,mean_output_tokens\nlaw,3,100\ncode,1,500\n"),
+    ("c.csv", "law,3,100\ncode,1,5e2\n"),
+    ("c.json", '{"law": {"count": 3, "mean_output_tokens": 100}, "code": {"count": 1, "mean_output_tokens": 500}}'),
+    ("c.json", '[{"count": 3, "mean_output_tokens": 100}, {"mean_output_tokens": 500, "count": 1}]'),
+])  # fmt: skip
 def test_counts_with_lengths(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     found = read_counts(tmp_path / name)
@@ -168,14 +165,11 @@ def test_a_given_mean_stretches_the_outputs_that_a_trace_replays(tmp_path):
 
 
 @shared
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("AzureLLMInferenceTrace_conv_2023.csv", 19_366),
-        ("AzureLLMInferenceTrace_code_2023.csv", 8_819),
-        ("mooncake_conversation_trace.jsonl", 12_031),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows"), [
+    ("AzureLLMInferenceTrace_conv_2023.csv", 19_366),
+    ("AzureLLMInferenceTrace_code_2023.csv", 8_819),
+    ("mooncake_conversation_trace.jsonl", 12_031),
+])  # fmt: skip
 def test_shared_traces(name, rows):
     workload = traces.load(SHARED / name)
     assert len(workload.trace) == rows and workload.num_adapters == 512

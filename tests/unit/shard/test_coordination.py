@@ -1,7 +1,5 @@
 """Which step comes next: decode first without starving prefill, and followers in their leader's order."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import time

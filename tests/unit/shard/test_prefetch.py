@@ -1,7 +1,5 @@
 """What clients say that they will need: in which order it is said, who is believed, what it does on a shard."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A real Shard over inproc links: what unknown, late and failing steps cost their client, and no other."""
 
-from __future__ import annotations
-
 import struct
 import threading
 import time

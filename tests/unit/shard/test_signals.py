@@ -1,7 +1,5 @@
 """A process that is asked to stop does, also in the middle of a wait for that."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A large step is served a turn at a time: small ones pass it, its bits stay, and its client may go in the middle."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.rig import MAX_ROWS, Client, loaded_rig
