@@ -80,7 +80,7 @@ def far_server(directory: Path) -> Iterator[Far]:
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory)))
     far = handler.far = Far(f"http://127.0.0.1:{server.server_port}", directory)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield far

@@ -1,4 +1,4 @@
-"""Admission, against a slow and obvious model, and in a controller without sockets."""
+"""Admission, against a slow and obvious model, between tenants, and in a controller without sockets; its tally."""
 
 import random
 import threading
@@ -6,9 +6,13 @@ from collections import Counter
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lora_server.control.admission.admission import Admission, Queued
+from lora_server.control.admission.holds import Holds
 from lora_server.control.admission.room import Room
+from lora_server.control.admission.tally import Sum, Tally
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -294,3 +298,120 @@ def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
         controller.clients.acquire(one, ["b", "c"], 3)
     controller.adapters.unpin("a")
     assert controller.clients.acquire(one, ["c"], 2)[1] is None
+
+
+WEIGHTS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2)
+
+
+class OnePlace:
+    """A server where one adapter is active at a time; each ticket is a client and an adapter of its own."""
+
+    def __init__(self, weights):
+        self.room = Room(1)
+        self.room.set_capacity(0, 10)
+        self.admission = Admission(lambda names: [int(name) for name in names], self.room, clock=lambda: 0.0)
+        self.weights, self.owner, self.holder, self.served = weights, {}, None, []
+
+    def ask(self, tenant):
+        client = len(self.owner) + 1
+        self.owner[client] = tenant
+        self.room.set_size(client, 0, 1)
+        answer = self.admission.acquire(client, 1, [str(client)], tenant, self.weights[tenant])
+        if not isinstance(answer, Queued):
+            self.holder = client
+        return client
+
+    def next(self):
+        """Hand the place on; return the client that has it now."""
+        before = self.holder
+        self.admission.release(before, [before])
+        (self.holder,) = (one for one in self.owner if self.admission.holds.of(one))
+        self.served.append(self.owner[self.holder])
+        return self.holder
+
+
+@settings(max_examples=40)
+@given(WEIGHTS, st.integers())
+def test_tenants_that_all_wait_share_by_weight(weights, seed):
+    play, most = OnePlace({**weights, "first": 1.0}), 20
+    play.ask("first")
+    tickets = sorted(weights) * most
+    random.Random(seed).shuffle(tickets)
+    for tenant in tickets:
+        play.ask(tenant)
+    for _ in range(most):
+        play.next()
+        had = {tenant: play.served.count(tenant) / weight for tenant, weight in weights.items()}
+        for one in weights:
+            for other in weights:
+                assert had[one] - had[other] <= 1 / weights[one] + 1e-9
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(0, 30))
+def test_a_new_ticket_waits_for_at_most_one_of_each_other_tenant(length, served):
+    play = OnePlace({"crowd": 1.0, "new": 1.0})
+    for _ in range(length + 1):
+        play.ask("crowd")
+    for _ in range(min(served, length - 1)):
+        play.next()
+    mine = play.ask("new")
+    assert play.admission.acquire(mine, 1, [str(mine)]).position <= 2
+    assert mine in (play.next(), play.next())
+
+
+def test_cancelled_tickets_do_not_count_against_their_tenant():
+    play = OnePlace({"hasty": 1.0, "calm": 1.0})
+    play.ask("calm")
+    for client in [play.ask("hasty") for _ in range(50)]:
+        play.admission.cancel(client, [1])
+    play.ask("calm")
+    late = play.ask("hasty")
+    assert late in (play.next(), play.next())
+
+
+NAMES = {handle: f"tenant-{handle}" for handle in range(1, 40)}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_every_end_of_a_hold_counts_once():
+    clock = Clock()
+    tally = Tally(NAMES.get, clock)
+    holds = Holds(tally.changed)
+    holds.acquire(1, [1, 1, 2])
+    clock.now = 2.0
+    holds.release(1, [1, 3])  # what is not held is ignored
+    holds.restore(2, [2, 2])
+    clock.now = 5.0
+    holds.forget_client(1)
+    holds.acquire(2, [99])  # an adapter that is gone when its holds end
+    clock.now = 6.0
+    holds.forget_client(2)
+    own, others = tally.sums()
+    assert own == {"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}
+    assert others == Sum(1, 1.0)
+
+
+def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum():
+    """First the tail is called, then a few hot ones: they take the places, and a difference is what ended between."""
+    clock, rng = Clock(), random.Random(3)
+    tally = Tally(NAMES.get, clock, most=4, review=50)
+    seen = {"(other)": Sum()}
+    for turn in range(600):
+        handle = rng.randrange(10, 40) if turn < 200 or turn % 3 == 0 else rng.choice([1, 2])
+        tally.changed(handle, 1)
+        clock.now += 1
+        tally.changed(handle, -1)
+        own, others = tally.sums()
+        now = {**own, "(other)": others}
+        looked = seen.keys() - now.keys() or (turn + 1) % 50 == 0
+        more = sum(one.holds - seen.get(name, Sum()).holds for name, one in now.items())
+        assert len(own) <= 4 and (more == 1 or (looked and more == 0)), (turn, more)
+        seen = now
+    assert {"tenant-1", "tenant-2"} <= own.keys()

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from lora_server.adapters import open_adapter
 from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
@@ -21,6 +22,7 @@ from lora_server.units import Size
 from tests.support.clocks import FAST
 from tests.support.serving import until
 from tests.support.stores import SECONDS, Done, bytes_of, gather, is_complete, load, source_of
+from tests.support.workload import spec_of
 
 DTYPE = torch.bfloat16
 TARGETS = ("attention", "attention", "down", "all")
@@ -98,25 +100,25 @@ KINDS = pytest.mark.parametrize("kind", ["cpu", "cpu and host", "paged"])
 @KINDS
 def test_twice_the_memory_is_served_from_half_of_it(kind, adapters, sizes, make, make_kind):
     """Each step gets its own adapter's weights, to the bit, however often others were evicted."""
-    exact, total = make(), sum(sizes.values())
-    for handle, path in adapters.items():
-        assert load(exact, handle, path).result() is None
+    total = sum(sizes.values())
     store, capacity = make_kind(kind, max(max(sizes.values()), total // 10), total // 4)
     know(store, adapters, *adapters)
     dice = random.Random(1)
-    for _ in range(80):
+    for _ in range(40):
         handle, layer = dice.randint(1, 20), dice.randrange(4)
         pins = pinned_by(store, handle, layer)
         if kind != "paged":
             site = Site(layer, dice.choice(["qkv", "down"]))
-            (got,), (expected,) = (gather(one, site, (handle, 0)) for one in (store, exact))
-            for mine, theirs in zip(got.block.pairs, expected.block.pairs, strict=True):
-                assert torch.equal(mine.a_RK, theirs.a_RK) and torch.equal(mine.b_OR, theirs.b_OR)
+            (got,) = gather(store, site, (handle, 0))
+            with open_adapter(adapters[handle], spec_of("mixtral")) as adapter:
+                exact = adapter.read(site, 0) if site in adapter.sites() else []
+            for mine, (_, a, b) in zip(got.block.pairs, exact, strict=True):
+                assert torch.equal(mine.a_RK, a.to(DTYPE)) and torch.equal(mine.b_OR, b.to(DTYPE))
         store.unpin(pins)
         assert store.use().weight_bytes <= capacity
     idle(store)
     store.check_integrity()
-    assert store.use().evictions > 25
+    assert store.use().evictions > 12
 
 
 @KINDS

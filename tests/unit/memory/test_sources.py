@@ -1,4 +1,4 @@
-"""Remote adapters, out of real servers, into a disk cache that other processes use as well."""
+"""Remote adapters, out of real servers: in a disk cache that other processes use as well, and in a shard's store."""
 
 import os
 import shutil
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -16,12 +17,16 @@ from hypothesis import strategies as st
 
 from lora_server.adapters import open_adapter
 from lora_server.errors import AdapterFormatError, AdapterSourceError, ConfigError
+from lora_server.memory.entry import Source
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.remote import canonical, is_remote
 from lora_server.sources.retries import may_pass
 from lora_server.units import Size
-from tests.support.far import SECONDS, far_server, fetcher_of, left, size_of
+from tests.support.clocks import FAST
+from tests.support.far import far_server, fetcher_of, left, size_of
+from tests.support.serving import until
 from tests.support.sources import ROOT
+from tests.support.stores import SECONDS, Done, bytes_of, is_complete, load, reads
 from tests.support.workload import spec_of
 
 
@@ -36,41 +41,30 @@ def version_of(path):
         return adapter.version()
 
 
-def test_what_is_fetched_is_what_lies_there_and_comes_once(far, tiny_adapters, tmp_path):
+def test_what_was_registered_is_fetched_once_and_nothing_else_is_served(far, tiny_adapters, tmp_path):
+    """It is fetched again where cached files were overwritten, and refused where other content lies there now."""
     url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
-    fetcher = fetcher_of(cache)
+    fetcher, version = fetcher_of(cache), version_of(tiny_adapters["all"])
     with fetcher.fetch(url) as lease:
-        assert lease.version == version_of(tiny_adapters["all"]) == version_of(lease.path)
-    far.put("law", tiny_adapters["down"])
-    with fetcher_of(cache).fetch(url, lease.version) as again:
-        assert again.path == lease.path, "what was registered is what is served, whatever lies there now"
+        assert lease.version == version == version_of(lease.path)
     use, nbytes = fetcher.use(), size_of(tiny_adapters["all"])
     assert (use.bytes, use.fetches, use.fetched_bytes, use.fetch_failures) == (nbytes, 1, nbytes, 0)
+    file = lease.path / "adapter_model.safetensors"
+    os.utime(file)  # touched, and not changed
+    far.put("law", tiny_adapters["down"])
+    with fetcher_of(cache).fetch(url, version) as again:
+        assert again.path == lease.path
     assert far.got == {"/law/adapter_model.safetensors": 1}
-
-
-def test_other_content_than_was_registered_is_refused(far, tiny_adapters, tmp_path):
-    url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
-    fetcher_of(cache).fetch(url).close()
-    version = version_of(tiny_adapters["all"])
+    far.put("law", tiny_adapters["all"])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with fetcher_of(cache).fetch(url, version) as mended:
+        assert version_of(mended.path) == version and far.got.total() == 2
     shutil.rmtree(cache)
     far.put("law", tiny_adapters["down"])
     with pytest.raises(AdapterSourceError, match=r"changed since it was registered: got version .* add it again"):
         fetcher_of(cache).fetch(url, version)
     assert left(cache) == []
-
-
-def test_cached_files_that_were_overwritten_are_fetched_again(far, tiny_adapters, tmp_path):
-    url, cache = far.put("law", tiny_adapters["all"]), tmp_path / "cache"
-    with fetcher_of(cache).fetch(url) as lease:
-        file, version = lease.path / "adapter_model.safetensors", lease.version
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with fetcher_of(cache).fetch(url, version) as lease:
-        assert version_of(lease.path) == version
-    os.utime(file)  # touched, and not changed
-    fetcher_of(cache).fetch(url, version).close()
-    assert far.got.total() == 2
 
 
 def test_what_is_no_adapter_is_refused(far, tiny_adapters, tmp_path):
@@ -176,10 +170,9 @@ def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
     server.start()
     try:
         host, port = server.get_host_and_port()
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.setenv(name, "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "x")
         bucket = fsspec.filesystem("s3", skip_instance_cache=True)
         bucket.mkdir("adapters")
         bucket.put(f"{tiny_adapters['down']}/", "adapters/law/", recursive=True)
@@ -256,3 +249,88 @@ def test_the_cap_holds_and_what_is_in_use_stays(tmp_path_factory, operations):
     for _, lease in held:
         lease.close()
     assert cache.claim("", capacity) is not None and len(left(directory)) == 1
+
+
+# -- in a shard's store: REMOTE, DISK, READY; what waits for a fetch, and what does not
+
+
+@pytest.fixture
+def make(make_store, tmp_path):
+    """Make a store whose disk cache has a capacity."""
+    return lambda capacity=1 << 30, **options: make_store(fetcher=fetcher_of(tmp_path / "cache", capacity), **options)
+
+
+def know(store, handle, url, path, eager=False):
+    """As the controller tells it."""
+    done = Done()
+    with open_adapter(path, spec_of("mixtral")) as adapter:
+        store.load(handle, Source(Path(), adapter.version(), "", url), done, eager)
+    return done
+
+
+def state(store, handle):
+    return store.state(handle, 0).value
+
+
+def test_a_remote_adapter_is_fetched_on_demand_and_delays_no_other(make, far, tiny_adapters):
+    store, far_away = make(), "at its source alone"
+    done = know(store, 1, far.put("law", tiny_adapters["all"]), tiny_adapters["all"])
+    assert done.result() is None and state(store, 1) == far_away and not far.got, "no step asked"
+    far.open.clear()
+    assert not reads(store, 1) and far.stalled.wait(SECONDS)
+    assert load(store, 2, tiny_adapters["down"]).result() is None, "others load meanwhile"
+    assert state(store, 1) == far_away and {one.handle: one.far for one in store.moved()} == {1: True, 2: False}
+    far.open.set()
+    until(lambda: reads(store, 1), "it is there")
+    assert {one.handle: one.far for one in store.moved()}[1] is False
+    until(lambda: is_complete(store, 1), "all of it is")
+    store.check_integrity()
+
+
+def test_an_adapter_without_a_size_is_looked_at_when_asked_again(make, far, tiny_adapters):
+    """As for a request that asks for admission."""
+    store, url = make(), far.put("law", tiny_adapters["all"])
+    assert know(store, 1, url, tiny_adapters["all"]).result() is None
+    assert not store.moved()[0].measured
+    assert know(store, 1, url, tiny_adapters["all"]).result() is None
+    assert store.moved()[0].measured
+    known = far.got.total()
+    assert know(store, 2, f"{far.url}/nowhere", tiny_adapters["all"]).result() is None
+    assert load(store, 2, tiny_adapters["all"]).result() is None
+    assert state(store, 2) == "ready" and far.got.total() == known, "where it was said to be last counts"
+
+
+def test_a_fetch_that_fails_is_tried_again(make, far, tiny_adapters):
+    store, url = make(timings=FAST), far.put("law", tiny_adapters["all"])
+    far.statuses = [403] * 2
+    error = know(store, 1, url, tiny_adapters["all"], eager=True).result()
+    assert isinstance(error, AdapterSourceError) and "403" in str(error)
+    assert state(store, 1) == "failed"
+    until(lambda: reads(store, 1) and state(store, 1) == "ready", "tried again")
+
+
+def test_a_store_follows_what_other_processes_do_to_the_disk_cache(make, far, tiny_adapters, tmp_path):
+    store, url = make(), far.put("law", tiny_adapters["all"])
+    know(store, 1, url, tiny_adapters["all"]).result()
+    other = fetcher_of(tmp_path / "cache")
+    other.fetch(url).close()
+    for said, far_away in (("on disk", False), ("at its source alone", True)):
+        store.note_disk(other.cache.versions())
+        assert (state(store, 1), store.moved()[0].far) == (said, far_away)
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+
+
+def test_a_cache_for_one_serves_many(make, far, tiny_adapters, tmp_path):
+    """The pool has room for one, and so has the disk: all are served, and the cap holds."""
+    kinds = ["all", "down", "bf16"]
+    cap = max(size_of(tiny_adapters[kind]) for kind in kinds)
+    store = make(cap)
+    store.tier.pool.capacity = max(bytes_of(tiny_adapters[kind]) for kind in kinds)
+    for handle, kind in enumerate(kinds, start=1):
+        know(store, handle, far.put(kind, tiny_adapters[kind]), tiny_adapters[kind]).result()
+    for handle in (1, 2, 3, 1, 3, 2):
+        until(lambda handle=handle: reads(store, handle), f"{handle} is there")
+        assert sum(int(name.split(".")[1]) for name in left(tmp_path / "cache")) <= cap
+    assert far.got.total() > 3
+    until(lambda: is_complete(store, 2), "all of it is")
+    store.check_integrity()

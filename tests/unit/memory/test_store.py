@@ -1,5 +1,6 @@
-"""The weight store on real adapter files: order of loading, READY per layer, failures, bytes."""
+"""The weight store on real adapter files: READY per layer, drops, failures, bytes, and loads after an eviction."""
 
+import json
 import os
 import shutil
 import threading
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from lora_server.adapters import open_adapter
+from lora_server.demo import tiny
 from lora_server.errors import AdapterError, AdapterLoadError, LoraServerError, ProtocolError, UnknownAdapterError
 from lora_server.memory.entry import Source, State
 from lora_server.placement import Layout
 from lora_server.spec import Site
 from tests.support.serving import until
-from tests.support.stores import SECONDS, Done, bytes_of, gather, load, source_of
+from tests.support.stores import SECONDS, Done, bytes_of, gather, load, reads, source_of
 from tests.support.workload import spec_of
 
 
@@ -33,44 +35,35 @@ def states(store, handle):
     return [store.state(handle, layer).value for layer in range(4)]
 
 
-def test_layers_become_ready_one_by_one(store, gate, tiny_adapters):
-    assert states(store, 1) == ["unknown"] * 4
+def blocked(store, gate, path):
+    """The loader stands after layer 0 of handle 1, so that what is queued next is known."""
     gate.shut()
-    done = load(store, 1, tiny_adapters["all"])
+    done = load(store, 1, path)
     assert gate.arrived.wait(SECONDS)
-    assert states(store, 1) == ["ready", "loading", "loading", "loading"] and not done.calls
+    return done
+
+
+def test_layers_become_ready_one_by_one_and_are_read_once_for_all_who_ask(store, gate, tiny_adapters):
+    assert states(store, 1) == ["unknown"] * 4
+    first = blocked(store, gate, tiny_adapters["all"])
+    assert states(store, 1) == ["ready", "loading", "loading", "loading"]
     assert len(pairs(store, 1, Site(0, "gate_up"), 3)) == 1
     before = store.use().weight_bytes
     assert before > 0, "memory is taken for all of it at once"
+    second = load(store, 1, tiny_adapters["all"])
+    assert not first.calls and not second.calls
     gate.open()
-    assert done.result() is None and states(store, 1) == ["ready"] * 4
+    assert first.result() is None and second.result() is None and states(store, 1) == ["ready"] * 4
+    assert load(store, 1, tiny_adapters["all"]).result() is None
     assert gate.loaded == [(1, layers) for layers in (1, 2, 3, 4)]
     assert store.use().weight_bytes == before and store.use().loads == 1
     store.check_integrity()
 
 
-def blocked(store, gate, tiny_adapters):
-    """The loader stands after layer 0 of handle 1, so that what is queued next is known."""
-    gate.shut()
-    done = load(store, 1, tiny_adapters["all"])
-    assert gate.arrived.wait(SECONDS)
-    return done
-
-
-def test_loading_twice_reads_once_and_tells_both(store, gate, tiny_adapters):
-    first = blocked(store, gate, tiny_adapters)
-    second = load(store, 1, tiny_adapters["all"])
-    assert not second.calls
-    gate.open()
-    assert first.result() is None and second.result() is None
-    assert load(store, 1, tiny_adapters["all"]).result() is None
-    assert gate.loaded == [(1, layers) for layers in (1, 2, 3, 4)] and store.use().loads == 1
-
-
 @pytest.mark.parametrize("when", ["while it waits", "while it is read", "between two layers"])
 def test_a_drop_stops_a_load_and_says_so(when, store, gate, tiny_adapters):
     """`done` is called once whatever happens, and the files are closed."""
-    other = blocked(store, gate, tiny_adapters)
+    other = blocked(store, gate, tiny_adapters["all"])
     descriptors = psutil.Process().num_fds()
     handle = 1 if when == "while it is read" else 2
     done = other if handle == 1 else load(store, 2, tiny_adapters["down"])
@@ -96,7 +89,7 @@ def test_a_drop_stops_a_load_and_says_so(when, store, gate, tiny_adapters):
 
 
 def test_a_dropped_handle_can_be_loaded_again(store, gate, tiny_adapters):
-    first = blocked(store, gate, tiny_adapters)
+    first = blocked(store, gate, tiny_adapters["all"])
     store.drop(1)
     second = load(store, 1, tiny_adapters["down"])
     gate.open()
@@ -128,9 +121,7 @@ def test_a_bad_file_fails_its_own_adapter_only(damage, store, tiny_adapters, tmp
 
 def test_a_file_cut_short_while_it_loads_fails_the_layers_that_are_left(store, gate, tiny_adapters, tmp_path):
     directory = shutil.copytree(tiny_adapters["all"], tmp_path / "cut")
-    gate.shut()
-    done = load(store, 1, directory)
-    assert gate.arrived.wait(SECONDS)
+    done = blocked(store, gate, directory)
     os.truncate(directory / "adapter_model.safetensors", 20_000)
     gate.open()
     assert "end of the file" in str(done.result())
@@ -178,7 +169,7 @@ def check_owners(stores, path, dtype):
 
 
 def test_close_stops_a_load_and_frees_everything(store, gate, tiny_adapters):
-    done = blocked(store, gate, tiny_adapters)
+    done = blocked(store, gate, tiny_adapters["all"])
     waiting = load(store, 2, tiny_adapters["down"])
     closer = threading.Thread(target=store.close)
     closer.start()
@@ -219,3 +210,101 @@ def test_a_size_that_is_wrong_is_found_out(store, tiny_adapters):
     until(lambda: load(store, 1, tiny_adapters["all"]).result() is None, "the next time it is known")
     assert states(store, 1) == ["ready"] * 4
     store.check_integrity()
+
+
+QKV = Site(0, "qkv")
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    """Two of one outline, and one of another."""
+    model = tiny.make_model("mixtral")
+    for name, rank in (("one", 4), ("other", 4), ("third", 2)):
+        tiny.make_adapter(model, tmp_path / name, lora_rank=rank, seed=rank, targets="all")
+    return tmp_path
+
+
+@pytest.fixture
+def make(adapters, make_store):
+    """Make a store with room for one adapter of three; all of them were looked at."""
+
+    def make_one(**options):
+        capacity = round((adapters / "one" / "adapter_model.safetensors").stat().st_size * 1.4)
+        made = make_store(capacity, **options)
+        for handle, name in enumerate(("one", "other", "third"), start=1):
+            assert load(made, handle, adapters / name, eager=False).result() is None
+        return made
+
+    return make_one
+
+
+@pytest.fixture
+def cold(make):
+    return make()
+
+
+def bring(store, handle):
+    """As a loop does it; whether its first layer came, or failed."""
+    reads(store, handle)
+    until(lambda: store.missing([handle], 0) is None, f"handle {handle}")
+    store.forget("a step")
+    return store.state(handle, 0)
+
+
+def come_back(store):
+    """Evict the first adapter by loading the second, and load it again."""
+    assert bring(store, 2) is State.READY
+    until(lambda: store.state(1, 0) is State.DISK, "eviction")
+    return bring(store, 1)
+
+
+def test_a_cold_load_reads_no_header(cold, adapters):
+    """It is damaged where no stamp can see it, and the load does not notice."""
+    with open_adapter(adapters / "one", spec_of("mixtral")) as adapter:
+        right = adapter.read(QKV, 0)
+    for touched in (adapters / "one").iterdir():
+        status = touched.stat()
+        with touched.open("r+b") as stream:
+            stream.write(b"\xff" * 20)
+        os.utime(touched, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert come_back(cold) is State.READY
+    (segment,) = gather(cold, QKV, (1, 0))
+    for pair, (part, a, b) in zip(segment.block.pairs, right, strict=True):
+        assert (pair.scale, pair.out_begin) == (part.scale, part.out_begin)
+        assert torch.equal(pair.a_RK, a.float()) and torch.equal(pair.b_OR, b.float())
+
+
+@pytest.mark.parametrize("change", ["weights", "config", "another directory"])
+def test_changed_content_is_refused(change, cold, adapters):
+    one = adapters / "one"
+    weights, config = one / "adapter_model.safetensors", one / "adapter_config.json"
+    if change == "weights":
+        data = weights.read_bytes()
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif change == "config":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1234}))
+    else:
+        shutil.rmtree(one)
+        (adapters / "third").rename(one)
+    assert come_back(cold) is State.FAILED
+    assert isinstance(cold.error(1), AdapterLoadError) and "content changed" in str(cold.error(1))
+
+
+def test_touched_files_of_the_same_content_are_checked_again_and_loaded(cold, adapters):
+    os.utime(adapters / "one" / "adapter_model.safetensors")
+    before = cold._entries[1].files
+    assert come_back(cold) is State.READY
+    assert cold._entries[1].files != before
+
+
+def test_adapters_of_one_outline_share_a_cached_manifest_and_the_cache_is_bounded(make, adapters):
+    kept = make()._loader.manifests
+    limit = kept.nbytes
+    assert len(kept._kept) == 2 and 0 < limit < 20_000
+    store = make(kept_bytes=limit)
+    kept = store._loader.manifests
+    tiny.make_adapter(tiny.make_model("mixtral"), adapters / "fourth", lora_rank=3, seed=3, targets="all")
+    assert load(store, 4, adapters / "fourth", eager=False).result() is None
+    assert kept.get(store._entries[1].files.outline) is None
+    assert 0 < kept.nbytes <= limit
+    assert come_back(store) is State.READY

@@ -1,6 +1,7 @@
-"""Log lines: repeats that a client could cause are counted, and each line is one write."""
+"""What a process does with its log lines, signals and freed memory."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -71,3 +72,57 @@ def test_a_line_names_its_call_and_is_one_write():
     assert all((line["request"], line["tenant"]) == ("r-1", "acme") for line in lines)
     assert all(write.count(b"\n") == 1 and write.endswith(b"\n") for write in (*writes, for_people))
     assert b"request=r-1" in for_people and b"tenant=acme" in for_people and b"\x1b" not in for_people
+
+
+WAITS = """
+import signal, sys, threading
+from lora_server.daemon.signals import on_signals
+stop = threading.Event()
+on_signals((signal.SIGTERM,), stop.set)
+print("up", flush=True)
+for _ in range(int(sys.argv[1])):
+    while not stop.wait(1e-6):
+        pass
+    stop.clear()
+    print("asked", flush=True)
+"""
+TIMES = 3000
+
+
+def test_a_signal_in_the_middle_of_a_wait_is_heard():
+    """Handlers that set the event themselves hang here after some hundred signals."""
+    command = [sys.executable, "-c", WAITS, str(TIMES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            for _ in range(TIMES):
+                process.send_signal(signal.SIGTERM)
+                assert process.stdout.readline() == "asked\n"
+            assert process.wait(HANG_SECONDS) == 0
+        finally:
+            process.kill()
+
+
+KEPT = """
+import psutil
+from lora_server.daemon.heap import give_back_large
+if {give_back}:
+    give_back_large()
+memory = psutil.Process().memory_info
+bytearray(30 << 20)  # as large as glibc learns to keep
+before, small = memory().rss, []
+large = [(bytearray(b"x") * (4 << 20), small.append(bytearray(20_000))) for _ in range(16)]
+del large
+print(memory().rss - before >> 20)
+"""
+
+
+def _kept(give_back: bool) -> int:
+    """MB, of 64 with something small between them."""
+    command = [sys.executable, "-c", KEPT.format(give_back=give_back)]
+    return int(subprocess.run(command, capture_output=True, check=True, text=True, timeout=120).stdout)
+
+
+def test_large_buffers_are_given_back():
+    assert _kept(give_back=False) > 30, "else this test shows nothing"
+    assert _kept(give_back=True) < 10

@@ -1,19 +1,36 @@
-"""The middleware of vLLM's server before an app that says what reached it; tests/vllm/test_tenants.py has vLLM."""
+"""Around vLLM's server, without vLLM: tenants, names while the LoRA server is away, log lines, a start that fails."""
 
 import asyncio
 import contextlib
+import io
 import json
+import logging
+import os
 from types import SimpleNamespace
 
 import pytest
+import structlog
+from rich.console import Console
 
+from client_connector.directory import Directory
+from client_connector.serving.lookup import Lookup
 from client_connector.serving.settings import whose
+from client_connector.vllm.logs import NAME, join_vllms
 from client_connector.vllm.tenants import ASKS, CALLER, TENANT_HEADER, Tenants
 from lora_server.access.identity import Role
 from lora_server.access.tokens import parse
-from lora_server.errors import ConfigError
+from lora_server.control.adapters.registry import Record
+from lora_server.control.rpc.registration import Doorkeeper
+from lora_server.control.rpc.server import ControlServer
+from lora_server.demo import children
+from lora_server.demo.launch import free_address
+from lora_server.demo.vllm_process import LAST_LINES, VllmProcess
+from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapterError
+from lora_server.logs import Repeats
 from lora_server.timings import Timings
+from tests.support.controllers import kept, make_controller
 from tests.support.gated import Gated
+from tests.support.serving import HANG_SECONDS
 
 COMPLETIONS = "/v1/completions"
 
@@ -150,3 +167,141 @@ def test_it_needs_a_server(monkeypatch):
     monkeypatch.delenv("LORA_SERVER_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match="LORA_SERVER_ADDRESS: got none"):
         Tenants(echo)
+
+
+@pytest.fixture
+def away():
+    """An address where nobody listens yet, and how to begin: a server with adapter law."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        directory = Directory(address)
+        stack.callback(directory.close)
+
+        def begin():
+            controller = make_controller()
+            stack.callback(controller.shards.close)
+            controller.adapters._registry.add(Record.decode(kept("law", 70_000).record))
+            stack.callback(ControlServer(controller, address, Doorkeeper("")).close, 0.2)
+
+        yield directory, begin
+
+
+class Clock:
+    """That of a test; who looks at it says so."""
+
+    def __init__(self):
+        self.now, self.looked = 0.0, asyncio.Event()
+
+    def __call__(self):
+        self.looked.set()
+        return self.now
+
+
+def run(play):
+    asyncio.run(asyncio.wait_for(play, HANG_SECONDS))
+
+
+def test_a_name_waits_for_the_server_and_is_found(away):
+    directory, begin = away
+
+    async def play():
+        clock = Clock()
+        lookup = Lookup(directory, 1.0, clock)
+        asked = [asyncio.create_task(lookup.get(name)) for name in ("law", "nobody")]
+        await clock.looked.wait()
+        await asyncio.to_thread(begin)
+        assert (await asked[0]).name == "law"
+        with pytest.raises(UnknownAdapterError):
+            await asked[1]
+
+    run(play())
+
+
+def test_an_outage_has_so_much_time_for_all(away):
+    directory, begin = away
+
+    async def play():
+        clock = Clock()
+        lookup = Lookup(directory, 10.0, clock)
+        first = asyncio.create_task(lookup.get("law"))
+        await clock.looked.wait()
+        with pytest.raises(ServerUnavailableError, match="is it running"):
+            await lookup.get("law", waits=False)
+        assert not first.done()
+        clock.now = 10.0
+        with pytest.raises(ServerUnavailableError):
+            await first
+        with pytest.raises(ServerUnavailableError):
+            await lookup.get("law")  # at once: this clock stands still
+        await asyncio.to_thread(begin)
+        while True:
+            with contextlib.suppress(ServerUnavailableError):
+                assert (await lookup.get("law")).name == "law"
+                break
+        assert lookup._away_since is None, "the next outage has its own time"
+
+    run(play())
+
+
+@pytest.fixture
+def records():
+    """What vLLM's handler gets, from a logger at INFO."""
+    logger, found = logging.getLogger(NAME), []
+    handler = logging.Handler()
+    handler.emit = found.append
+    before = structlog.get_config() if structlog.is_configured() else None
+    structlog.reset_defaults()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    structlog.reset_defaults()
+    if before is not None:
+        structlog.configure(**before)
+
+
+def test_lines_go_to_vllms_logger(records):
+    join_vllms()
+    log = structlog.get_logger()
+    log.debug("nobody asked")
+    log.info("attached", server="127.0.0.1:7400", adapters=2, error="two words")
+    Repeats(log.warning)("key", "failed")
+    try:
+        raise ValueError("100 %s")
+    except ValueError:
+        log.exception("broke")
+    texts = [record.getMessage() for record in records]
+    assert texts[:2] == ["attached server=127.0.0.1:7400 adapters=2 error='two words'", "failed"]
+    assert texts[2].startswith("broke\nTraceback") and texts[2].endswith("ValueError: 100 %s")
+    assert [record.levelname for record in records] == ["INFO", "WARNING", "ERROR"]
+    assert {record.filename for record in records} == {"test_vllm_logs.py"}, "not ours or structlog's own helpers"
+
+
+def test_an_application_that_configured_structlog_keeps_its_log(records):
+    own = []
+    structlog.configure(processors=[lambda _, __, said: own.append(said) or (_ for _ in ()).throw(structlog.DropEvent)])
+    join_vllms()
+    structlog.get_logger().info("attached")
+    assert own and not records
+
+
+REASON = "(Worker pid=7) ERROR 11-22 06:05:27 [executor.py:953] lora_server.errors.ConfigError: the reason"
+
+
+@pytest.mark.parametrize(("after", "seconds", "words"), [
+    ("exit 3", 60.0, "vLLM ended with exit code 3 before it was ready; the end of its log:"),
+    ("exec sleep 600", 2.0, "vLLM: not ready within 2 s; the end of its log:"),
+])  # fmt: skip
+def test_last_words(tmp_path, after, seconds, words):
+    """The last lines, and the error that its processes logged long before."""
+    script = f"echo '{REASON}'; for i in $(seq 100); do echo line-$i; done; {after}"
+    vllm = VllmProcess(["bash", "-c", script], os.environ, free_address(), tmp_path / "log")
+    try:
+        with pytest.raises(ServerUnavailableError) as raised:
+            vllm.wait_ready(Console(file=io.StringIO()), seconds)
+    finally:
+        children.stop(vllm.process)
+    said, *lines = str(raised.value).splitlines()
+    assert said == words
+    assert lines == [*(f"line-{i}" for i in range(101 - LAST_LINES, 101)), "lora_server.errors.ConfigError: the reason"]
