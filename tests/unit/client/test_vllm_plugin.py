@@ -24,19 +24,11 @@ from client_connector.vllm.graphs import split_graphs
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import configured, of_engine
 from client_connector.vllm.version import check_version
+from lora_server import errors
+from lora_server.adapters import open_adapter
 from lora_server.daemon.inproc import InprocServer
 from lora_server.demo.serve_vllm import engine_environment
-from lora_server.errors import (
-    AdapterLoadError,
-    ConfigError,
-    GeometryMismatchError,
-    LeaseError,
-    ServerUnavailableError,
-    ShardUnavailableError,
-    StepError,
-    StepTimeoutError,
-    UnknownAdapterError,
-)
+from lora_server.errors import ConfigError
 from lora_server.spec import Site
 from tests.support.echo import needs_emulator
 from tests.support.gpu.emulated_server import EmulatedServer
@@ -58,13 +50,10 @@ def test_where_the_address_comes_from(config, environment, address):
 
 
 def test_settings_travel_in_the_engines_config():
-    found = configured(
-        {"lora_server": {"address": "h:3", "timeout_seconds": 2}}, {"LORA_SERVER_ON_FAILURE": "base_model"}
-    )
+    own = {"address": "h:3", "timeout_seconds": 2}
+    found = configured({"lora_server": own}, {"LORA_SERVER_ON_FAILURE": "base_model"})
     assert (found.timeout_seconds, found.on_failure) == (2.0, "base_model")
-
-    config = SimpleNamespace(additional_config={KEY: found.as_config()})
-    assert of_engine(config) == found
+    assert of_engine(SimpleNamespace(additional_config={KEY: found.as_config()})) == found
     assert of_engine(object()) is None
 
 
@@ -88,10 +77,7 @@ def test_bad_settings_are_refused(own, words):
     [("0.32.0", True), ("0.33.1+cpu", True), ("0.31.9", False), ("0.34.0rc1", False), ("1.0", False), ("dev", False)],
 )
 def test_supported_versions(version, good):
-    if good:
-        check_version(version)
-        return
-    with pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
+    with contextlib.nullcontext() if good else pytest.raises(ConfigError, match=r">=0\.32,<0\.34"):
         check_version(version)
 
 
@@ -141,10 +127,8 @@ def test_graphs_are_captured_between_exchanges():
 
 
 def test_flags_are_read_back():
-    failure = Failure("step", "shard 1: a: b")
-    assert parse_flag(failure.flag("error")) == ("error", "step", "shard 1: a: b")
-    assert parse_flag("a stop word") is None
-    assert parse_flag(7) is None
+    assert parse_flag(Failure("step", "shard 1: a: b").flag("error")) == ("error", "step", "shard 1: a: b")
+    assert parse_flag("a stop word") is parse_flag(7) is None
 
 
 @pytest.fixture(scope="module", params=["host", pytest.param("device", marks=needs_emulator)])
@@ -171,10 +155,8 @@ def forward(served):
     forward.close()
 
 
-def expert_weights(load, name: str, layer: int, projection: str):
+def expert_weights(load, name, layer, projection):
     """Deltas [E, out, in] by definition, from the adapter's own tensors."""
-    from lora_server.adapters import open_adapter
-
     site = Site(layer, projection)
     out = torch.zeros(load.spec.experts, load.spec.out_width(site), load.spec.in_width(site))
     with open_adapter(load.paths[name], load.spec) as adapter:
@@ -197,9 +179,8 @@ def test_experts_equal_the_definition(served, forward, rank, expert_map, device)
     load, _ = served
     layer, ffn, hidden = 1, load.spec.ffn, load.spec.hidden
     begin, end = (0, ffn) if rank is None else (rank * ffn // 2, (rank + 1) * ffn // 2)
-    remote = RemotePunica(
-        forward, layer, Window(0, ((begin, end), (ffn + begin, ffn + end))), Window(begin, ((0, hidden),)), end - begin
-    )
+    up, down = Window(0, ((begin, end), (ffn + begin, ffn + end))), Window(begin, ((0, hidden),))
+    remote = RemotePunica(forward, layer, up, down, end - begin)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, hidden, generator=generator)
     act = torch.randn(TOKENS * 2, end - begin, generator=generator)
@@ -228,24 +209,40 @@ def test_experts_equal_the_definition(served, forward, rank, expert_map, device)
     assert forward.end() == {}
 
 
-def test_interleaved_columns(served, forward):
+def gate_up(served, forward, x, **options):
+    """What is added by all experts of layer 0."""
     load, _ = served
     ffn, hidden = load.spec.ffn, load.spec.hidden
     remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
-    x, ids = torch.randn(TOKENS, hidden), torch.randint(0, 8, (TOKENS, 2))
-    halves, alternating = torch.zeros(TOKENS * 2, 2 * ffn), torch.zeros(TOKENS * 2, 2 * ffn)
-    remote.finish_gate_up(remote.start_gate_up(x, ids, None), halves)
-    remote.finish_gate_up(remote.start_gate_up(x, ids, None), alternating, interleaved=True)
+    ids = torch.randint(0, 8, (len(x), 2), generator=torch.Generator().manual_seed(5))
+    added = torch.zeros(len(x) * 2, 2 * ffn)
+    remote.finish_gate_up(remote.start_gate_up(x, ids, None), added, **options)
+    return added
+
+
+def test_interleaved_columns(served, forward):
+    load, _ = served
+    x, ffn = torch.randn(TOKENS, load.spec.hidden), load.spec.ffn
+    halves, alternating = gate_up(served, forward, x), gate_up(served, forward, x, interleaved=True)
     assert halves.abs().sum() > 0
     assert torch.equal(alternating[:, 0::2], halves[:, :ffn]) and torch.equal(alternating[:, 1::2], halves[:, ffn:])
 
 
-def linear(served, forward, projection: str = "qkv"):
+def linear(served, forward):
     load, _ = served
-    site = Site(2, projection)
+    site = Site(2, "qkv")
     layer = nn.Linear(load.spec.in_width(site), load.spec.out_width(site))
     remote = RemoteLinear(forward, site, Window(0, ((0, load.spec.out_width(site)),)))
     return layer, remote.around(lambda layer, x, bias: nn.functional.linear(x, layer.weight, bias))
+
+
+def call(served, forward, projection, rows=TOKENS):
+    """A layer's own function; whether anything was added to its plain result."""
+    if projection == "gate_up":
+        return bool(gate_up(served, forward, torch.randn(rows, served[0].spec.hidden)).any())
+    layer, apply = linear(served, forward)
+    x = torch.randn(rows, layer.in_features)
+    return not torch.equal(apply(layer, x, layer.bias), layer(x))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -268,84 +265,68 @@ def test_opaque_ops_survive_a_full_graph(served, forward, device):
 
 def test_a_failed_step_leaves_the_pass_running(served, forward):
     """No exception reaches the engine; the requests with rows are named, and the next step works again."""
-    layer, apply = linear(served, forward)
-    x = torch.randn(TOKENS, layer.in_features)
-    forward.client.give_up(StepError("it broke"))
-    assert torch.equal(apply(layer, x, layer.bias), layer(x))
-    failures = forward.end()
-    assert {name: failure.code for name, failure in failures.items()} == {"b": "step", "c": "step"}
-    _, server = served
-    forward.receive(StepPlan("", {"b": Assigned(server.held["fused"].handle, 0)}))
+    assert call(served, forward, "qkv")
+    forward.client.give_up(errors.StepError("it broke"))
+    assert not call(served, forward, "qkv")
+    assert codes(forward) == {"b": "step", "c": "step"}
+    check_next_step(served, forward)
+
+
+def codes(forward):
+    return {name: failure.code for name, failure in forward.end().items()}
+
+
+def check_next_step(served, forward):
+    """Of a request of a good adapter: it is served."""
+    forward.receive(StepPlan("", {"b": Assigned(served[1].held["fused"].handle, 0)}))
     forward.begin(["b"], [TOKENS], [0])
-    assert not torch.equal(apply(layer, x, layer.bias), layer(x))
-    assert forward.end() == {}
+    assert call(served, forward, "qkv") and forward.end() == {}
 
 
-def test_handles_of_another_run_are_never_used(served, forward):
-    _, server = served
-    rows = {"b": Assigned(server.held["fused"].handle, 0)}
-    forward.receive(StepPlan("another run", rows, tuple(server.held.values())))
-    forward.begin(["b"], [3], [0])
-    assert not forward.active
-    assert forward.end()["b"].code == "shard_unavailable"
-
-
-def test_an_adapter_that_was_not_announced_is_an_error(served, forward):
-    forward.receive(StepPlan("", {"b": Assigned(999, 0)}))
-    forward.begin(["b"], [3], [0])
-    assert forward.end()["b"].code == "unknown_adapter"
+def test_handles_of_another_run_or_that_were_not_announced_are_not_used(served, forward):
+    held = served[1].held
+    for run, handle, code in (("another run", held["fused"].handle, "shard_unavailable"), ("", 999, "unknown_adapter")):
+        forward.receive(StepPlan(run, {"b": Assigned(handle, 0)}, tuple(held.values())))
+        forward.begin(["b"], [3], [0])
+        assert not forward.active and codes(forward) == {"b": code}
 
 
 @pytest.mark.parametrize("projection", ["qkv", "gate_up"])
 def test_a_bad_adapter_fails_its_requests_and_no_other(served, forward, projection):
     """The step is void for all, but the others' requests start over."""
-    load, server = served
-    good = server.held["fused"]
+    good = served[1].held["fused"]
     bad = dataclasses.replace(good, handle=999)
     forward.receive(StepPlan("", {"g": Assigned(good.handle, 0), "b": Assigned(999, 0)}, (bad,)))
     forward.begin(["g", "b"], [2, 2], [0, 0])
-    if projection == "qkv":
-        layer, apply = linear(served, forward)
-        apply(layer, torch.randn(4, layer.in_features), layer.bias)
-    else:
-        ffn, hidden = load.spec.ffn, load.spec.hidden
-        remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, hidden),)), ffn)
-        started = remote.start_gate_up(torch.randn(4, hidden), torch.randint(0, 8, (4, 2)), None)
-        remote.finish_gate_up(started, torch.zeros(8, 2 * ffn))
-    failures = forward.end()
-    assert {name: failure.code for name, failure in failures.items()} == {"g": "retry", "b": "unknown_adapter"}
-    forward.receive(StepPlan("", {"g": Assigned(good.handle, 0)}))
-    forward.begin(["g"], [4], [0])
-    layer, apply = linear(served, forward)
-    x = torch.randn(4, layer.in_features)
-    assert not torch.equal(apply(layer, x, layer.bias), layer(x))
-    assert forward.end() == {}
+    call(served, forward, projection, rows=4)
+    assert codes(forward) == {"g": "retry", "b": "unknown_adapter"}
+    check_next_step(served, forward)
 
 
 def test_what_may_succeed_later_is_told_from_what_will_not():
     """A gateway tries a 503 again, and nothing else."""
-    passing = (ServerUnavailableError, LeaseError, ShardUnavailableError, StepTimeoutError)
-    assert all(Failure.of(error("")).passes for error in passing)
-    lasting = (UnknownAdapterError, AdapterLoadError, GeometryMismatchError, ConfigError)
-    assert not any(Failure.of(error("")).passes for error in lasting)
+    passing = "ServerUnavailable", "Lease", "ShardUnavailable", "StepTimeout"
+    lasting = "UnknownAdapter", "AdapterLoad", "GeometryMismatch", "Config"
+    passes = {name: Failure.of(getattr(errors, f"{name}Error")("")).passes for name in passing + lasting}
+    assert passes == dict.fromkeys(passing, True) | dict.fromkeys(lasting, False)
     assert not Failure("not_invoked", "").passes
 
 
 def test_failing_steps_are_one_line_and_then_counted(forward):
     with capture_logs() as lines:
         for _ in range(200):
-            forward.failed(ShardUnavailableError("shard 1: closed"), None)
+            forward.failed(errors.ShardUnavailableError("shard 1: closed"), None)
             forward.receive(StepPlan())
     assert [line["event"] for line in lines] == ["adapter rows failed"]
 
 
-def test_an_outage_is_logged_when_it_begins_and_when_it_ends():
+def test_a_lost_server_is_joined_anew_in_the_background_which_is_logged_when_it_begins_and_ends():
     away = threading.Event()
     away.set()
 
     def join():
         if away.is_set():
-            raise ServerUnavailableError("away")
+            raise errors.ServerUnavailableError("away")
 
     rejoin = Rejoin(join, "worker")
     with capture_logs() as lines:
@@ -355,28 +336,14 @@ def test_an_outage_is_logged_when_it_begins_and_when_it_ends():
         assert rejoin.wait(10)
     assert [line["event"] for line in lines] == ["LoRA server lost; joining it anew", "rejoined"]
     assert lines[1]["who"] == "worker" and lines[1]["away_seconds"] >= 0
-
-
-def test_rejoining_happens_in_the_background():
-    attempts = []
-
-    def join():
-        attempts.append(None)
-        if len(attempts) < 3:
-            raise ServerUnavailableError("away")
-
-    rejoin = Rejoin(join)
-    assert rejoin.wait(10)
-    assert len(attempts) == 3
-    hopeless = Rejoin(lambda: (_ for _ in ()).throw(GeometryMismatchError("another model")))
-    with pytest.raises(GeometryMismatchError):
+    hopeless = Rejoin(lambda: (_ for _ in ()).throw(errors.GeometryMismatchError("another model")))
+    with pytest.raises(errors.GeometryMismatchError):
         hopeless.wait(10)
 
 
 @pytest.mark.parametrize("projection", ["qkv", "gate_up"])
 def test_few_calls_lie_between_a_layer_and_the_push(served, forward, projection, monkeypatch):
     """What a decoding step pays per site in Python: the layer's own function and at most five more."""
-    load, _ = served
     link_type, frames = type(forward.client.session.links[0]), []
     push = link_type.push
 
@@ -386,14 +353,5 @@ def test_few_calls_lie_between_a_layer_and_the_push(served, forward, projection,
         push(self, seq, nbytes)
 
     monkeypatch.setattr(link_type, "push", counted)
-    x = torch.randn(TOKENS, load.spec.hidden)
-    if projection == "qkv":
-        layer, apply = linear(served, forward)
-        apply(layer, x, layer.bias)
-    else:
-        ffn = load.spec.ffn
-        remote = RemoteExperts(forward, 0, Window(0, ((0, 2 * ffn),)), Window(0, ((0, load.spec.hidden),)), ffn)
-        remote.finish_gate_up(
-            remote.start_gate_up(x, torch.randint(0, 8, (TOKENS, 2)), None), torch.zeros(2 * TOKENS, 2 * ffn)
-        )
+    call(served, forward, projection)
     assert frames and max(len(one) for one in frames) <= 5, frames

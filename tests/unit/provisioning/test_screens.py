@@ -1,4 +1,4 @@
-"""What `provision` prints, as in screens/*.txt, and its subcommands; and that the command is quick and needs no torch."""
+"""What `provision` prints, as in screens/*.txt; its subcommands; and that it is quick and needs no torch."""
 
 import fcntl
 import io

@@ -1,4 +1,4 @@
-"""`provision watch`: a live server under load, and saved scrapes, good and bad; the server's rule beside the simulation."""
+"""`provision watch`: a live server under load, saved scrapes, good and bad; and the server's rule beside the plan's."""
 
 import json
 
