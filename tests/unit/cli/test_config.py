@@ -41,6 +41,7 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
     ({"nodes": 2}, "fewer shards"),
     ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
     ({"sloots": 2}, "sloots: no such setting"),
+    ({"watch": True}, "watch: got no --adapters"),
     ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
     ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
     ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),

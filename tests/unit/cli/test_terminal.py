@@ -11,11 +11,13 @@ from rich.console import Console
 
 from docs import configuration
 from lora_server import terminal, units
-from lora_server.cli import app, rows, status
+from lora_server.cli import app as server
+from lora_server.cli import rows, status
 from lora_server.demo.check import Verdict
 from lora_server.demo.engine import Result, Times
 from lora_server.demo.report import LayoutTimes, show
 from lora_server.wire import lora_server_pb2 as pb
+from provisioning.cli import app as provision
 from tests.support.screens import check_screen
 
 LONG = "tenant-042-legal-contracts-germany-v2.1a"
@@ -144,12 +146,14 @@ def test_sizes():
     assert {nbytes: units.size(nbytes) for nbytes in expected} == expected
 
 
-def test_help_at_80_columns_names_every_flag_whole(monkeypatch):
+@pytest.mark.parametrize(("app", "name"), [(server, "lora-server"), (provision, "provision")])
+def test_help_at_80_columns_names_every_flag_and_no_word_is_broken(monkeypatch, app, name):
     monkeypatch.setenv("COLUMNS", "80")
-    for path, command in configuration.commands(typer.main.get_command(app), "lora-server"):
-        with command.make_context("lora-server", ["--help"], resilient_parsing=True) as context:
+    for path, command in configuration.commands(typer.main.get_command(app), name):
+        with command.make_context(name, ["--help"], resilient_parsing=True) as context:
             text = command.get_help(context)
         assert max(map(len, text.splitlines())) <= 80, path
         assert "…" not in text and "..." not in text.replace("[ARGS]...", ""), path
-        flags = {flag for one in command.params for flag in one.opts if flag.startswith("--")}
-        assert flags - set(re.findall(r"--[\w-]+", text)) == set(), path
+        said = set(text.split())
+        for option in command.params:
+            assert set(option.opts) & said and set((option.help or "").split()) <= said, (path, option.opts)

@@ -16,6 +16,7 @@ from lora_server.control.admission.tally import Sum, Tally
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
+from tests.support.clocks import VirtualClock
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import HANG_SECONDS, until
 
@@ -146,23 +147,23 @@ def test_admission_equals_the_model(seed):
 
 def limited(**sizes):
     """An admission with a pool of 10 bytes on one shard, and a clock to turn."""
-    time_of = [0.0]
-    admission = Admission(lambda names: [sorted(sizes).index(name) + 1 for name in names], clock=lambda: time_of[0])
+    clock = VirtualClock()
+    admission = Admission(lambda names: [sorted(sizes).index(name) + 1 for name in names], clock=clock.now)
     admission.room.set_capacity(0, 10)
     for handle, name in enumerate(sorted(sizes), start=1):
         if sizes[name] is not None:
             admission.room.set_size(handle, 0, sizes[name])
-    return admission, time_of
+    return admission, clock
 
 
 def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
-    admission, now = limited(a=6, big=8, small=2)
+    admission, clock = limited(a=6, big=8, small=2)
     assert admission.acquire(1, 1, ["a"]) == [1]
     assert admission.acquire(2, 1, ["big"]).reason == (
         "shard 0's pool of 10 B has 4 B beside the 1 adapters that are in use or pinned, 8 B are needed"
     )
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
-    now[0] = Timings.first_in_queue
+    clock.advance(Timings.first_in_queue)
     assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
@@ -172,9 +173,9 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
 
 
 def test_tickets_of_unmeasured_adapters_are_skipped():
-    admission, now = limited(a=6, new=None)
+    admission, clock = limited(a=6, new=None)
     assert admission.acquire(1, 1, ["new"]).reason == "shard 0 has not looked at its files yet"
-    now[0] = 5.0
+    clock.advance(5.0)
     assert admission.acquire(2, 1, ["a"]) == [1]
     admission.room.set_size(2, 0, 4)
     admission.admit()
@@ -232,9 +233,8 @@ def test_a_waiting_client_is_told_when_it_is_admitted(serve):
     assert [record.handle for record in records] == [3] and queued.position == 1
     assert clients.wait_admitted(other, [1], 0.01) == []
     client = clients.renew(other)
-    waiter = threading.Thread(
-        target=lambda: told.extend(controller.adapters.wait_admitted(client, [1], 10 * HANG_SECONDS))
-    )
+    wait = controller.adapters.wait_admitted
+    waiter = threading.Thread(target=lambda: told.extend(wait(client, [1], 10 * HANG_SECONDS)))
     waiter.start()
     clients.release(one, [1])
     waiter.join(HANG_SECONDS)
@@ -373,40 +373,31 @@ def test_cancelled_tickets_do_not_count_against_their_tenant():
 NAMES = {handle: f"tenant-{handle}" for handle in range(1, 40)}
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def test_every_end_of_a_hold_counts_once():
-    clock = Clock()
-    tally = Tally(NAMES.get, clock)
+    clock = VirtualClock()
+    tally = Tally(NAMES.get, clock.now)
     holds = Holds(tally.changed)
     holds.acquire(1, [1, 1, 2])
-    clock.now = 2.0
+    clock.advance(2)
     holds.release(1, [1, 3])  # what is not held is ignored
     holds.restore(2, [2, 2])
-    clock.now = 5.0
+    clock.advance(3)
     holds.forget_client(1)
     holds.acquire(2, [99])  # an adapter that is gone when its holds end
-    clock.now = 6.0
+    clock.advance(1)
     holds.forget_client(2)
-    own, others = tally.sums()
-    assert own == {"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}
-    assert others == Sum(1, 1.0)
+    assert tally.sums() == ({"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}, Sum(1, 1.0))
 
 
 def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum():
     """First the tail is called, then a few hot ones: they take the places, and a difference is what ended between."""
-    clock, rng = Clock(), random.Random(3)
-    tally = Tally(NAMES.get, clock, most=4, review=50)
+    clock, rng = VirtualClock(), random.Random(3)
+    tally = Tally(NAMES.get, clock.now, most=4, review=50)
     seen = {"(other)": Sum()}
     for turn in range(600):
         handle = rng.randrange(10, 40) if turn < 200 or turn % 3 == 0 else rng.choice([1, 2])
         tally.changed(handle, 1)
-        clock.now += 1
+        clock.advance(1)
         tally.changed(handle, -1)
         own, others = tally.sums()
         now = {**own, "(other)": others}

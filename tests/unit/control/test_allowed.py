@@ -48,25 +48,10 @@ def test_every_path_outside_gets_the_same_refusal(places):
     (root / "up").symlink_to(outside / "secret")
     (root / "nowhere").symlink_to(outside / "missing")
     (root / "law" / "link").symlink_to(outside)
-    texts = {
-        said(allowed, uri)
-        for uri in (
-            outside / "secret",
-            outside / "missing",
-            outside,
-            root / "up",
-            root / "nowhere",
-            root / "law" / ".." / ".." / "outside",
-            root / "law" / "link" / "secret",
-            f"{root}-and-more",
-            f"file://{outside}/secret",
-            "/root/.ssh",
-            "/",
-            "~nobody/x",
-            "relative",
-        )
-    }
-    (text,) = texts
+    bad = [outside / "secret", outside / "missing", outside, root / "up", root / "nowhere"]
+    bad += [root / "law" / ".." / ".." / "outside", root / "law" / "link" / "secret", f"{root}-and-more"]
+    bad += [f"file://{outside}/secret", "/root/.ssh", "/", "~nobody/x", "relative"]
+    (text,) = {said(allowed, uri) for uri in bad}
     assert "--adapter-root" in text and str(root) in text and str(outside) not in text
     for good in (root, root / "law", root / "missing", root / "law" / ".." / "law", f"file://{root}/law"):
         allowed.check(str(good))
@@ -89,14 +74,8 @@ def test_urls_need_an_allowed_prefix(places):
     allowed = Allowed((), ("s3://adapters/mine", "hf://org", "https://host/a"))
     for good in ("s3://adapters/mine/law", "S3://adapters/mine", "hf://org/name@main", "https://host/a/b/"):
         allowed.check(good)
-    for bad in (
-        "s3://adapters/mine-not",
-        "s3://adapters",
-        "s3://adapters/mine@x/law",
-        "https://host/a/../b",
-        "https://host/a/%2e%2e/b",
-        "http://169.254.169.254/latest",
-    ):
+    strangers = ["s3://adapters/mine-not", "s3://adapters", "s3://adapters/mine@x/law", "http://169.254.169.254/latest"]
+    for bad in (*strangers, "https://host/a/../b", "https://host/a/%2e%2e/b"):
         assert "--allow-source" in said(allowed, bad)
     Allowed().check("http://anywhere/law")
     assert "none was given" in said(Allowed(), places[0])
@@ -133,16 +112,14 @@ def test_roots_follow_from_the_servers_flags(places, monkeypatch):
     assert Allowed.of(config()).roots == (), "a service's directory is no place for adapters"
 
 
-def test_flags_precede_variables_and_variables_the_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("LORA_SERVER_ADAPTER_ROOT", f"{tmp_path},/b")
-    monkeypatch.setenv("LORA_SERVER_ALLOW_SOURCE", "s3://a")
-    found = load({"base_model": "mixtral-8x7b"})
-    assert ([*map(str, found.adapter_root)], found.allow_source) == ([str(tmp_path), "/b"], ("s3://a",))
+def test_roots_and_sources_are_lists_in_the_environment_and_in_a_file(tmp_path, monkeypatch):
     file = tmp_path / "serve.yaml"
     file.write_text(json.dumps({"base_model": "mixtral-8x7b", "adapter-root": ["/c", "/d"]}))
-    assert [*map(str, load({"adapter_root": [tmp_path]}, file).adapter_root)] == [str(tmp_path)]
-    monkeypatch.delenv("LORA_SERVER_ADAPTER_ROOT")
     assert [*map(str, load({}, file).adapter_root)] == ["/c", "/d"]
+    monkeypatch.setenv("LORA_SERVER_ADAPTER_ROOT", f"{tmp_path},/b")
+    monkeypatch.setenv("LORA_SERVER_ALLOW_SOURCE", "s3://a")
+    found = load({}, file)
+    assert ([*map(str, found.adapter_root)], found.allow_source) == ([str(tmp_path), "/b"], ("s3://a",))
     for source in ("https://me:word@host/", "adapters", "file:///x"):
         with pytest.raises(ConfigError, match="--allow-source"):
             Allowed.of(config(allow_source=[source]))

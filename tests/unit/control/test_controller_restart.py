@@ -61,23 +61,13 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
 
 
 LAW = pb.Kept(load=kept("law", 5))
+V2 = pb.Kept(load=kept("law", 7, version="v2"))
+REMOVED = {"gone": [5], "last_handle": FIRST_HANDLE + 9, "last_client": 4}
 KEPT_APART = {  # what shards 0 and 1 kept; the listed handle, and which loads a shard is sent
     "an add that shard 1 did not hear": (LAW, None, {}, [5], {1: [(5, False)]}),
     "a pin that shard 1 did not hear": (pb.Kept(load=kept("law", 5, pinned=True)), LAW, {}, [5], {1: [(5, True)]}),
-    "a version that shard 0 did not hear": (
-        LAW,
-        pb.Kept(load=kept("law", 7, version="v2")),
-        {"gone": [5], "last_handle": 7},
-        [7],
-        {0: [(7, False)]},
-    ),
-    "a removal that shard 0 did not hear": (
-        LAW,
-        None,
-        {"gone": [5], "last_handle": FIRST_HANDLE + 9, "last_client": 4},
-        [],
-        {},
-    ),
+    "a version that shard 0 did not hear": (LAW, V2, {"gone": [5], "last_handle": 7}, [7], {0: [(7, False)]}),
+    "a removal that shard 0 did not hear": (LAW, None, REMOVED, [], {}),
 }
 
 

@@ -112,17 +112,6 @@ def refused(reading, error):
     return str(ended.value)
 
 
-def test_files_are_fetched_once_and_verified_before_each_use(node):
-    assert is_right(node.fetch(), node) and is_right(node.fetch(), node)
-    assert node.fetcher.use().fetches == 1
-    (kept,) = node.cache.glob(f"{node.record.version}.*")
-    with (kept / WEIGHTS).open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(b"\0\0\0\0")
-    assert is_right(node.fetch(), node)
-    assert node.fetcher.use().fetches == 2
-
-
 class Dying:
     """Node 0 sends the weights up to each of these parts, and no more until it is killed: once some of it has come."""
 

@@ -3,10 +3,9 @@
 import pytest
 from structlog.testing import capture_logs
 
-from lora_server import config
 from lora_server.adapters import validate_adapter
 from lora_server.control.adapters.registry import FIRST_HANDLE
-from lora_server.errors import AdapterLoadError, ConfigError, UnknownAdapterError
+from lora_server.errors import AdapterLoadError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
 from tests.support.followed import SETTLE, Followed, make_contents
@@ -212,8 +211,3 @@ def test_the_next_server_reads_only_touched_files(tmp_path, contents, monkeypatc
     assert followed.served()["law"] == "v2" and followed.adapters.get("law").record.pinned
     followed.close()
     database.close()
-
-
-def test_watch_without_a_directory_is_refused():
-    with pytest.raises(ConfigError, match="watch: got no --adapters"):
-        config.load({"base_model": "mixtral-8x7b", "watch": True})

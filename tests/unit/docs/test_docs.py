@@ -3,7 +3,6 @@
 import ast
 import functools
 import importlib
-import itertools
 import re
 from operator import attrgetter
 
@@ -17,7 +16,6 @@ PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 WITHOUT_CODE = {page: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for page, text in TEXTS.items()}
-LISTED = re.compile(r"^ *(?:[-*]|\d+\.) ")
 TROUBLE = TEXTS["docs/troubleshooting.md"]
 
 
@@ -71,17 +69,6 @@ def test_links_lead_somewhere():
     assert [found for found in links if leads_nowhere(*found)] == []
 
 
-def test_lists_begin_after_an_empty_line():
-    """Otherwise the site shows them as one paragraph."""
-    glued = [
-        (page, line)
-        for page, text in WITHOUT_CODE.items()
-        for before, line in itertools.pairwise(text.splitlines())
-        if LISTED.match(line) and before.strip() and not before.startswith(" ") and not LISTED.match(before)
-    ]
-    assert glued == []
-
-
 def commands():
     """Every command of the two programs as it is typed, and the flags of those that run something."""
     for name, app in (("lora-server", configuration.server.app), ("provision", configuration.provision.app)):
@@ -129,11 +116,6 @@ def test_a_package_names_what_is_in_it():
         words = set(re.findall(r"\w+", docstring))
         missing += [(str(init.parent.relative_to(ROOT)), name) for name in modules - words if not name.startswith("__")]
     assert missing == []
-
-
-def test_files_of_provisioning_have_at_most_200_lines():
-    files = {file: len(file.read_text().splitlines()) for file in FILES if (ROOT / "provisioning") in file.parents}
-    assert {str(file): lines for file, lines in files.items() if lines > 200} == {}
 
 
 def test_every_error_has_an_entry():

@@ -53,7 +53,7 @@ CHEAP = {
         ("import lora_server, lora_server.spec, lora_server.placement, lora_server.errors", [*SERVER, *HEAVY, "numpy"]),
         ("import lora_server.transport.shm, lora_server.transport.tcp", [*SERVER, *HEAVY, "numpy"]),
         ("import client_connector", [*SERVER, *HEAVY, "typer", "pydantic"]),
-        ("import provisioning, provisioning.cli", [*SERVER, *HEAVY]),
+        ("import provisioning, provisioning.cli", [*SERVER, *HEAVY, "numpy"]),
         (COMMAND, [*HEAVY, "lora_server.control", "lora_server.daemon", "peft"]),
     ],
     "an engine's side": [

@@ -109,10 +109,10 @@ def test_cache_slots_follow_the_fullest_shard_not_the_total():
 def test_paper_memory_figures():
     cluster = Cluster(gpu=GPUS["hopper-96"], gpus_per_node=4)
     assert MIXTRAL.adapter_bytes(64) / 2**30 == pytest.approx(1.69, abs=0.005)
+    assert MIXTRAL.adapter_bytes(64, shared_a=True) / 2**30 == pytest.approx(1.56, abs=0.005)
     assert memory.cache_slots(MIXTRAL, Layout(2, 1), cluster, 64) == pytest.approx(104, abs=1)  # section 6.4
-    assert memory.adapters_in(memory.instance_free_bytes(MIXTRAL, cluster, 2) / 2, MIXTRAL, 64) == pytest.approx(
-        25, abs=2
-    )  # 100 over four instances
+    of_an_instance = memory.adapters_in(memory.instance_free_bytes(MIXTRAL, cluster, 2) / 2, MIXTRAL, 64)
+    assert of_an_instance == pytest.approx(25, abs=2)  # 100 over four instances
 
 
 def test_layouts_give_every_shard_something():
@@ -122,11 +122,8 @@ def test_layouts_give_every_shard_something():
 
 
 def step_model(**changes):
-    options = {
-        "spec": MIXTRAL, "cluster": Cluster(gpu=GPUS["h200"]), "popularity": zipf(1.2, 512), "lora_rank": 64,
-        "instance_gpus": 2,
-    }  # fmt: skip
-    return StepModel(**(options | changes))
+    options = {"spec": MIXTRAL, "cluster": Cluster(gpu=GPUS["h200"]), "popularity": zipf(1.2, 512)}
+    return StepModel(**(options | {"lora_rank": 64, "instance_gpus": 2} | changes))
 
 
 def test_more_batch_takes_longer_and_more_shards_compute_faster():

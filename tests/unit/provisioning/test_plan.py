@@ -78,17 +78,25 @@ def test_an_exact_tie_of_layouts_goes_to_the_faster():
     assert chosen.latency.total <= min(model.lora(64, layout).total for layout in others) + 1e-9
 
 
-@pytest.mark.parametrize(("changes", "binding"), [
-    ({"max_gpus": 1}, "cache"),
-    ({"slo": "ttft_p95=1ms,tpot_avg=100ms"}, "ttft"),
-    ({"slo": "ttft_p95=250ms,tpot_avg=2ms"}, "tpot"),
-    ({"link_gbps": 1.0}, "network"),
-    ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute"),
+@pytest.mark.parametrize(("changes", "binding", "helps"), [
+    ({"max_gpus": 1}, "cache", "max GPUs 2"),
+    ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "ttft", "TTFT SLO 30 ms"),
+    ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "tpot", "TPOT SLO 20 ms"),
+    ({"link_gbps": 1.0}, "network", ""),
+    ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute", ""),
 ])  # fmt: skip
-def test_infeasible_names_what_binds(changes, binding):
-    choice = smallest(question(**changes))
-    assert choice.chosen is None
-    assert choice.binding == binding, choice
+def test_infeasible_names_what_binds_and_what_would_help(changes, binding, helps):
+    if not helps:
+        assert smallest(question(**changes)).binding == binding
+        return
+    result = answer(question(**changes), seeds=0)
+    plan = document(result)
+    assert not result.feasible and plan["binding_constraint"] == binding
+    rows = {row["change"]: row for row in plan["sensitivity"]}
+    assert rows[helps]["gpus"], helps
+    assert rows["gpus +1"]["gpus"] == plan["closest"]["gpus"] + 1
+    assert plan["coupled"]["evaluated"] and plan["coupled"]["verdict"]
+    assert json.dumps(plan, allow_nan=False), "every number is finite"
 
 
 TIGHT = {"gpu": "h100", "adapters": 200, "context_tokens": 8192.0}  # KV of 59 requests an instance
@@ -198,22 +206,6 @@ def test_a_plan_says_what_its_simulation_found(asked, says):
     outcome = provision(*asked)
     assert outcome.exit_code == 0, outcome.output
     assert all(said in " ".join(outcome.stdout.split()) for said in says)
-
-
-@pytest.mark.parametrize(("changes", "helps"), [
-    ({"max_gpus": 1}, "max GPUs 2"),
-    ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "TTFT SLO 30 ms"),
-    ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "TPOT SLO 20 ms"),
-])  # fmt: skip
-def test_where_nothing_is_feasible_it_says_what_would_make_it_so(changes, helps):
-    result = answer(question(**changes), seeds=0)
-    assert not result.feasible
-    plan = document(result)
-    rows = {row["change"]: row for row in plan["sensitivity"]}
-    assert rows[helps]["gpus"], helps
-    assert rows["gpus +1"]["gpus"] == plan["closest"]["gpus"] + 1
-    assert plan["coupled"]["evaluated"] and plan["coupled"]["verdict"]
-    assert json.dumps(plan, allow_nan=False), "every number is finite"
 
 
 def test_coupled_verdict_goes_both_ways():

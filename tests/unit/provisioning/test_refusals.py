@@ -1,11 +1,10 @@
 """Bad input of `provision` and its files: one line that names the flag and the file, exit status 2, bounded time."""
 
-import subprocess
-import sys
 import time
 
 import pytest
 
+from provisioning.cli import main
 from provisioning.inputs import InputError
 from provisioning.model import profile
 from provisioning.plan.scenario import Flags, workload
@@ -54,16 +53,13 @@ def test_a_bad_flag_is_one_line(command, flag, value):
     assert found.stderr.startswith(f"error: {flag}") or command is COMPARE
 
 
-def console(*arguments):
-    code = "import sys; sys.argv[0] = 'provision'; from provisioning.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize("bad", [["--adapters", "many"], ["--nonsense", "1"], ["--model"], ["solve"]])
-def test_a_usage_error_is_one_line(bad):
-    outcome = console(*ASKED, *bad)
-    assert outcome.returncode == 2
-    assert outcome.stderr.count("\n") == 1 and bad[0] in outcome.stderr
+@pytest.mark.parametrize("bad", [["--adapters", "many"], ["--nonsense", "1"], ["--model"], ["solve"]], ids="".join)
+def test_a_usage_error_of_the_console_script_is_one_line(monkeypatch, capsys, bad):
+    monkeypatch.setattr("sys.argv", ["provision", *ASKED, *bad])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1) and bad[0] in said.err
 
 
 @pytest.mark.parametrize("odd", [

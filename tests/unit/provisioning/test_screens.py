@@ -13,21 +13,19 @@ import sys
 import termios
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import typer
 
-from provisioning.cli import app
+from provisioning.cli import app, main
 from provisioning.plan import fronts
 from provisioning.plan.scenario import Flags, scenario
 from provisioning.report import words
 from provisioning.simulation.measure import Estimate
 from tests.support.doc_commands import SHELL, blocks
 from tests.support.provision import ASKED, QWEN, SLO, provision, typed
+from tests.support.screens import check_screen
 from tests.support.sources import ROOT
 
-SCREENS = Path(__file__).parent / "screens"
 SIMULATE = ["simulate", "--cache-slots", "3", "--adapters", "64", "--batch-size", "40", "--requests", "200"]
 COMMANDS = {
     "models": ["models", "--lora-rank", "1024"],
@@ -74,27 +72,12 @@ def test_a_screen_is_its_file_and_says_what_a_pipe_says(name):
     if name in ("plan", "infeasible"):
         check_colours(narrow)
         check_colours(screen(COMMANDS[name], 80, NO_COLOR="1"), {0, 1, 2})
-    if os.environ.get("LORA_REWRITE_SCREENS"):
-        (SCREENS / f"{name}.txt").write_text(plain(narrow))
-    assert plain(narrow) == (SCREENS / f"{name}.txt").read_text()
+    check_screen(__file__, name, plain(narrow))
 
 
 def check_colours(text, allowed=READABLE):
     codes = {int(code) for group in ESCAPE.findall(text) for code in group.split(";") if code}
     assert codes and codes <= allowed, codes
-
-
-@pytest.mark.parametrize("command", [[], ["models"], ["simulate"], ["table4"], ["watch"], ["compare"]], ids="".join)
-def test_help_names_every_option_in_whole_words(command):
-    found = typer.main.get_command(app)
-    for name in command:
-        found = found.commands[name]
-    shown = screen([*command, "--help"], 80)
-    said = set(plain(shown).split())
-    for option in found.params:
-        assert option.opts[0] in said
-        assert set(option.help.split()) <= said, option.opts[0]
-    check_colours(shown)
 
 
 def on_terminal(arguments, stream):
@@ -134,25 +117,16 @@ def test_a_real_terminal_shows_the_same_screen_and_raw_json():
 
 
 @pytest.mark.parametrize(("shown", "expected"), [
-    (words.number(28470.4), "28,470"),
-    (words.number(0.49462), "0.4946"),
-    (words.number(1e-7), "0.0000001"),
-    (words.number(512), "512"),
-    (words.number(0), "0"),
-    (words.time(369.4), "369 us"),
-    (words.time(15_240), "15.2 ms"),
-    (words.time(1.72e8), "172 s"),
+    ([words.number(n) for n in (28470.4, 0.49462, 1e-7, 512, 0)], ["28,470", "0.4946", "0.0000001", "512", "0"]),
+    ([words.time(us) for us in (369.4, 15_240, 1.72e8)], ["369 us", "15.2 ms", "172 s"]),
     (words.times(Estimate(mean=0.0301, low=0.0299, high=0.0303)), "30.1 ms [29.9, 30.3]"),
-    (words.size(1.69 * 2**30), "1.69 GiB"),
-    (words.size(300), "300 bytes"),
-    (words.count(1, "GPU"), "1 GPU"),
-    (words.count(1024, "GPU"), "1,024 GPUs"),
-    (words.sparkline([0, 1, 2, 4]), "▁▃▅█"),
+    ([words.size(nbytes) for nbytes in (1.69 * 2**30, 300)], ["1.69 GiB", "300 bytes"]),
+    ([words.count(num, "GPU") for num in (1, 1024)], ["1 GPU", "1,024 GPUs"]),
     ([words.moment(s) for s in (90, 750, 22_500, 302_400)], ["90 s", "12.5 min", "6.25 h", "3.5 days"]),
+    ([words.sparkline([0, 1, 2, 4]), len(words.sparkline(list(range(1000)))) <= 48], ["▁▃▅█", True]),
 ], ids=str)  # fmt: skip
 def test_numbers(shown, expected):
     assert shown == expected
-    assert len(words.sparkline(list(range(1000)))) <= 48
 
 
 def examples():
@@ -176,11 +150,6 @@ def test_documents_print_what_the_command_says(document, command, text, tmp_path
     said = " ".join(done.stdout.split())
     for part in text.split("...\n"):
         assert " ".join(part.split()) in said, said
-
-
-def test_documents_show_a_verdict_each_way():
-    texts = " ".join(text for _, _, text in examples())
-    assert "A LoRA Server is worth it" in texts and "A LoRA Server is not worth it here" in texts
 
 
 COMPARED = {"slo": SLO, "model": "gpt-oss-20b", "gpu": "h100", "adapters": 300, "request_rate": 40.0}
@@ -263,9 +232,8 @@ def test_simulate():
     assert provision("simulate", *options, "--mode", "coupled").exit_code == 0
 
 
-def test_models_table4_and_glossary():
-    rows = json.loads(provision("models", "--json").stdout)
-    assert {row["name"] for row in rows} >= {"mixtral-8x7b", "qwen3-30b-a3b", "dbrx"}
+def test_models_table4_and_glossary_are_said_as_json():
+    assert {row["name"] for row in json.loads(provision("models", "--json").stdout)} >= {"mixtral-8x7b", "dbrx"}
     assert len(json.loads(provision("table4", "--json").stdout)) == 32
     assert "visible load" in provision("glossary").output
     assert "Eq. 5" in json.loads(provision("glossary", "--json").output)
@@ -297,14 +265,17 @@ def test_a_full_plan_imports_no_torch(tmp_path):
     json.loads(done.stdout)
 
 
-def test_help_imports_no_numpy_and_a_plan_without_simulation_is_quick():
-    done = python("import sys, provisioning.cli; print('numpy' in sys.modules, 'torch' in sys.modules)")
-    assert done.stdout == "False False\n"
+def test_a_plan_without_simulation_is_quick():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = python(f"from provisioning.cli import app; app({[*ASKED, '--no-simulate', '--model', 'dbrx']!r})")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, run.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4  # CPU seconds; the bar is 1
     assert "`provision glossary`" in run.stdout and "Prefill, estimated" in run.stdout
-    bare = python("import sys; sys.argv[:] = ['provision']; from provisioning.cli import main; main()")
-    assert bare.returncode == 0 and "Usage" in bare.stdout
+
+
+def test_without_arguments_it_says_how_to_use_it(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["provision"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0 and "Usage" in capsys.readouterr().out

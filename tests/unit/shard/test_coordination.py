@@ -19,7 +19,7 @@ from lora_server.wire import messages, slot
 from lora_server.wire.messages import Challenge, Follow, Lead, Order
 from lora_server.wire.slot import RequestHeader
 from tests.support.rig import LOADED, Client, healthy, make_rig
-from tests.support.serving import until
+from tests.support.serving import HANG_SECONDS, until
 
 
 class Peer(Connection):
@@ -64,13 +64,6 @@ def pending(*steps):
     return {one.connection.client: one for one in steps}
 
 
-def test_followers_are_counted_when_they_come_and_go(leader, make_follower):
-    first, *_ = [make_follower() for _ in range(3)]
-    assert leader.followers == 3
-    first.close()
-    until(lambda: leader.next({}) is None and leader.followers == 2, "one to be counted out")
-
-
 STRANGE = [
     b"",
     b"GET / HTTP/1.1\r\n\r\n",
@@ -89,7 +82,7 @@ def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_fo
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(host_port)) for _ in range(2 * len(STRANGE))]
         for stranger, said in zip(strangers, STRANGE * 2, strict=True):
-            stranger.settimeout(30)
+            stranger.settimeout(HANG_SECONDS)
             stranger.sendall(said)
         order_of(leader, 5, to=follower)
         for stranger in strangers:
@@ -101,6 +94,8 @@ def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_fo
     assert leader.followers == 1
     make_follower()
     assert leader.followers == 2, "others are let in"
+    follower.close()
+    until(lambda: leader.next({}) is None and leader.followers == 1, "one to be counted out")
 
 
 def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_follower):
@@ -114,7 +109,7 @@ def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_
 def test_a_follower_that_takes_no_orders_is_cut_off(leader):
     """Its connection fills up; nothing is queued for it in the leader."""
     with socket.create_connection(parse(leader.address)) as stopped:
-        stopped.settimeout(30)
+        stopped.settimeout(HANG_SECONDS)
         challenge = messages.decode(stopped.recv(4096)[HEADER.size :], Challenge)
         proof = messages.proof(leader.badge, b"follower", challenge.nonce, bytes(32))
         stopped.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), proof)))))
@@ -132,18 +127,14 @@ def test_a_follower_believes_no_leader_without_the_badge():
     """And does not wait for one that says nothing."""
     follower = Follower(lambda: None, 4)
     with socket.create_server(("127.0.0.1", 0)) as false:
-        false.settimeout(60)
+        false.settimeout(HANG_SECONDS)
         follower.follow(f"tcp://127.0.0.1:{false.getsockname()[1]}", b"badge")
         for attempt in range(2):
             with false.accept()[0] as peer:
-                peer.settimeout(30)
+                peer.settimeout(HANG_SECONDS)
                 peer.sendall(b"".join(frame(MESSAGE, messages.encode(Challenge(bytes(32))))))
                 assert peer.recv(4096), "its proof"
-                lie = [
-                    part
-                    for one in (Lead(bytes(32)), Order(1, 1, 1, 1))
-                    for part in frame(MESSAGE, messages.encode(one))
-                ]
+                lie = [b"".join(frame(MESSAGE, messages.encode(one))) for one in (Lead(bytes(32)), Order(1, 1, 1, 1))]
                 peer.sendall(b"".join(lie) if attempt else b"x" * 4096)
                 with contextlib.suppress(ConnectionResetError):
                     assert peer.recv(4096) == b"", "it goes"
@@ -201,7 +192,7 @@ def test_an_order_whose_step_never_arrives_is_skipped(other, leader, make_follow
     until(lambda: len(follower._queue) == 2, "the orders to arrive")
     here = pending(step(1, **other)) if other else {}
     until(lambda: follower.next(here) is None and not follower._queue, "the orders to be skipped")
-    assert 0.04 < time.monotonic() - began < 30, "at the client's own deadline"
+    assert time.monotonic() - began > 0.04, "at the client's own deadline"
 
 
 def test_what_a_follower_refuses_waits_for_no_order(make_follower):
