@@ -34,31 +34,24 @@ class ToldStore:
     def __init__(self, controller: Controller, shard: int, capacity: int, seed: int) -> None:
         self._dice = random.Random(seed)
         self.store = cpu_store(PLACEMENT, shard, torch.float32, capacity, on_layer=self._layer)
-        served, coordinator, port = SimpleNamespace(store=self.store), Independent(), self._port()
-        reports = ShardReports(served, port, coordinator, None, self._report)
-        self._moved, self._shard, self._controller = reports.moved, shard, controller
+        port, coordinator = Port(RegionLayout.for_model(SPEC, 16, 2, "exact")), Independent()
+        reports = ShardReports(SimpleNamespace(store=self.store), port, coordinator, None, self._report)
+        self.tell_moved, self._shard, self._controller = reports.moved, shard, controller
         self._commands = ShardCommands(0, port, self.store, coordinator, None, reports.moved, lambda: None)
-        registration = pb.Registration(
-            shard=shard,
-            instance=f"{shard}-{seed}",
-            agreement=controller.agreement.digest(),
-            pool_bytes=self.store.tier.pool.capacity,
-        )
+        own = {"agreement": controller.agreement.digest(), "pool_bytes": self.store.tier.pool.capacity}
+        registration = pb.Registration(shard=shard, instance=f"{shard}-{seed}", **own)
         self.handle = controller.arrivals.arrive(registration, [])
         controller.shards.update(self.handle, pb.ShardStats())
         self.handle.heard = math.inf  # a slow test is not taken for a shard that is silent
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _port(self) -> Port:
-        return Port(RegionLayout.for_model(SPEC, 16, 2, "exact"))
-
     def _report(self, report: pb.ShardReport) -> None:
         self._controller.adapters.on_moved(self._shard, report.residencies.moved)
 
     def _layer(self, handle: int, layers: int) -> None:
         self._late()
-        self._moved()
+        self.tell_moved()
 
     def _late(self) -> None:
         time.sleep(self._dice.choice([0.0, 0.0, self._dice.random() * MOST_SECONDS]))
@@ -81,10 +74,6 @@ class ToldStore:
         """Whether it knows these alone, and has freed what it dropped: a layer that loads meanwhile is loaded first."""
         return self.store._entries.keys() == handles and not self.store._dropped
 
-    def tick(self) -> None:
-        """What a shard tells twice a second."""
-        self._moved()
-
     def close(self) -> None:
         self._controller.arrivals.depart(self.handle)
         self._thread.join(10)
@@ -97,9 +86,7 @@ class ToldServer:
     def __init__(self, capacities: list[int], seed: int) -> None:
         agreement = Agreement(SPEC, LAYOUT, "float32", "independent", 16)
         self.controller, self._capacities, self._seed = Controller(agreement), capacities, seed
-        self.stores: list[ToldStore] = []
-        for shard in range(LAYOUT.num_shards):
-            self.stores.append(self._store(shard))
+        self.stores = [self._store(shard) for shard in range(LAYOUT.num_shards)]
 
     def _store(self, shard: int) -> ToldStore:
         self._seed += 1
@@ -115,7 +102,7 @@ class ToldServer:
 
         def states() -> dict[str, str]:
             for store in self.stores:
-                store.tick()
+                store.tell_moved()  # as a shard does twice a second
             return {one.record.name: one.state for one in self.controller.adapters.listings()}
 
         def rests() -> bool:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from lora_server import errors
 from lora_server.access import audit, tokens
 from lora_server.access.audit import Audit
 from lora_server.access.gate import Gate
@@ -18,15 +19,6 @@ from lora_server.access.names import Names
 from lora_server.access.store import Tenant
 from lora_server.cli import app
 from lora_server.control.rpc.scope import Scopes
-from lora_server.errors import (
-    AdapterSourceError,
-    ConfigError,
-    LeaseError,
-    LimitError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnknownAdapterError,
-)
 from lora_server.registry.database import Database, metadata
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.clocks import VirtualClock
@@ -90,7 +82,7 @@ def test_a_tenant_sees_its_own_adapters_and_the_operators(gated):
 
 
 def said(gated, tenant, name, role=Role.VIEWER):
-    with pytest.raises(UnknownAdapterError) as refused:
+    with pytest.raises(errors.UnknownAdapterError) as refused:
         get(gated, tenant, name, role)
     return str(refused.value)
 
@@ -102,11 +94,11 @@ def test_another_tenants_adapter_reads_as_if_it_did_not_exist(gated):
     assert "(known: acme/bot, acme/taxes, law, org/art)" in missing and "rival/bot" not in missing
     assert "acme" not in said(gated, "", "rival/secret", Role.ENGINE)
     proof = gated.join("acme")
-    with pytest.raises(UnknownAdapterError, match=r"'rival/secret': not registered here \(known: acme/bot"):
+    with pytest.raises(errors.UnknownAdapterError, match=r"'rival/secret': not registered here \(known: acme/bot"):
         acquire(gated, "acme", proof, "bot", "rival/secret")
-    with pytest.raises(UnknownAdapterError):
+    with pytest.raises(errors.UnknownAdapterError):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="rival/secret"))
-    with pytest.raises(PermissionDeniedError, match="'law': is another's; expected one of acme"):
+    with pytest.raises(errors.PermissionDeniedError, match="'law': is another's; expected one of acme"):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="law"))
     assert get(gated, "", "law") == "law"
 
@@ -118,7 +110,7 @@ def test_a_shared_adapter_is_seen_by_the_tenants_it_is_shared_with(gated):
     assert list(share("rival", "bot", "acme").tenants) == ["acme"]
     assert get(gated, "acme", "rival/bot") == "rival/bot" and get(gated, "acme", "bot") == "acme/bot"
     assert "rival/bot" not in listed(gated, "", Role.ENGINE)
-    with pytest.raises(PermissionDeniedError, match="is another's"):
+    with pytest.raises(errors.PermissionDeniedError, match="is another's"):
         share("acme", "rival/bot", "acme")
     assert share("rival", "bot").all and "rival/bot" in listed(gated, "", Role.ENGINE)
     assert not share("rival", "bot", stop=True).tenants
@@ -133,12 +125,12 @@ def test_a_lease_is_for_the_token_that_it_was_made_with(gated):
     (held,) = acquire(gated, "acme", proof, "bot")
     assert (held.name, held.handle) == ("bot", gated.handles["acme/bot"]), "under the name that was asked for"
     for tenant, role in (("rival", Role.ENGINE), ("acme", Role.ADMIN), ("", Role.ADMIN)):
-        with pytest.raises(LeaseError, match="made with another token"):
+        with pytest.raises(errors.LeaseError, match="made with another token"):
             acquire(gated, tenant, proof, "law", role=role)
-        with pytest.raises(LeaseError, match="made with another token"):
+        with pytest.raises(errors.LeaseError, match="made with another token"):
             as_(gated, tenant, role, "Clients", "Leave", pb.LeaveRequest(proof=proof))
         other = gated.join(tenant, role)
-        with pytest.raises(LeaseError, match="made with another token"):
+        with pytest.raises(errors.LeaseError, match="made with another token"):
             as_(gated, tenant, role, "Clients", "Borrow", pb.BorrowRequest(proof=other, holder=proof))
     grant = gated.shard.memory.grants[proof.client]
     assert (grant.tenant, grant.weight) == ("acme", 1.0)
@@ -162,19 +154,19 @@ def test_an_engine_of_the_operator_acts_for_the_tenant_it_names(gated):
     (held,) = acquire(gated, "", proof, "bot", on_behalf_of="rival")
     assert held.handle == gated.handles["rival/bot"]
     for tenant, name in (("acme", "rival/secret"), ("", "acme/bot")):
-        with pytest.raises(UnknownAdapterError):
+        with pytest.raises(errors.UnknownAdapterError):
             acquire(gated, "", proof, name, on_behalf_of=tenant)
     assert get(gated, "", "bot", Role.ENGINE, on_behalf_of="acme") == "acme/bot"
     own = gated.join("acme")
-    with pytest.raises(PermissionDeniedError, match="on behalf of 'rival': got a token of engine of tenant acme"):
+    with pytest.raises(errors.PermissionDeniedError, match="on behalf of 'rival': got a token of engine of tenant"):
         acquire(gated, "acme", own, "bot", on_behalf_of="rival")
     for tenant, role, whom in (("acme", Role.ADMIN, "rival"), ("", Role.VIEWER, "acme"), ("", Role.ENGINE, "nobody")):
-        with pytest.raises(PermissionDeniedError):
+        with pytest.raises(errors.PermissionDeniedError):
             get(gated, tenant, "bot", role, on_behalf_of=whom)
     shown = pb.WhoIsRequest(token=gated.tokens["acme", Role.VIEWER])
     caller = as_(gated, "", Role.ENGINE, "Access", "WhoIs", shown)
     assert (caller.tenant, caller.role) == ("acme", "viewer")
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(errors.PermissionDeniedError):
         as_(gated, "rival", Role.ENGINE, "Access", "WhoIs", shown)
 
 
@@ -194,11 +186,11 @@ def test_a_revoked_token_ends_its_leases_and_a_rotated_one_does_not(gated):
     at_once = pb.RotateTokenRequest(id=made.id, overlap_seconds=0)
     last = as_(gated, "acme", Role.ADMIN, "Access", "RotateToken", at_once)
     for text in (made.text, again.text):
-        with pytest.raises(UnauthenticatedError, match="not good here, or not any more"):
+        with pytest.raises(errors.UnauthenticatedError, match="not good here, or not any more"):
             gated.ask(text, "Clients", "Heartbeat", beat)
     gated.ask(last.text, "Clients", "Heartbeat", beat)
     as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=made.id))
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(errors.UnauthenticatedError):
         gated.ask(last.text, "Clients", "Heartbeat", beat)
     assert not gated.controller.clients.leases.is_known(lease.client, lease.epoch)
     until(lambda: lease.client not in gated.shard.memory.grants, "the shard was told")
@@ -214,21 +206,21 @@ def test_changes_by_another_controller_are_seen_here(gated):
     gated.gate.store.remove_tenant(gated.gate.store.set_tenant(Tenant("short-lived")).name)
     gated.gate.store.revoke_token(token.id, token.identity)
     until(lambda: not gated.controller.clients.leases.is_known(lease.client, lease.epoch), "its lease ended")
-    with pytest.raises(UnauthenticatedError):
+    with pytest.raises(errors.UnauthenticatedError):
         gated.ask(str(secret), "Access", "WhoIs", pb.WhoIsRequest())
 
 
 @pytest.mark.parametrize(("who", "method", "request_", "error"), [
-    ("acme", "CreateToken", pb.CreateTokenRequest(tenant="rival", role="viewer"), PermissionDeniedError),
-    ("acme", "CreateToken", pb.CreateTokenRequest(role="king"), ConfigError),
-    ("", "CreateToken", pb.CreateTokenRequest(tenant="nobody", role="viewer"), ConfigError),
-    ("", "CreateToken", pb.CreateTokenRequest(role="viewer", note="x" * 300), ConfigError),
-    ("acme", "RevokeToken", pb.RevokeTokenRequest(id="0" * 12), ConfigError),
-    ("", "RotateToken", pb.RotateTokenRequest(id="x", overlap_seconds=-1), ConfigError),
-    ("", "SetTenant", pb.Tenant(name="../x"), ConfigError),
-    ("", "SetTenant", pb.Tenant(name="org"), ConfigError),
-    ("", "SetTenant", pb.Tenant(name="acme", weight=-1), ConfigError),
-    ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), ConfigError),
+    ("acme", "CreateToken", pb.CreateTokenRequest(tenant="rival", role="viewer"), errors.PermissionDeniedError),
+    ("acme", "CreateToken", pb.CreateTokenRequest(role="king"), errors.ConfigError),
+    ("", "CreateToken", pb.CreateTokenRequest(tenant="nobody", role="viewer"), errors.ConfigError),
+    ("", "CreateToken", pb.CreateTokenRequest(role="viewer", note="x" * 300), errors.ConfigError),
+    ("acme", "RevokeToken", pb.RevokeTokenRequest(id="0" * 12), errors.ConfigError),
+    ("", "RotateToken", pb.RotateTokenRequest(id="x", overlap_seconds=-1), errors.ConfigError),
+    ("", "SetTenant", pb.Tenant(name="../x"), errors.ConfigError),
+    ("", "SetTenant", pb.Tenant(name="org"), errors.ConfigError),
+    ("", "SetTenant", pb.Tenant(name="acme", weight=-1), errors.ConfigError),
+    ("", "RemoveTenant", pb.RemoveTenantRequest(name="nobody"), errors.ConfigError),
 ])  # fmt: skip
 def test_an_invalid_change_is_refused(gated, who, method, request_, error):
     with pytest.raises(error):
@@ -237,7 +229,7 @@ def test_an_invalid_change_is_refused(gated, who, method, request_, error):
 
 def test_a_tenants_admin_cannot_revoke_another_tenants_token(gated):
     theirs = tokens.parse(gated.tokens["rival", Role.VIEWER]).id
-    with pytest.raises(ConfigError) as hidden:
+    with pytest.raises(errors.ConfigError) as hidden:
         as_(gated, "acme", Role.ADMIN, "Access", "RevokeToken", pb.RevokeTokenRequest(id=theirs))
     assert str(hidden.value) == f"token: got '{theirs}', expected the id of one; see lora-server tokens list"
     gated.ask(gated.tokens["rival", Role.VIEWER], "Access", "WhoIs", pb.WhoIsRequest())
@@ -313,24 +305,27 @@ def test_a_tenants_limits_are_enforced(gated, monkeypatch):
         ({"max_bytes": 1}, "tenant acme: got adapters of 2 B, 1 B may be"),
     ):
         limit(**limits)
-        with pytest.raises(LimitError, match=text):
+        with pytest.raises(errors.LimitError, match=text):
             with Scopes(gated.controller, gate).adding(gate.identify(gated.tokens["acme", Role.PUBLISHER])):
                 pytest.fail("it may not")
-    for resolver, error in ((object(), LimitError), (None, UnknownAdapterError)):  # what nobody has would be brought
+    for resolver, error in (
+        (object(), errors.LimitError),
+        (None, errors.UnknownAdapterError),
+    ):  # what nobody has would be brought
         monkeypatch.setattr(gated.controller.adapters, "resolver", resolver)
         with pytest.raises(error):
             acquire(gated, "acme", proof, "brought")
     limit(max_active=1)
     acquire(gated, "acme", proof, "law", "org/art")
     acquire(gated, "acme", proof, "bot")
-    with pytest.raises(LimitError, match="tenant acme: got 2 adapters in use, 1 may be"):
+    with pytest.raises(errors.LimitError, match="tenant acme: got 2 adapters in use, 1 may be"):
         acquire(gated, "acme", proof, "taxes")
     limit(max_rate=0.01)
     acquire(gated, "acme", proof, "law")
-    with pytest.raises(LimitError, match=r"more than 0\.01 adds and acquires a second; ask less often"):
+    with pytest.raises(errors.LimitError, match=r"more than 0\.01 adds and acquires a second; ask less often"):
         acquire(gated, "acme", proof, "law")
     acquire(gated, "rival", gated.join("rival"), "law")
-    with pytest.raises(AdapterSourceError, match="leads elsewhere"):
+    with pytest.raises(errors.AdapterSourceError, match="leads elsewhere"):
         as_(gated, "acme", Role.PUBLISHER, "Adapters", "Add", pb.AddAdapterRequest(name="x", uri="/adapters/rival/x"))
     limit()
 
@@ -349,11 +344,11 @@ def test_a_bucket_gives_its_rate_and_no_more():
 
 
 def test_changes_and_refusals_are_audited_and_each_tenant_reads_its_own(gated):
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(errors.PermissionDeniedError):
         as_(gated, "rival", Role.VIEWER, "Adapters", "Remove", pb.RemoveAdapterRequest(name="secret"))
     as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", tenant="acme"))
     as_(gated, "rival", Role.PUBLISHER, "Access", "Share", pb.ShareRequest(name="bot", stop=True))
-    with pytest.raises(UnknownAdapterError):
+    with pytest.raises(errors.UnknownAdapterError):
         as_(gated, "rival", Role.ADMIN, "Adapters", "Remove", pb.RemoveAdapterRequest(name="none"))
     entries = as_(gated, "rival", Role.ADMIN, "Access", "Audit", pb.AuditRequest()).entries
     assert {one.tenant for one in entries} == {"rival"}
@@ -375,15 +370,15 @@ def test_a_flood_of_tries_is_counted_and_pushes_no_change_out(gated):
     gated.gate.audit.flush()
     kept_before = len(gated.gate.audit.read(0, 1000, None))
     for _ in range(300):
-        flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+        flooded.note(None, "Adapters/Add", "", errors.UnauthenticatedError("no"))
     flooded.flush()
     assert len(gated.gate.audit.read(0, 1000, None)) == kept_before + audit.REFUSED_AT_ONCE
     clock = VirtualClock()
     flooded = Audit(gated.database, Bucket(1.0, 1.0, clock.now), refused_kept=3)
     for _ in range(2):
-        flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+        flooded.note(None, "Adapters/Add", "", errors.UnauthenticatedError("no"))
     clock.advance(1.0)
-    flooded.note(None, "Adapters/Add", "", UnauthenticatedError("no"))
+    flooded.note(None, "Adapters/Add", "", errors.UnauthenticatedError("no"))
     flooded.flush()
     entries = gated.gate.audit.read(0, 1000, None)
     assert sum(one.outcome in audit.REFUSALS for one in entries) == 3

@@ -19,7 +19,7 @@ from lora_server.errors import AdapterFormatError, ConfigError
 from tests.support.adapter_files import CONFIG, LAYERS, Q, good, read_all, refused, spec_of, weights_of
 
 
-def entry(begin: int, end: int, shape: object = (1,), dtype: str = "F32") -> dict[str, object]:
+def entry(begin, end, shape=(1,), dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
@@ -113,11 +113,13 @@ def sharded(path: Path, mapping: dict[str, str] | None = None) -> None:
     (path / "adapter_model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_weights_in_several_files(tmp_path):
+def test_weights_in_several_files_or_in_a_single_one(tmp_path):
     sharded(tmp_path)
     adapter, _ = validate_adapter(tmp_path, spec_of())
     with adapter:
         assert adapter.warnings == () and len(adapter.sites()) == 2 and len(read_all(adapter)) == 4
+    tiny.write_adapter(tmp_path, good(), CONFIG)
+    refused(tmp_path, "index.json", "both")
 
 
 @pytest.mark.parametrize(("mapping", "parts"), [
@@ -131,12 +133,6 @@ def test_weights_in_several_files(tmp_path):
 def test_an_index_that_does_not_agree_with_its_files(mapping, parts, tmp_path):
     sharded(tmp_path, mapping)
     refused(tmp_path, *parts)
-
-
-def test_an_index_beside_a_single_file(tmp_path):
-    sharded(tmp_path)
-    tiny.write_adapter(tmp_path, good(), CONFIG)
-    refused(tmp_path, "index.json", "both")
 
 
 # ---- directories
@@ -173,30 +169,25 @@ def write(directory, **config):
     tiny.write_adapter(directory, good(), CONFIG | config)
 
 
-def refused_in_little(directory, *parts):
-    tracemalloc.start()
-    try:
-        refused(directory, *parts)
-        assert tracemalloc.get_traced_memory()[1] < 24 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_config_that_is_too_large_is_not_read(tmp_path):
+def test_a_config_or_a_header_that_is_too_large_is_not_read(tmp_path):
+    config, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     write(tmp_path)
-    file = tmp_path / "adapter_config.json"
-    text = json.dumps(json.loads(file.read_text()) | {"note": "x" * (63 << 20)})
-    file.write_text(text)
-    refused_in_little(tmp_path, "adapter_config.json", f"{len(text)} bytes", f"at most {LIMITS.config_bytes}")
-
-
-def test_headers_that_are_too_large_are_not_read(tmp_path):
-    write(tmp_path)
+    long = json.dumps(json.loads(config.read_text()) | {"note": "x" * (63 << 20)})
     one = json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
     header = ("{" + ", ".join(f'"{LAYERS}.0.x{n}": {one}' for n in range(200_000)) + "}").encode()
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    refused_in_little(tmp_path, "header", f"{len(header)} bytes", f"at most {LIMITS.header_bytes}")
+    file = weights_of(header, bytes(4))
+    for damaged, content, parts in (
+        (weights, file, ["header", f"{len(header)} bytes", f"at most {LIMITS.header_bytes}"]),
+        (config, long.encode(), ["adapter_config.json", f"{len(long)} bytes", f"at most {LIMITS.config_bytes}"]),
+    ):
+        write(tmp_path)
+        damaged.write_bytes(content)
+        tracemalloc.start()
+        try:
+            refused(tmp_path, *parts)
+            assert tracemalloc.get_traced_memory()[1] < 24 << 20
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize("dense", ["[],", "1,", "[[[[]]]],", '{"":{}},'])
@@ -204,8 +195,7 @@ def test_a_text_of_very_many_values_is_not_parsed(tmp_path, dense):
     """As long as it may be, but parsing it would hold everybody up."""
     values = "[" + (dense * (LIMITS.config_bytes // len(dense) - 400)).removesuffix(",") + "]"
     write(tmp_path)
-    header = f'{{"__metadata__": {values}}}'.encode()
-    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights_of(f'{{"__metadata__": {values}}}'.encode()))
     refused(tmp_path, "header", "values", f"at most {LIMITS.header_bytes // BYTES_PER_VALUE}")
     write(tmp_path)
     file = tmp_path / "adapter_config.json"
@@ -217,21 +207,15 @@ def test_headers_count_together(tmp_path):
     """Of several files, each of which may be."""
     write(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
-    names = {}
-    for number in range(4):
-        header = json.dumps({"__metadata__": {"x": "y" * (LIMITS.header_bytes // 3)}, **tensor(f"t{number}")}).encode()
-        file = f"part-{number}.safetensors"
-        (tmp_path / file).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-        names[f"t{number}"] = file
+    names = {f"t{number}": f"part-{number}.safetensors" for number in range(4)}
+    for name, file in names.items():
+        header = {"__metadata__": {"x": "y" * (LIMITS.header_bytes // 3)}, name: entry(0, 4)}
+        (tmp_path / file).write_bytes(weights_of(header, bytes(4)))
     index = tmp_path / "adapter_model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": names}))
     refused(tmp_path, "part-2.safetensors: header", f"at most {LIMITS.header_bytes}")
     index.write_text(json.dumps({"weight_map": {f"t{n}": f"{n}.safetensors" for n in range(MAX_FILES + 1)}}))
     refused(tmp_path, f"{MAX_FILES + 1} files", f"at most {MAX_FILES}")
-
-
-def tensor(name):
-    return {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
 
 
 def test_more_tensors_than_the_model_has_places(tmp_path):
@@ -244,21 +228,17 @@ def test_more_tensors_than_the_model_has_places(tmp_path):
 def test_what_names_every_matrix_of_a_model_is_within_the_limits(name):
     """As PEFT writes it, indented, with a rank and an alpha for each."""
     spec = specs.load(name)
-    modules = [
-        f"model.layers.{layer}.mlp.experts.{expert}.gate_proj"
-        for layer in range(spec.layers)
-        for expert in range(spec.experts)
-        for _ in range(3)
-    ] + [f"model.layers.{layer}.self_attn.{one}_proj" for layer in range(spec.layers) for one in "qkvo"]
+    matrices = spec.layers * (3 * spec.experts + 4)
+    expert = f"model.layers.{spec.layers - 1}.mlp.experts.{spec.experts - 1}.gate_proj"
     longest = "base_model.model.model.layers.47.block_sparse_moe.experts.127.gate_proj.lora_A.default.weight"
     described = json.dumps({longest: {"dtype": "BF16", "shape": [1024, 16384], "data_offsets": [2**36, 2**36 + 2**25]}})
-    one = 4 * " " + json.dumps({f"^{re.escape(modules[0])}$": 1024}) + ",\n"
+    pattern = 4 * " " + json.dumps({f"^{re.escape(expert)}$": 1024}) + ",\n"
     limits = Limits.of(spec)
-    assert limits.tensors >= 2 * len(modules)
-    assert 3 * len(one) * len(modules) < limits.config_bytes
-    assert len(described) * 2 * len(modules) < limits.header_bytes
+    assert limits.tensors >= 2 * matrices
+    assert 3 * len(pattern) * matrices < limits.config_bytes
+    assert len(described) * 2 * matrices < limits.header_bytes
     values = sum(map(described.count, ",[{"))
-    assert values * 2 * len(modules) < limits.header_bytes // BYTES_PER_VALUE
+    assert values * 2 * matrices < limits.header_bytes // BYTES_PER_VALUE
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,10 @@ FUSED = f"{LAYERS}.0.mlp.experts"
 
 NOT_SERVED = {
     **dict.fromkeys(("lora_bias", "fan_in_fan_out", "use_qalora", "use_something_new"), True),
-    "trainable_token_indices": [3],
-    "layer_replication": [[0, 2], [1, 4]],
-    "use_bdlora": {"nblocks": 2},
-    "megatron_config": {"tp": 2},
-    "arrow_config": {"top_k": 2},
-    "kasa_config": {"beta": 1},
+    "trainable_token_indices": [3], "layer_replication": [[0, 2], [1, 4]], "use_bdlora": {"nblocks": 2},
+    "megatron_config": {"tp": 2}, "arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1},
     "monteclora_config": {"num_samples": 2},
-}
+}  # fmt: skip
 CONFIGS = [
     *(({field: value}, [field]) for field, value in NOT_SERVED.items()),
     *(({"r": n}, ["r: ", f"got {n!r}", "integer from 1 to 1024"]) for n in ("8", 0, -4, 1025, True, 4.0, None)),
@@ -105,21 +101,24 @@ def test_warnings_say_what_is_unusual_but_harmless(tmp_path):
         assert part in text
 
 
-UNMATCHED = [
-    f"{LAYERS}.1.mlp.gate.lora_A.weight", f"{LAYERS}.1.block_sparse_moe.gate.lora_B.weight",
-    f"{LAYERS}.1.mlp.router.lora_A.weight", "base_model.model.lm_head.lora_A.weight",
-    "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.lora_embedding_A",
-    "base_model.model.model.embed_tokens.weight", f"{Q}.lora_magnitude_vector",
-    f"{Q}.lora_magnitude_vector.default.weight", f"{Q}.lora_B.bias", f"{Q}.base_layer.bias",
-    f"{Q}.modules_to_save.default.weight", f"{Q}.lora_A.other.weight", f"{Q}.lora_C.weight", f"{Q}.lora_A.weight\n",
-    f"{Q}.lora_diag.weight", f"{LAYERS}.0.self_attn.qkv_proj.lora_A.weight",
-    f"{LAYERS}.0.self_attn.q_norm.lora_A.weight", f"{LAYERS}.0.mlp.shared_expert.up_proj.lora_A.weight",
-    f"{LAYERS}.0.mlp.experts.2.w4.lora_A.weight", f"{LAYERS}.0.mlp.experts.2.gate_up_proj.lora_A.weight",
-    f"{LAYERS}.0.mlp.experts.base_layer.base_layer.lora_A.weight", f"{LAYERS}.00.self_attn.q_proj.lora_A.weight",
-    f"{LAYERS}.٣.self_attn.q_proj.lora_A.weight", f"{LAYERS}.-1.self_attn.q_proj.lora_A.weight",
-    "base_model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_A.weight",
-    "transformer.blocks.0.ffn.experts.mlp.lora_A.weight", "nonsense", "",
+OF_A_LAYER = [
+    "1.mlp.gate.lora_A.weight", "1.block_sparse_moe.gate.lora_B.weight", "1.mlp.router.lora_A.weight",
+    "0.self_attn.qkv_proj.lora_A.weight", "0.self_attn.q_norm.lora_A.weight", "0.mlp.experts.2.w4.lora_A.weight",
+    "0.mlp.shared_expert.up_proj.lora_A.weight", "0.mlp.experts.2.gate_up_proj.lora_A.weight",
+    "0.mlp.experts.base_layer.base_layer.lora_A.weight", "00.self_attn.q_proj.lora_A.weight",
+    "٣.self_attn.q_proj.lora_A.weight", "-1.self_attn.q_proj.lora_A.weight",
 ]  # fmt: skip
+OF_Q = [
+    "lora_magnitude_vector", "lora_magnitude_vector.default.weight", "lora_B.bias", "base_layer.bias", "lora_C.weight",
+    "modules_to_save.default.weight", "lora_A.other.weight", "lora_A.weight\n", "lora_diag.weight",
+]  # fmt: skip
+ELSEWHERE = [
+    "base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.weight", "nonsense", "",
+    "base_model.model.model.embed_tokens.lora_embedding_A", "base_model.model.model.embed_tokens.weight",
+    "base_model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "transformer.blocks.0.ffn.experts.mlp.lora_A.weight",
+]  # fmt: skip
+UNMATCHED = [*(f"{LAYERS}.{one}" for one in OF_A_LAYER), *(f"{Q}.{one}" for one in OF_Q), *ELSEWHERE]
 
 
 @pytest.mark.parametrize("key", UNMATCHED)

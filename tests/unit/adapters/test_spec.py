@@ -41,13 +41,6 @@ def test_adapter_bytes_equal_the_sum_over_every_matrix(preset: ModelSpec):
     assert preset.adapter_bytes(16, shared_a=True, **everywhere) == count(True)
 
 
-def test_presets_follow_the_published_configs():
-    assert spec.PRESETS["gpt-oss-20b"].layers == 24
-    assert spec.PRESETS["gpt-oss-20b-paper"].layers == 32
-    assert {"hidden", "ffn"} <= set(spec.PRESETS["scaled-moe"].assumed)
-    assert (spec.PRESETS["scaled-moe"].hidden, spec.PRESETS["scaled-moe"].ffn) == (8192, 8192)
-
-
 @pytest.mark.parametrize(("config", "name"), [(MIXTRAL, "mixtral-8x7b"), (DBRX, "dbrx")])
 def test_a_config_equals_its_preset(config, name):
     assert spec.from_config(config).fingerprint() == spec.PRESETS[name].fingerprint()

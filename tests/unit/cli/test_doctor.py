@@ -19,6 +19,9 @@ DOWN = {"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN\n"}
 DRIVER = "/proc/driver/nvidia/version"
 FULL = {"/sys/fs/cgroup/memory.max": "1000000000\n", "/sys/fs/cgroup/memory.current": "999000000\n"}
 UNLIMITED = {"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": "999\n"}
+DRIVER_580 = {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  580.65.06  Sun"}
+DRIVER_535 = {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  535.104.05  Sat"}
+NO_LOCKING = {"limits": {"NOFILE": -1, "MEMLOCK": 65536}}
 ODD = {
     "one processor": ({}, {"processors": 1}, "processors", State.WARNING),
     "half a processor": ({"/sys/fs/cgroup/cpu.max": "50000 100000\n"}, {}, "processors", State.WARNING),
@@ -33,18 +36,10 @@ ODD = {
     "an old kernel": ({}, {"release": "4.18.0-553.el8"}, "kernel", State.FAILED),
     "a clock that drifts": ({}, {"clock_synchronised": False}, "clock", State.WARNING),
     "a device without a driver": ({"/dev/nvidia0": ""}, {}, "driver", State.FAILED),
-    "an old driver": ({DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  535.104.05  Sat"}, {}, "driver", State.FAILED),
-    "no CUDA in torch": (
-        {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  580.65.06  Sun"},
-        {},
-        "torch",
-        State.FAILED,
-    ),
+    "an old driver": (DRIVER_535, {}, "driver", State.FAILED),
+    "no CUDA in torch": (DRIVER_580, {}, "torch", State.FAILED),
     "a port that is down": (DOWN, {}, "infiniband", State.WARNING),
-    "a NIC that may lock nothing": (
-        *(NIC, {"limits": {"NOFILE": -1, "MEMLOCK": 65536}}),
-        *("locked memory", State.WARNING),
-    ),
+    "a NIC that may lock nothing": (NIC, NO_LOCKING, "locked memory", State.WARNING),
 }
 
 

@@ -44,13 +44,7 @@ def error_of_format(x_TK: np.ndarray) -> np.ndarray:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(0, 5),
-    width=st.integers(1, 70),
-    exponent=st.integers(-149, 120),
-    dtype=st.sampled_from(EXACT),
-)
+@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 70), st.integers(-149, 120), st.sampled_from(EXACT))
 def test_every_element_is_within_the_error_of_the_format(seed, rows, width, exponent, dtype):
     pick = torch.Generator().manual_seed(seed)
     spread = torch.randint(-20, 1, (rows, width), generator=pick)
@@ -122,16 +116,12 @@ def test_a_step_is_within_the_error_of_the_format(rig, maps, dtype):
     assert ours.dtype == dtype and ours.shape == (5, header.out_width)
     entries = 10 if maps else 5
     table = [[LOADED, 1, 0, 5], [LOADED, 2, 5, 5]][: 1 + maps]
-    step = Step(
-        rows_TK=x.double(),
-        segments=rig.shard.store.gather(LAYER0, np.array(table, np.int32), "here"),
-        num_entries=entries,
-        num_out_rows=5,
-        windows=header.windows,
-        in_map_N=torch.arange(entries) % 5 if maps else None,
-        out_map_N=torch.arange(entries) % 5 if maps else None,
-        weights_N=torch.full((entries,), 0.5) if maps else None,
-    )
+    segments = rig.shard.store.gather(LAYER0, np.array(table, np.int32), "here")
+    rows = torch.arange(entries) % 5
+    tables = {"in_map_N": rows, "out_map_N": rows, "weights_N": torch.full((entries,), 0.5)}
+    tables = tables if maps else dict.fromkeys(tables)
+    sizes = {"num_entries": entries, "num_out_rows": 5, "windows": header.windows}
+    step = Step(rows_TK=x.double(), segments=segments, **sizes, **tables)
     exact = reference.lora_step(step)
     lost = magnitudes(replaced(step, rows_TK=torch.from_numpy(error_of_format(x.double().numpy()))))
     bound = lost + error_of_format(np.abs(exact) + lost) + torch.finfo(dtype).eps * np.abs(exact)

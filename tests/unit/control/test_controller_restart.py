@@ -46,10 +46,8 @@ def test_a_restarted_controller_learns_everything_from_its_shards():
     arrive(controller, 1, pb.Kept(load=law), pb.Kept(grant=grant), **state)
     assert controller.arrivals.settled.is_set() and controller.arrivals.run == "abc"
     assert controller.adapters.registered.is_set()
-    assert [(one.record.name, one.state) for one in controller.adapters.listings()] == [
-        ("law", "loading"),
-        ("old", "draining"),
-    ]
+    states = {one.record.name: one.state for one in controller.adapters.listings()}
+    assert states == {"law": "loading", "old": "draining"}
     assert controller.clients.heartbeat(proof), "the client is asked what it holds"
     assert controller.clients.leases.serving("base") == "engine"
     controller.clients.restore(proof, [4])
@@ -253,9 +251,7 @@ def test_a_hold_is_not_cut_off_before_its_deadline(server):
 @pytest.mark.parametrize(
     ("method", "seconds", "removed"), [("_unlist", 0.05, True), ("_forget", 0.0, False)], ids=["told", "stored"]
 )
-def test_a_controller_that_is_killed_in_a_removal_did_all_of_it_or_nothing(
-    server, monkeypatch, method, seconds, removed
-):
+def test_a_controller_that_is_killed_in_a_removal_did_all_or_nothing(server, monkeypatch, method, seconds, removed):
     """Before its shards are told, and before it is stored: then the deadline means nothing."""
     hold(server)
     with monkeypatch.context() as patch, pytest.raises(Killed):

@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 import pytest
 
+from lora_server import errors
 from lora_server.adapters import WEIGHTS, open_adapter
 from lora_server.control.controller import Controller
 from lora_server.control.members.agreement import Agreement
@@ -17,13 +18,6 @@ from lora_server.control.rpc.files import FilesService
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.files import Node0
-from lora_server.errors import (
-    AdapterSourceError,
-    PermissionDeniedError,
-    ServerBusyError,
-    ServerUnavailableError,
-    UnknownAdapterError,
-)
 from lora_server.placement import Layout
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.fetch import Fetcher
@@ -169,7 +163,7 @@ def test_a_broken_transfer_goes_on_behind_what_came(node):
 def test_half_of_it_is_never_used(node):
     """Node 0 is not back in time: nothing is left, and the next that asks gets all."""
     dying = Dying(node, (0.5,), comes_back=False)
-    with pytest.raises(AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
+    with pytest.raises(errors.AdapterSourceError, match=r"node 0 did not send its files within .* asked for again"):
         node.fetch(dying.at_piece)
     assert dying.deaths == 1 and left(node.cache) == []
     node.serve()
@@ -180,13 +174,13 @@ def test_half_of_it_is_never_used(node):
 def test_files_that_changed_on_node_0_are_refused(node, tiny_adapters):
     shutil.rmtree(node.adapter)
     shutil.copytree(tiny_adapters["down"], node.adapter)
-    with pytest.raises(AdapterSourceError, match="changed since it was registered"):
+    with pytest.raises(errors.AdapterSourceError, match="changed since it was registered"):
         node.fetch()
     shutil.rmtree(node.adapter)
-    with pytest.raises(AdapterSourceError, match="cannot be read any more"):
+    with pytest.raises(errors.AdapterSourceError, match="cannot be read any more"):
         node.fetch()
     node.controller.adapters.sends = False
-    with pytest.raises(UnknownAdapterError, match="no files of it to send"):
+    with pytest.raises(errors.UnknownAdapterError, match="no files of it to send"):
         node.fetch()
     assert left(node.cache) == []
 
@@ -205,15 +199,15 @@ def test_only_a_registered_shard_gets_files(node, method):
     with open_channel(node.address) as channel:
         assert ask()
         for instance in ("", "1", node.proof.instance[:-1]):
-            assert "not of the registered process" in ask(PermissionDeniedError, instance=instance)
-        assert "shard 1 is not registered" in ask(ServerUnavailableError, shard=1)
-        ask(UnknownAdapterError, version="0" * 64)
+            assert "not of the registered process" in ask(errors.PermissionDeniedError, instance=instance)
+        assert "shard 1 is not registered" in ask(errors.ServerUnavailableError, shard=1)
+        ask(errors.UnknownAdapterError, version="0" * 64)
         if method == "Read":
             for name in ("", "..", "../law/adapter_config.json", "README.md", "/etc/passwd"):
-                assert "expected one of" in ask(AdapterSourceError, name=name)
+                assert "expected one of" in ask(errors.AdapterSourceError, name=name)
         node.shard.close()
         node.controller.arrivals.depart(node.shard.handle)
-        assert "not registered" in ask(ServerUnavailableError)
+        assert "not registered" in ask(errors.ServerUnavailableError)
 
 
 def test_transfers_that_stand_still_hold_no_client_up(node):
@@ -230,7 +224,7 @@ def test_transfers_that_stand_still_hold_no_client_up(node):
         waiting = node.read(stack.enter_context(open_channel(node.address, apart=True)))
         until(lambda: sender.under_way == sending.MOST_AT_ONCE + 1, "one waits", HANG_SECONDS)
         assert answers_heartbeats(node, channel)
-        refused(node.read(channel), ServerBusyError)
+        refused(node.read(channel), errors.ServerBusyError)
         assert sender.under_way == sending.MOST_AT_ONCE + 1, "all stand still yet"
         transfers[0].cancel()
         assert next(waiting).data
@@ -246,7 +240,7 @@ def test_who_takes_nothing_loses_its_place(node):
         stopped = node.read(channel)
         until(lambda: node.control.files.under_way == 1, "it is sent", HANG_SECONDS)
         until(lambda: node.control.files.under_way == 0, "it ended", HANG_SECONDS)
-        assert "took no piece" in refused(stopped, ServerUnavailableError)
+        assert "took no piece" in refused(stopped, errors.ServerUnavailableError)
 
 
 def test_a_stalled_disk_delays_no_client(node):
@@ -260,5 +254,5 @@ def test_a_stalled_disk_delays_no_client(node):
         assert answers_heartbeats(node, channel)
         opened = threading.Thread(target=lambda: os.close(os.open(pipe, os.O_WRONLY)))
         opened.start()
-        refused(reading, AdapterSourceError)
+        refused(reading, errors.AdapterSourceError)
         opened.join(HANG_SECONDS)

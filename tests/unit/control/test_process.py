@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from tests.support.serving import HANG_SECONDS
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 4)), max_size=200))
 def test_every_line_is_written_or_counted(calls):
-    now, lines, written = [0.0], [], {}
+    now, lines, written = [0.0], [], Counter()
     repeats = Repeats(lambda event, **fields: lines.append((event, fields)), 10.0, lambda: now[0])
     for key, pause in calls:
         now[0] += pause
@@ -24,12 +25,8 @@ def test_every_line_is_written_or_counted(calls):
     now[0] += 100
     repeats.flush()
     for event, fields in lines:
-        name = event.removesuffix(" (again)")
-        written[name] = written.get(name, 0) + fields.get("times", 1)
-    asked = {}
-    for key, _ in calls:
-        asked[f"event-{key}"] = asked.get(f"event-{key}", 0) + 1
-    assert written == asked
+        written[event.removesuffix(" (again)")] += fields.get("times", 1)
+    assert written == Counter(f"event-{key}" for key, _ in calls)
     assert len(lines) <= 4 * (2 + now[0] / 10.0)
 
 
@@ -117,12 +114,9 @@ print(memory().rss - before >> 20)
 """
 
 
-def _kept(give_back: bool) -> int:
-    """MB, of 64 with something small between them."""
+@pytest.mark.parametrize("give_back", [False, True])
+def test_large_buffers_are_given_back(give_back):
+    """MB that are kept of 64 with something small between them; without the call most are, else it shows nothing."""
     command = [sys.executable, "-c", KEPT.format(give_back=give_back)]
-    return int(subprocess.run(command, capture_output=True, check=True, text=True, timeout=120).stdout)
-
-
-def test_large_buffers_are_given_back():
-    assert _kept(give_back=False) > 30, "else this test shows nothing"
-    assert _kept(give_back=True) < 10
+    kept = int(subprocess.run(command, capture_output=True, check=True, text=True, timeout=HANG_SECONDS).stdout)
+    assert kept < 10 if give_back else kept > 30

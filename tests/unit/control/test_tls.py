@@ -46,14 +46,10 @@ def test_only_certificates_of_the_authority_are_accepted(served, authorities):
     gated, _ = served
     ours, theirs = authorities
     (cert, key), (forged, forged_key) = ours.issue("engine"), theirs.issue("engine")
-    assert who(gated, tls_ca=ours.ca, tls_cert=cert, tls_key=key) == "acme"
-    for refused in (
-        {},
-        {"tls_ca": ours.ca},
-        {"tls_ca": ours.ca, "tls_cert": forged, "tls_key": forged_key},
-        {"tls_ca": theirs.ca, "tls_cert": cert, "tls_key": key},
-        {"tls_ca": ours.ca, "tls_cert": cert, "tls_key": key, "tls_name": "another.example"},
-    ):
+    good = {"tls_ca": ours.ca, "tls_cert": cert, "tls_key": key}
+    assert who(gated, **good) == "acme"
+    bad = [{}, {"tls_ca": ours.ca}, good | {"tls_cert": forged, "tls_key": forged_key}]
+    for refused in (*bad, good | {"tls_ca": theirs.ca}, good | {"tls_name": "another.example"}):
         with pytest.raises(ServerUnavailableError, match="cannot be reached"):
             who(gated, **refused)
 

@@ -23,9 +23,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_kernels_stand_on_arrays_alone():
     allowed = {*sys.stdlib_module_names, "kernels_cuda", "numpy", "torch", "cupy"}
-    found = {
-        (module_of(file), name) for file in FILES for name in imports(file) if within(module_of(file), "kernels_cuda")
-    }
+    kernels = [file for file in FILES if within(module_of(file), "kernels_cuda")]
+    found = {(module_of(file), name) for file in kernels for name in imports(file)}
     assert {(module, name) for module, name in found if name.split(".")[0] not in allowed} == set()
 
 
@@ -69,9 +68,8 @@ CHEAP = {
 def test_importing_is_cheap(side):
     report = "\nprint(json.dumps(sorted(sys.modules)))\n"
     code = "import json, sys\n" + "".join(statement + report for statement, _ in CHEAP[side])
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     for (statement, absent), line in zip(CHEAP[side], done.stdout.splitlines(), strict=True):
         found = [m for m in json.loads(line) if any(within(m, prefix) for prefix in [*absent, *HTTP])]
         assert not found, f"{statement} loads {found[:10]}"

@@ -19,9 +19,8 @@ from lora_server.memory.mapped import PAGE_BYTES, MappedPool
 from lora_server.spec import Site
 from lora_server.timings import Timings
 from lora_server.units import Size
-from tests.support.clocks import FAST
 from tests.support.serving import until
-from tests.support.stores import SECONDS, Done, bytes_of, gather, is_complete, load, source_of
+from tests.support.stores import SECONDS, Done, bytes_of, gather, is_complete, load
 from tests.support.workload import spec_of
 
 DTYPE = torch.bfloat16
@@ -315,17 +314,6 @@ def test_what_the_host_pool_holds_is_not_read_from_files_again(adapters, tmp_pat
         bring(handle)
 
 
-def test_a_file_that_is_away_for_a_moment_fails_steps_for_a_moment(adapters, tmp_path, make):
-    path, store = shutil.copytree(adapters[4], tmp_path / "moving"), make(timings=FAST)
-    given = source_of(path)
-    path.rename(tmp_path / "away")
-    failed = threading.Event()
-    store.load(4, given, lambda error: failed.set())
-    assert failed.wait(SECONDS) and store.state(4, 0) is State.FAILED
-    (tmp_path / "away").rename(path)
-    read(store, 4)
-
-
 def test_a_step_waits_for_nothing_that_was_only_prefetched(adapters, sizes, make):
     """Steps need theirs now, however long their clients would wait."""
     store = make(max(sizes[4], sizes[8]))
@@ -360,16 +348,17 @@ def entries(*described):
 
 
 def test_policies_evict_what_they_value_least_and_no_more_than_needed():
-    old, small_hot, wanted, big = entries(
-        (10, 1, 5, 1, None), (5, 3, 9, 1, None), (50, 0, 0, 0, 99), (100, 2, 9, 1, None)
-    )
-    everyone, size = [old, small_hot, wanted, big], lambda entry: entry.nbytes
-    assert victims(10, everyone, size, POLICIES["lru"]) == [old]
-    assert victims(60, everyone, size, POLICIES["lru"]) == [big], "the first would not have been needed"
-    assert victims(60, everyone, size, POLICIES["value"]) == [big]
-    assert victims(112, everyone, size, POLICIES["lru"]) == [old, big, small_hot]
-    assert victims(120, everyone, size, POLICIES["lru"]) == [big, wanted], "what a client demands goes last"
-    assert victims(166, everyone, size, POLICIES["lru"]) is None
+    everyone = entries((10, 1, 5, 1, None), (5, 3, 9, 1, None), (50, 0, 0, 0, 99), (100, 2, 9, 1, None))
+    old, small_hot, wanted, big = everyone
+
+    def least(nbytes, policy="lru"):
+        return victims(nbytes, everyone, lambda entry: entry.nbytes, POLICIES[policy])
+
+    assert least(10) == [old]
+    assert least(60) == least(60, "value") == [big], "the first would not have been needed"
+    assert least(112) == [old, big, small_hot]
+    assert least(120) == [big, wanted], "what a client demands goes last"
+    assert least(166) is None
 
 
 def test_uses_of_long_ago_are_worth_less():

@@ -60,13 +60,8 @@ def who_comes(order, sizes, capacities):
     return set(chosen)
 
 
-@contextlib.contextmanager
 def server_of(capacities, seed):
-    server = ToldServer(capacities, seed)
-    try:
-        yield server
-    finally:
-        server.close()
+    return contextlib.closing(ToldServer(capacities, seed))
 
 
 def check_even(server, sizes):

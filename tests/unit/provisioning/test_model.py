@@ -174,10 +174,11 @@ def test_eq_6_per_stage_counts_the_layers_of_the_fullest_stage():
 
 
 def test_a_profile_overrides_each_term(tmp_path):
-    file = tmp_path / "profile.json"
     rows = [{"ep": 2, "batch": 32, "us": 100.0}, {"ep": 2, "batch": 64, "us": 140.0}]
-    file.write_text(json.dumps({"source": "here", "terms": {"receive": rows, "base_ffn": [{"batch": 64, "us": 500}]}}))
-    model = step_model(profile=profile.load(file))
+    falling = [{"batch": 32, "us": 100.0}, {"batch": 64, "us": 10.0}]
+    terms = {"receive": rows, "base_ffn": [{"batch": 64, "us": 500}], "base_attention": falling}
+    (tmp_path / "profile.json").write_text(json.dumps({"source": "here", "terms": terms}))
+    model = step_model(profile=profile.load(tmp_path / "profile.json"))
     known = model.lora(64, Layout(2, 1)).receive
     assert (known.value, known.kind) == (140.0, "measured")
     between = model.lora(48, Layout(2, 1)).receive
@@ -185,14 +186,7 @@ def test_a_profile_overrides_each_term(tmp_path):
     assert model.lora(128, Layout(2, 1)).receive.value == pytest.approx(220.0)
     assert model.lora(64, Layout(4, 1)).receive.value == step_model().lora(64, Layout(4, 1)).receive.value
     assert model.base_ffn_us(64) == (500, "measured", "profile.json: here")
-
-
-def test_a_time_that_falls_with_the_batch_never_comes_to_zero(tmp_path):
-    file = tmp_path / "profile.json"
-    rows = [{"batch": 32, "us": 100.0}, {"batch": 64, "us": 10.0}]
-    file.write_text(json.dumps({"terms": {"base_ffn": rows, "base_attention": rows}}))
-    model = step_model(profile=profile.load(file))
-    assert model.base_ffn_us(256).value == 10.0
+    assert model.base_attention_us(256).value == 10.0, "a time that falls with the batch never comes to zero"
 
 
 def test_dense_models_have_one_expert():

@@ -234,9 +234,8 @@ def test_headroom_is_where_the_plan_stops_meeting_its_slos():
     asked = question()
     chosen = smallest(asked).chosen
     factor = headroom(asked, chosen)
-    assert factor >= 1
     grown, beyond = (replace(asked, global_batch=asked.global_batch * factor * more) for more in (1, 1.02))
-    assert not evaluate(grown, chosen.layout).failed and evaluate(beyond, chosen.layout).failed
+    assert factor >= 1 and not evaluate(grown, chosen.layout).failed and evaluate(beyond, chosen.layout).failed
 
 
 def test_a_band_is_the_same_calls_with_longer_and_shorter_steps_and_outputs():
@@ -283,16 +282,10 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     adapter = memory.fullest_shard_bytes(spec.load("mixtral-8x7b"), Layout.parse(layout), question().model.lora_rank)
     pool = plan["cache_slots"] * adapter
     assert config == {
-        "base_model": "mixtral-8x7b",
-        "layout": layout,
-        "nodes": 1,
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "device_pool": pool,
-        "host_pool": (512 - plan["cache_slots"]) * adapter,
+        "base_model": "mixtral-8x7b", "layout": layout, "nodes": 1, "device": "cuda", "dtype": "bfloat16",
+        "device_pool": pool, "host_pool": (512 - plan["cache_slots"]) * adapter, "wire": "exact",
         "max_step_rows": 256,  # 64 requests and three deviations, times top-2
-        "wire": "exact",
-    }
+    }  # fmt: skip
     served = config_of({}, out)
     assert (served.device, served.dtype, served.device_pool) == ("cuda", "bfloat16", Size(pool))
     assert any("Not met today" in line for line in plan["unmet_assumptions"])

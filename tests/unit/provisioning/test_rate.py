@@ -156,12 +156,9 @@ def test_the_coupled_side_is_tuned(flags, paper, tuned):
 
 
 def test_smaller_base_weights_leave_more_to_both_sides():
-    loads = {"slo": SLO, "model": "gpt-oss-20b", "gpu": "h100", "adapters": 512, "instances": 4, "batch_size": 64.0}
+    loads = PAPERS | {"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}
     kinds = [scenario(Flags(**loads, base_dtype=name)) for name in ("bf16", "fp8", "mxfp4")]
-    free = [found.model.free_bytes for found in kinds]
-    assert free == sorted(free) and [found.kv_requests for found in kinds] == sorted(
-        found.kv_requests for found in kinds
-    )
+    for left in ([found.model.free_bytes for found in kinds], [found.kv_requests for found in kinds]):
+        assert left == sorted(left)
     assert kinds[2].model.base_step_us(64) < kinds[0].model.base_step_us(64)
-    reserved = scenario(Flags(**loads, prefill_tokens=16384.0))
-    assert reserved.kv_requests < kinds[0].kv_requests
+    assert scenario(Flags(**loads, prefill_tokens=16384.0)).kv_requests < kinds[0].kv_requests

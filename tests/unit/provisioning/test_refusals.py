@@ -148,31 +148,14 @@ BAD_FILES = {
     },
     ("--trace", "chunk-1-trace.csv"): {"0,0,0,,0,0\n": "has other windows"},
     ("--trace", "chunk-0-dataset.json"): dict.fromkeys(
-        [
-            "[]",
-            "{",
-            '{"0": {}}',
-            '{"0": {"output_tokens": "12: 1"}}',
-            '{"0": {"output_tokens": "{12}"}}',
-            '{"0": {"output_tokens": "{-1: 1.0}"}}',
-            '{"0": {"output_tokens": "{1: -1.0}"}}',
-            '{"0": {"output_tokens": 7}}',
-            '{"start": {"output_tokens": "{1: 1.0}"}}',
-        ],
+        ["[]", "{", '{"0": {}}', '{"start": {"output_tokens": "{1: 1.0}"}}']
+        + [f'{{"0": {{"output_tokens": {bad}}}}}' for bad in ('"12: 1"', '"{12}"', '"{-1: 1.0}"', '"{1: -1.0}"', "7")],
         "",
     ),
     ("--profile", "p.json"): dict.fromkeys(
-        [
-            "{",
-            "[]",
-            '{"terms": {"recv": []}}',
-            '{"terms": {"send": [{"ep": 1, "us": 3}]}}',
-            '{"terms": {"send": [{"ep": 1, "batch": 0, "us": 3}]}}',
-            '{"terms": {"base_ffn": [{"batch": 64, "us": 0}]}}',
-            '{"terms": {"send": [{"ep": 1e400, "batch": 1, "us": 3}]}}',
-            '{"terms": {"send": [{"ep": 1.5, "batch": 1, "us": 3}]}}',
-            DEEP,
-        ],
+        ["{", "[]", '{"terms": {"recv": []}}', '{"terms": {"base_ffn": [{"batch": 64, "us": 0}]}}', DEEP]
+        + [f'{{"terms": {{"send": [{{"ep": {row}, "us": 3}}]}}}}' for row in ("1", '1, "batch": 0')]
+        + [f'{{"terms": {{"send": [{{"ep": {ep}, "batch": 1, "us": 3}}]}}}}' for ep in ("1e400", "1.5")],
         "",
     ),
 }

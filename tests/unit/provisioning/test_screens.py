@@ -1,5 +1,6 @@
 """What `provision` prints, as in screens/*.txt; its subcommands; and that it is quick and needs no torch."""
 
+import contextlib
 import fcntl
 import io
 import json
@@ -82,24 +83,21 @@ def check_colours(text, allowed=READABLE):
 
 def on_terminal(arguments, stream):
     """(stdout, stderr) of a process, one of them a real terminal of 80 columns."""
-    ends = pty.openpty()
-    fcntl.ioctl(ends[1], termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: ends[1]}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
     command = [sys.executable, "-m", "provisioning", *arguments]
     process = subprocess.Popen(command, **pipes, env=kept | {"TERM": "xterm-256color"})
-    os.close(ends[1])
+    os.close(theirs)
     seen = b""
-    try:
-        while piece := os.read(ends[0], 65536):
+    with contextlib.suppress(OSError):  # the last writer has gone
+        while piece := os.read(ours, 65536):
             seen += piece
-    except OSError:  # the last writer has gone
-        pass
-    os.close(ends[0])
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, (err or seen).decode()
-    texts = [seen if piece is None else piece for piece in (out, err)]
-    return tuple(piece.decode().replace("\r\n", "\n") for piece in texts)
+    os.close(ours)
+    said = [seen if piece is None else piece for piece in process.communicate(timeout=120)]
+    assert process.returncode == 0, said
+    return tuple(piece.decode().replace("\r\n", "\n") for piece in said)
 
 
 @pytest.mark.long
@@ -144,9 +142,8 @@ def examples():
 def test_documents_print_what_the_command_says(document, command, text, tmp_path):
     typed = re.sub(r"^provision", f"{sys.executable} -m provisioning", command)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        typed, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    options = {"cwd": tmp_path, "env": environment, "timeout": 120}
+    done = subprocess.run(typed, shell=True, capture_output=True, text=True, **options)
     said = " ".join(done.stdout.split())
     for part in text.split("...\n"):
         assert " ".join(part.split()) in said, said

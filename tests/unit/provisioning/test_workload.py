@@ -84,9 +84,8 @@ def test_gaps_have_mean_1_and_the_cv(cv):
 def test_csv_and_jsonl_with_adapters_agree(tmp_path):
     lines = [(3.0, "b", 10, 7), (1.0, "a", 20, 5), (2.0, "b", 30, 6)]
     table = tmp_path / "t.csv"
-    table.write_text(
-        "timestamp,adapter,input_tokens,output_tokens\n" + "".join(f"{t},{a},{i},{o}\n" for t, a, i, o in lines)
-    )
+    rows = "".join(f"{t},{a},{i},{o}\n" for t, a, i, o in lines)
+    table.write_text(f"timestamp,adapter,input_tokens,output_tokens\n{rows}")
     stream = tmp_path / "t.jsonl"
     keys = ("timestamp", "lora", "prompt_tokens", "completion_tokens")
     stream.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
@@ -187,8 +186,11 @@ def test_shared_traces(name, rows):
     assert 3000 < workload.trace.span_s < 4000  # about an hour each
 
 
+M_MID = pytest.param("m-mid", 109, 55, marks=pytest.mark.long)  # it takes 7 s to read
+
+
 @shared
-@pytest.mark.parametrize(("name", "clients", "median"), [("m-small", 43, 20), ("m-mid", 109, 55)])
+@pytest.mark.parametrize(("name", "clients", "median"), [("m-small", 43, 20), M_MID])
 def test_shared_servegen(name, clients, median):
     found = servegen.load(SHARED / "servegen" / name)
     assert np.median((found.rates > 0).sum(axis=0)) == median  # of all, at any moment
@@ -206,12 +208,11 @@ def question(**given):
     return support.question(**(QWEN | {"adapters": None} | given))
 
 
-def requests(arrival_s, tokens, adapter=None, names=()):
+def requests(arrival_s, tokens, adapter=None, num_adapters=ADAPTERS, names=()):
     arrival_s = np.asarray(arrival_s, dtype=float)
-    adapter = np.zeros(arrival_s.size, dtype=np.int64) if adapter is None else adapter
-    return Requests(
-        arrival_s=arrival_s, adapter=adapter, output_tokens=np.asarray(tokens), num_adapters=ADAPTERS, names=names
-    )
+    adapter = np.zeros(arrival_s.size, dtype=np.int64) if adapter is None else np.asarray(adapter)
+    fields = {"num_adapters": num_adapters, "names": names}
+    return Requests(arrival_s=arrival_s, adapter=adapter, output_tokens=np.asarray(tokens), **fields)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +228,8 @@ def test_a_plan_serves_the_very_trace_that_it_was_made_for(tmp_path, kind, seed)
     step_s = chosen.mean_step_us * 1e-6
     slower = tokens.sum() * step_s / ((arrival_s[-1] - arrival_s[0]) * LOAD)
     index = {name: place for place, name in enumerate(asked.workload.trace.names)}
-    played = Requests(
-        arrival_s=(arrival_s - arrival_s[0]) * slower,
-        adapter=np.array([index[f"adapter-{i}"] for i in adapter]),
-        output_tokens=tokens,
-        num_adapters=len(index),
-    )
+    places = [index[f"adapter-{i}"] for i in adapter]
+    played = requests((arrival_s - arrival_s[0]) * slower, tokens, places, len(index))
     assert run(played, disaggregated(chosen)).immediate.mean() >= asked.iar_target
 
 
@@ -250,14 +247,11 @@ def test_counts_with_lengths_plan_as_the_trace_does(tmp_path):
 
 
 def test_samples_write_as_long_as_their_adapters_do():
-    workload = Workload(popularity=np.array([0.75, 0.25]), tokens=np.array([100.0, 900.0]))
-    workload = workload.with_mean_tokens(workload.lengths.mean_tokens)
-    made = Workload(popularity=workload.popularity, tokens=np.array([100.0, 900.0])).sample(
-        rate=5.0, num_requests=40_000, seed=2
-    )
-    ratio = made.mean_tokens()[1] / made.mean_tokens()[0]
-    assert ratio == pytest.approx(9, rel=0.05)
-    assert workload.in_flight == pytest.approx([0.25, 0.75])
+    popularity, tokens = np.array([0.75, 0.25]), np.array([100.0, 900.0])
+    workload = Workload(popularity=popularity, tokens=tokens)
+    made = workload.sample(rate=5.0, num_requests=40_000, seed=2)
+    assert made.mean_tokens()[1] / made.mean_tokens()[0] == pytest.approx(9, rel=0.05)
+    assert workload.with_mean_tokens(workload.lengths.mean_tokens).in_flight == pytest.approx([0.25, 0.75])
 
 
 def test_a_steady_load_has_no_peak_and_a_diurnal_one_has():
@@ -279,10 +273,9 @@ def test_the_peak_is_by_tokens():
 
 
 def test_what_is_replayed_of_a_long_trace_has_its_peak():
-    trace = Workload(
-        popularity=np.ones(1),
-        trace=requests(np.r_[np.arange(0, 50_000, 1.0), 50_000 + np.arange(0, 2000, 0.5)], [10] * 54_000, names=("a",)),
-    ).sized_for(1000.0)
+    arrivals = np.r_[np.arange(0, 50_000, 1.0), 50_000 + np.arange(0, 2000, 0.5)]
+    whole = requests(arrivals, [10] * 54_000, names=("a",))
+    trace = Workload(popularity=np.ones(1), trace=whole).sized_for(1000.0)
     assert trace.peak == pytest.approx(1.93, abs=0.02)
     for seed in (1, 2):
         part = replayed(trace.trace, 8000, seed)

@@ -65,14 +65,10 @@ def pending(*steps):
 
 
 STRANGE = [
-    b"",
-    b"GET / HTTP/1.1\r\n\r\n",
-    HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096),
-    HEADER.pack(STEP, 0, 0),
-    b"".join(frame(MESSAGE, b"\xc1")),
-    b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), bytes(32))))),
+    b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096), HEADER.pack(STEP, 0, 0),
+    b"".join(frame(MESSAGE, b"\xc1")), b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), bytes(32))))),
     b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("leader", [2.0], indirect=True)
@@ -249,10 +245,3 @@ def test_a_stage_of_real_shards_serves_alike(leader, make_follower, tiny_adapter
         following.answer(following_seq)
     for rig in rigs:
         rig.shard.store.close()
-
-
-def test_independent_picks_from_what_is_pending():
-    coordinator = Independent()
-    assert coordinator.next({}) is None
-    assert coordinator.next(pending(step(1), step(2, received=-1))).connection.client == 2
-    coordinator.close()
