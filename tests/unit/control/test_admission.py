@@ -1,4 +1,4 @@
-"""Admission, against a slow and obvious model, between tenants, and in a controller without sockets; its tally."""
+"""Admission, against a slow and obvious model, between tenants, and in a controller without sockets."""
 
 import random
 import threading
@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_server.control.admission.admission import Admission, Queued
-from lora_server.control.admission.holds import Holds
 from lora_server.control.admission.room import Room
-from lora_server.control.admission.tally import Sum, Tally
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
@@ -368,41 +366,3 @@ def test_cancelled_tickets_do_not_count_against_their_tenant():
     play.ask("calm")
     late = play.ask("hasty")
     assert late in (play.next(), play.next())
-
-
-NAMES = {handle: f"tenant-{handle}" for handle in range(1, 40)}
-
-
-def test_every_end_of_a_hold_counts_once():
-    clock = VirtualClock()
-    tally = Tally(NAMES.get, clock.now)
-    holds = Holds(tally.changed)
-    holds.acquire(1, [1, 1, 2])
-    clock.advance(2)
-    holds.release(1, [1, 3])  # what is not held is ignored
-    holds.restore(2, [2, 2])
-    clock.advance(3)
-    holds.forget_client(1)
-    holds.acquire(2, [99])  # an adapter that is gone when its holds end
-    clock.advance(1)
-    holds.forget_client(2)
-    assert tally.sums() == ({"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}, Sum(1, 1.0))
-
-
-def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum():
-    """First the tail is called, then a few hot ones: they take the places, and a difference is what ended between."""
-    clock, rng = VirtualClock(), random.Random(3)
-    tally = Tally(NAMES.get, clock.now, most=4, review=50)
-    seen = {"(other)": Sum()}
-    for turn in range(600):
-        handle = rng.randrange(10, 40) if turn < 200 or turn % 3 == 0 else rng.choice([1, 2])
-        tally.changed(handle, 1)
-        clock.advance(1)
-        tally.changed(handle, -1)
-        own, others = tally.sums()
-        now = {**own, "(other)": others}
-        looked = seen.keys() - now.keys() or (turn + 1) % 50 == 0
-        more = sum(one.holds - seen.get(name, Sum()).holds for name, one in now.items())
-        assert len(own) <= 4 and (more == 1 or (looked and more == 0)), (turn, more)
-        seen = now
-    assert {"tenant-1", "tenant-2"} <= own.keys()

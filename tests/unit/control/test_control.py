@@ -1,5 +1,6 @@
-"""Leases, registry, its database, and shards of the control plane."""
+"""Leases, registry, its database, shards of the control plane, and how often each adapter was held."""
 
+import random
 import sqlite3
 import stat
 from pathlib import Path
@@ -11,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lora_server import errors
 from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry
+from lora_server.control.admission.holds import Holds
+from lora_server.control.admission.tally import Sum, Tally
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.placement import Layout
@@ -305,3 +308,41 @@ def test_other_files_and_newer_schemas_are_left_alone_and_nothing_stays_open(tmp
     (tmp_path / FILE).write_bytes(b"not a database, but long enough to be looked at" * 100)
     with pytest.raises(errors.ConfigError, match="cannot be opened: file is not a database; expected a file of SQLite"):
         Database(url(tmp_path))
+
+
+TENANTS = {handle: f"tenant-{handle}" for handle in range(1, 40)}
+
+
+def test_every_end_of_a_hold_counts_once():
+    clock = VirtualClock()
+    tally = Tally(TENANTS.get, clock.now)
+    holds = Holds(tally.changed)
+    holds.acquire(1, [1, 1, 2])
+    clock.advance(2)
+    holds.release(1, [1, 3])  # what is not held is ignored
+    holds.restore(2, [2, 2])
+    clock.advance(3)
+    holds.forget_client(1)
+    holds.acquire(2, [99])  # an adapter that is gone when its holds end
+    clock.advance(1)
+    holds.forget_client(2)
+    assert tally.sums() == ({"tenant-1": Sum(2, 7.0), "tenant-2": Sum(3, 5.0 + 4.0 + 4.0)}, Sum(1, 1.0))
+
+
+def test_the_hot_ones_get_names_and_every_hold_adds_to_one_sum():
+    """First the tail is called, then a few hot ones: they take the places, and a difference is what ended between."""
+    clock, rng = VirtualClock(), random.Random(3)
+    tally = Tally(TENANTS.get, clock.now, most=4, review=50)
+    seen = {"(other)": Sum()}
+    for turn in range(600):
+        handle = rng.randrange(10, 40) if turn < 200 or turn % 3 == 0 else rng.choice([1, 2])
+        tally.changed(handle, 1)
+        clock.advance(1)
+        tally.changed(handle, -1)
+        own, others = tally.sums()
+        now = {**own, "(other)": others}
+        looked = seen.keys() - now.keys() or (turn + 1) % 50 == 0
+        more = sum(one.holds - seen.get(name, Sum()).holds for name, one in now.items())
+        assert len(own) <= 4 and (more == 1 or (looked and more == 0)), (turn, more)
+        seen = now
+    assert {"tenant-1", "tenant-2"} <= own.keys()

@@ -126,21 +126,21 @@ def test_servegen_clients_are_adapters(tmp_path):
         clients.requests(start_s=5000, span_s=10, seed=1)
 
 
-def servegen_directory(path):
+def test_servegen_has_its_own_rate_lengths_and_clients_that_are_off(tmp_path):
     """A client with long outputs, one that is off in the busier window and one without lengths that never calls."""
-    (path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
-    (path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
-    (path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n")
+    (tmp_path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
+    (tmp_path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
+    (tmp_path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n")
+    flags = Flags(slo=SLO, model="mixtral-8x7b", trace=tmp_path)
+    assert workload(flags).own_rate == pytest.approx(3.5) and workload(flags).peak == pytest.approx(4 / 3.5)
+    assert scenario(flags).global_batch == pytest.approx(4 * 256 * 0.1)
+    assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(8 * 256 * 0.1)
     empty = {"input_tokens": "{}", "output_tokens": "{}"}
     long = {"input_tokens": "{7: 1.0}", "output_tokens": "{100: 0.25, 300: 0.75}", "reason_ratio": "{0.5: 1.0}"}
     longer = {"output_tokens": "{500: 1.0}"}
-    (path / "chunk-0-dataset.json").write_text(json.dumps({"0": long, "600": longer}))
-    (path / "chunk-1-dataset.json").write_text(json.dumps({"0": empty, "300": {"output_tokens": {"50": 1.0}}}))
-    return path
-
-
-def test_servegen_has_lengths_and_clients_that_are_off(tmp_path):
-    found = traces.load(servegen_directory(tmp_path))
+    (tmp_path / "chunk-0-dataset.json").write_text(json.dumps({"0": long, "600": longer}))
+    (tmp_path / "chunk-1-dataset.json").write_text(json.dumps({"0": empty, "300": {"output_tokens": {"50": 1.0}}}))
+    found = traces.load(tmp_path)
     assert found.popularity.tolist() == [1, 0, 0]  # of the window from 600 s on
     assert found.tokens[0] == 500 and found.lengths.source == "2 chunk-*-dataset.json"
     loads = 2 * 250 + 50, 4 * 500
@@ -155,16 +155,6 @@ def test_servegen_has_lengths_and_clients_that_are_off(tmp_path):
     assert both.tokens == pytest.approx([2500 / 6, 50, sum(loads) / 7])
     made = both.calls(tokens_per_s=500.0, num=20_000, seed=3)
     assert made.mean_tokens()[:2] == pytest.approx([2500 / 6, 50], rel=0.02)
-
-
-def test_servegen_brings_its_own_rate(tmp_path):
-    (tmp_path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
-    (tmp_path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
-    flags = Flags(slo="ttft_p95=250ms,tpot_avg=100ms", model="mixtral-8x7b", trace=tmp_path)
-    found = workload(flags)
-    assert found.own_rate == pytest.approx(3.5) and found.peak == pytest.approx(4 / 3.5)
-    assert scenario(flags).global_batch == pytest.approx(4 * 256 * 0.1)
-    assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(8 * 256 * 0.1)
 
 
 def test_a_given_mean_stretches_the_outputs_that_a_trace_replays(tmp_path):

@@ -145,7 +145,6 @@ def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
                 client.answer(seq)
 
 
-pytestmark = pytest.mark.usefixtures("quiet")
 LARGE = MAX_ROWS // 2  # tokens of two entries each
 
 
