@@ -1,7 +1,5 @@
 """Canonical tensors against PEFT's own delta weights, in float64, for every layout on disk."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor

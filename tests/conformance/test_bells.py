@@ -1,7 +1,5 @@
 """Bells: idle clients cost the loop nothing, none holds what another's wake-up needs, and none is missed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

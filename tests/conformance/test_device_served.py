@@ -2,8 +2,6 @@
 after a shard's death. The kernels' own source, on GPUs that are this CPU; what only a GPU can show is in bench/gpu_run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

@@ -4,8 +4,6 @@ One engine takes steps of a session, and one's passes are recorded launches. Eit
 routes, sends, waits and adds; nothing of another PE is mapped over a network, and rows may have 8 bits.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What every transport promises; what only one of them has is in test_transport_shm.py and test_transport_tls.py."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

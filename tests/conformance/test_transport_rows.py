@@ -1,7 +1,5 @@
 """Rows on their way, exact or in 8 bits: both ends find the same values, wherever a transport keeps them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared memory between real processes: what is sealed, whose death is noticed, and twins in device memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

@@ -1,7 +1,5 @@
 """TLS between engines and shards, and between the shards of a stage: who listens, poses or stalls gets nowhere."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

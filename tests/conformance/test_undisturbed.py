@@ -1,8 +1,6 @@
 """Every row that a transformers engine gets through an outage is, bit by bit, that of an undisturbed run; what it does
 not get is a typed error. A batch keeps its shape there, and so its rounding. LORA_DEATHS=50 is the long campaign."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

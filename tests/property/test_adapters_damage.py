@@ -1,7 +1,5 @@
 """An adapter whose files are damaged at any byte is refused by name, or can be read whole."""
 
-from __future__ import annotations
-
 import json
 import struct
 

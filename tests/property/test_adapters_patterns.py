@@ -1,7 +1,5 @@
 """rank_pattern and alpha_pattern match as in PEFT, whatever the order and the kind of the patterns."""
 
-from __future__ import annotations
-
 import time
 
 from hypothesis import given, settings

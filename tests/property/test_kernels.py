@@ -1,7 +1,5 @@
 """kernels_cuda.cpu against the float64 loops of kernels_cuda.reference."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Durations of steps, counted."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Which bytes of a region a client pins: what its GPU and copies take, and no rows that lie elsewhere."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

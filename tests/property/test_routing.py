@@ -1,7 +1,5 @@
 """Routing of rows to messages by a literal oracle; then Client over InprocServer against scale * B (A x)."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Fair queueing: what a client has had decides, not what it calls its steps; none starves, none saves up."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 

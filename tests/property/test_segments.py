@@ -1,7 +1,5 @@
 """A step's segments: checked at once as one by one, and gathered at once as one by one, also from a store in motion."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 import time

@@ -1,7 +1,5 @@
 """Malformed requests: a typed error to their client, and nothing to anybody else."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 

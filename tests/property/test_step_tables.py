@@ -1,7 +1,5 @@
 """StepTables against what they mean: each row's adapter, by name, at every site, pass after pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

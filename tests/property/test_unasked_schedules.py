@@ -1,8 +1,6 @@
 """Shards load the same adapters unasked, however their messages, loads and evictions interleave: models of shards under
 the real decision, in an order that a seed chooses, without threads."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Any sequence of file operations, removals by hand and restarts, against the slow and obvious model of the watcher."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The slot and its C mirror, signal words, the region, and the control messages."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import socket

@@ -1,7 +1,5 @@
 """Servers, engines and commands of these tests are forked, and each test has time for a busy machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A server with tokens and mTLS, as people start it: its own processes, engines and their steps, a revoked token."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

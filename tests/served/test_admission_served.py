@@ -1,7 +1,5 @@
 """A pool for two of six adapters in real processes: clients take turns without a wrong answer or an error."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

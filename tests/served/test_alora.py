@@ -1,7 +1,5 @@
 """Activated LoRAs: the invocation, and the transformers connector against PEFT's aLoRA, token by token."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Each bench in its smallest form ends with 0 and says what it found."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -1,7 +1,5 @@
 """What the demo, a test or a bench has started ends with it, however it ends, and however stuck its children are."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

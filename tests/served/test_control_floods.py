@@ -1,7 +1,5 @@
 """Floods and garbage at the control plane's port: clients with a lease see nothing of them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

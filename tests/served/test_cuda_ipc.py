@@ -1,7 +1,5 @@
 """A GPU engine and GPU shards in real processes: the same answers over CUDA IPC, shared memory and TCP."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Every shell line of the documents is run, here or where the document says, or says why not."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """lora-server drain: requests end, new ones wait, and a shard that is started anew meanwhile fails none of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

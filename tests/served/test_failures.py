@@ -1,7 +1,5 @@
 """Killed and stopped clients, shards and controllers under load: the affected get typed errors, all others none."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A server of remote adapters, in real processes: requests are answered right, or refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 
 from client_connector.transformers import attach

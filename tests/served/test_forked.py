@@ -1,7 +1,5 @@
 """What tests.support.forked forks is what would have been started: its words, its exit code, its group, and its end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Forked processes: whose children they are, how their end is known, and what becomes of them without their server."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

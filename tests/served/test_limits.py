@@ -1,7 +1,5 @@
 """What a tenant may have at most, while it waits for more, and while it puts larger adapters in place of small ones."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 

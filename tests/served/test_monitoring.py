@@ -1,7 +1,5 @@
 """What deploy/monitoring asks Prometheus for is what a server says at /metrics: every name, every label."""
 
-from __future__ import annotations
-
 import re
 import urllib.request
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two nodes that share no directory: what node 0 was told of, node 1 serves from files that node 0 sent."""
 
-from __future__ import annotations
-
 import shutil
 
 import psutil

@@ -3,8 +3,6 @@
 LORA_OUTAGES=20 makes the campaign as long as the bar asks for; by default it is short.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

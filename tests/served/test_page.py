@@ -1,7 +1,5 @@
 """The page at the HTTP port: what it asks for is what the server says, and a browser shows it."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

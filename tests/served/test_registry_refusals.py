@@ -1,7 +1,5 @@
 """Many kinds of bad adapter, each refused by a server with a message of its own; its registry is as before."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

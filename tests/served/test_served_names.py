@@ -1,7 +1,5 @@
 """An engine answers requests for its own names from the base model: an adapter of such a name would be hidden."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

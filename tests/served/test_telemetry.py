@@ -1,7 +1,5 @@
 """A request's life in traces, as a collector of OpenTelemetry gets it from real processes, and in logs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

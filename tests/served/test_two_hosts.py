@@ -1,7 +1,5 @@
 """Two hosts whose network goes away while engines on both generate: typed errors at most, all back by itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

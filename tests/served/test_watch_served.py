@@ -1,7 +1,5 @@
 """A served directory that is followed, in real processes: what is asked for is answered by what lies there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -4,8 +4,6 @@ Third-party packages cannot be had for every Python: those of the tests' own are
 for other Pythons what `provision` needs is installed once, where there is an index.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Activated LoRAs beside ordinary ones, prompts in which they are invoked or not, and what PEFT answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How large the numbers of a LoRA step can become: what the errors of its rounding are measured against."""
 
-from __future__ import annotations
-
 from kernels_cuda import reference
 from kernels_cuda.ops import Pair, Step, stack
 

@@ -4,8 +4,6 @@ One JSON line per round: when it ended, what came of it ("right", "wrong", the c
 "untyped ..."), and how many descriptors and shared regions the process has.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -6,8 +6,6 @@ What serves for ever is started, waited for, and stopped at the end of its block
 (a namespace), so that the documents' ports and addresses are free.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

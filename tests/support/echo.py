@@ -1,7 +1,5 @@
 """A shard that answers with what it was sent, reversed, over any transport."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The client of a shard that answers with what it was sent, reversed; light, since processes of their own import it."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Adapters behind a real HTTP server that fails, stalls and cuts answers as a test wants; and a disk cache for them."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import threading

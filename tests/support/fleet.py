@@ -1,7 +1,5 @@
 """Engine processes that check themselves, and what came of their rounds."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -66,7 +64,7 @@ class Fleet:
             file.write_bytes(msgspec.json.encode(job))
             self.engines.append(Engine(checking(file, prefix)))
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self):
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """A followed directory beside its watcher, whose clock is the test's."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -5,8 +5,6 @@ interpreter does. What asks for more than that starts as ever, and so does what 
 or in another namespace: the demo's own server and engines, the TESTER of test_children, hosts, wheels.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Requests that no client should send."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

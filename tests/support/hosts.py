@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces behind a bridge, whose links can be cut. Needs root and iproute2."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`lora-server serve`, as `python -m` runs this, whose controller, `main()`, kills itself where a test says."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

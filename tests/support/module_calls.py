@@ -1,7 +1,5 @@
 """The moments of an engine's run, by the calls of its model's modules, and a process that is killed at one of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

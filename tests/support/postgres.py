@@ -1,7 +1,5 @@
 """A PostgreSQL of the tests' own, in a directory that goes with it; it takes a second to start."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Python processes of a test's own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A controller with a database that is killed and started again; its shard lives on."""
 
-from __future__ import annotations
-
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
 from tests.support.controllers import ToldShard, make_tiny_controller

@@ -1,7 +1,5 @@
 """A real Shard over inproc links, and a client that fills its slots by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 import time

@@ -3,8 +3,6 @@
 How many rows a segment has decides how a GEMM rounds; of these shards no bit of a row depends on the rows beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

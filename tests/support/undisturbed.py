@@ -1,8 +1,6 @@
 """What may befall a server under an engine that generates, and what every row must be all the same: bit by bit that of
 an undisturbed run, or a typed error. tests/conformance has transformers, tests/vllm vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -128,7 +126,7 @@ class Death:
     seconds: float
 
     @classmethod
-    def of(cls, seed: int, shards: int) -> Death:
+    def of(cls, seed: int, shards: int):
         """Seeded."""
         rng = random.Random(seed)
         return cls(rng.randrange(shards), rng.random(), rng.uniform(0, MOST_SECONDS))

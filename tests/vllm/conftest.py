@@ -1,7 +1,5 @@
 """Servers and engines are shared: those of Mixtral by all files of a run, others by the tests of one file."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.workload import workload

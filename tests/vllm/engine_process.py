@@ -4,8 +4,6 @@ A process, because vLLM's distributed state does not survive a second engine bes
 shall be. A fork server that has vLLM imported calls `main`, and REPLY_FD is 3.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

@@ -1,7 +1,5 @@
 """Starting vLLM engines and OpenAI servers in processes of their own, and talking to them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

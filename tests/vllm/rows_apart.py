@@ -4,8 +4,6 @@ A batch's shape decides how a GEMM, an expert's group and attention round. Reque
 do, are in batches of other shapes than those of an undisturbed run; of engines like this one both give the same bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A server with places for two adapters: requests for others wait in vLLM's queue, and hold up nobody."""
 
-from __future__ import annotations
-
 import pytest
 
 from client_connector.serving.plan import parse_flag

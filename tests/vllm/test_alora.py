@@ -1,7 +1,5 @@
 """Activated LoRAs in a real engine against PEFT's aLoRA, and KV prefixes shared with the base model both ways."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A worker on a CPU asks for AMX before it joins, let alone computes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

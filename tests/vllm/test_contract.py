@@ -1,7 +1,5 @@
 """Every vLLM attribute that the plugin touches is there; one that moves is named."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

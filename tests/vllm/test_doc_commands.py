@@ -1,7 +1,5 @@
 """The commands of docs/vllm.md and README.md, as written: `vllm serve` and `make serve-vllm`, and curl."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

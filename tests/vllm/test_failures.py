@@ -1,8 +1,6 @@
 """The server dies in the middle of a generation, and stays away: requests end with a clear error after a while, or the
 base model answers them and they say so. The engine lives. tests/vllm/test_undisturbed.py has servers that come back."""
 
-from __future__ import annotations
-
 import pytest
 
 from client_connector.serving.plan import parse_flag

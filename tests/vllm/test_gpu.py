@@ -3,8 +3,6 @@ vLLM, eager and compiled, and what it is compared with, bit by bit, is the same 
 
 tests/vllm/test_undisturbed.py has what befalls them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Many names in one engine, mixed batches, chunked prefill, prefix caching, abort, preemption."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

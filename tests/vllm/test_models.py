@@ -1,7 +1,5 @@
 """Every model family in a real engine: fused and per-expert adapters, attention, base rows, in one batch."""
 
-from __future__ import annotations
-
 import pytest
 
 from lora_server.demo import tiny

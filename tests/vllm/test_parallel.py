@@ -1,7 +1,5 @@
 """Tensor and expert parallelism: each rank asks for its columns, and for its experts, only."""
 
-from __future__ import annotations
-
 import os
 import signal
 

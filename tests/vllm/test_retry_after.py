@@ -1,7 +1,5 @@
 """A 503 of an API server whose engine has a LoRA server says when to try again; no other answer is touched."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

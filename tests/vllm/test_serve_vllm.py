@@ -1,7 +1,5 @@
 """`python -m lora_server.demo.serve_vllm`: what it prints works as printed, and it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The OpenAI server: names of the LoRA server just work, unknown ones are 404, load and unload, failures."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """The plugin installed, but no address set: stock vLLM. And a vLLM that is not supported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

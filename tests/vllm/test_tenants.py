@@ -1,7 +1,5 @@
 """docs/vllm.md#tenants: one vLLM for two; a name means each its own adapter, and whoever is nobody gets nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from lora_server.access.identity import Role

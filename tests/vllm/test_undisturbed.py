@@ -1,8 +1,6 @@
 """Every row that a vLLM engine gets through an outage is, bit by bit, that of an undisturbed run; what it does not get
 is a typed error. Requests start over in batches of other shapes, so engine and shards compute each row by itself."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

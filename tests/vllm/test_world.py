@@ -1,8 +1,6 @@
 """Transport `nvshmem`: a vLLM worker as a PE of NVSHMEM's world, whose steps are launches. Heaps and GPUs are this
 CPU's; what it is compared with is the same engine over TCP, on the same shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
