@@ -1,8 +1,9 @@
-"""A server with tokens and mTLS, as people start it: its own processes, engines and their steps, a revoked token."""
+"""A server with tokens and mTLS, as people start it; and what a tenant may have at most."""
 
 import os
 import shutil
 import signal
+import threading
 
 import pytest
 
@@ -10,17 +11,29 @@ from client_connector.client import Client
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
+from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Store, Tenant
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.rpc.scope import Scopes
+from lora_server.control.rpc.service import AdaptersService, ClientsService
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch
-from lora_server.errors import LeaseError, ServerUnavailableError, StepError, UnauthenticatedError, UnknownAdapterError
+from lora_server.errors import (
+    LeaseError,
+    LimitError,
+    ServerUnavailableError,
+    StepError,
+    UnauthenticatedError,
+    UnknownAdapterError,
+)
 from lora_server.registry.database import FILE, Database
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import call, open_channel
 from tests.support.certificates import Authority
+from tests.support.restarts import SECONDS, Server
 from tests.support.serving import HANG_SECONDS, flags, until
 from tests.support.workload import NEW_TOKENS, workload
 
@@ -103,3 +116,126 @@ def steps_are_encrypted(load, server, shards):
         victim = shards()[0].pid
         os.kill(victim, signal.SIGKILL)
         until(lambda: right() and shards()[0].pid != victim, "steps go on with its successor")
+
+
+PUBLISHER, ENGINE = Identity("acme", Role.PUBLISHER), Identity("acme", Role.ENGINE)
+
+
+class Tenants(Server):
+    """Its services, as tenant acme calls them."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.gate = Gate(self.database)
+        self.controller.allowed = Allowed((str(directory),))
+        scopes = Scopes(self.controller, self.gate)
+        self.catalogue, self.clients = AdaptersService(self.controller, scopes), ClientsService(self.controller, scopes)
+        self.limit()
+        for name, path in self.paths.items():
+            shutil.copytree(path, directory / "acme" / name)
+
+    def limit(self, **limits):
+        self.gate.store.set_tenant(Tenant("acme", **limits))
+        self.gate.look()
+
+    def add(self, name, kind):
+        request = pb.AddAdapterRequest(name=name, uri=str(self.directory / "acme" / kind), wait_seconds=SECONDS)
+        return self.catalogue.Add(request, PUBLISHER)
+
+    def update(self, name, kind):
+        request = pb.UpdateAdapterRequest(name=name, uri=str(self.directory / "acme" / kind), wait_seconds=SECONDS)
+        return self.catalogue.Update(request, PUBLISHER)
+
+    def rollback(self, name):
+        return self.catalogue.Rollback(pb.RollbackAdapterRequest(name=name, wait_seconds=SECONDS), PUBLISHER)
+
+    def join(self):
+        lease, _ = self.controller.clients.join("engine", tenant="acme")
+        return pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
+
+    def acquire(self, proof, *names, ticket=0):
+        return self.clients.Acquire(pb.AcquireRequest(proof=proof, names=names, ticket=ticket), ENGINE)
+
+    def close(self):
+        self.gate.close()
+        super().close()
+
+
+@pytest.fixture
+def server(tmp_path):
+    one = Tenants(tmp_path)
+    yield one
+    one.close()
+
+
+def test_what_waits_for_a_place_counts_as_in_use(server):
+    for kind in ("qv", "attention", "experts"):
+        server.add(kind, kind)
+    server.limit(max_active=2)
+    one, other = server.join(), server.join()
+    server.adapters.drain("a test", 0)  # nobody gets a place
+    assert server.acquire(one, "qv", ticket=1).position == 1
+    assert server.acquire(other, "qv", "attention", ticket=1).position == 2
+    with pytest.raises(LimitError, match="tenant acme: got 3 adapters in use, 2 may be"):
+        server.acquire(other, "experts", ticket=2)
+    assert server.acquire(one, "qv", ticket=1).position == 1, "asked again it is no second one"
+    server.adapters.drain("", 0)
+    held = server.acquire(other, "qv", "attention", ticket=1).adapters
+    assert [adapter.name for adapter in held] == ["qv", "attention"]
+    server.clients.Release(pb.ReleaseRequest(proof=other, handles=[adapter.handle for adapter in held]), ENGINE)
+    assert len(server.acquire(other, "experts").adapters) == 1, "what was let go does not count"
+
+
+def test_of_many_that_ask_at_once_no_more_are_let_in_than_may_be(server):
+    kinds = sorted(server.paths)[:4]
+    for kind in kinds:
+        server.add(kind, kind)
+    server.limit(max_active=1)
+    server.adapters.drain("a test", 0)
+    together, refused = threading.Barrier(len(kinds)), []
+
+    def ask(kind):
+        proof = server.join()
+        together.wait(SECONDS)
+        try:
+            server.acquire(proof, kind, ticket=1)
+        except LimitError:
+            refused.append(kind)
+
+    threads = [threading.Thread(target=ask, args=[kind]) for kind in kinds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(refused) == len(kinds) - 1
+    server.adapters.drain("", 0)
+
+
+def test_an_update_and_a_rollback_stay_within_a_tenants_bytes(server):
+    small, large = server.add("law", "qv"), server.add("code", "fused")
+    assert small.bytes < large.bytes
+    server.limit(max_bytes=small.bytes + large.bytes)
+    told = set(server.shard.memory.loads)
+    with pytest.raises(LimitError, match="tenant acme: got adapters of"):
+        server.update("law", "experts")
+    served = {"acme/law": small.version, "acme/code": large.version}
+    assert server.served() == served and set(server.shard.memory.loads) == told, "nothing was loaded for it"
+    shrunk = server.update("code", "attention")
+    assert shrunk.bytes < large.bytes, "there is room for it though both versions are there for a while"
+    server.limit(max_bytes=small.bytes + shrunk.bytes)
+    with pytest.raises(LimitError):
+        server.rollback("code")
+    assert server.served() == served | {"acme/code": shrunk.version}
+
+
+def test_a_version_that_is_still_held_counts(server):
+    bytes_of = {kind: server.add(kind, kind).bytes for kind in ("qv", "experts", "fused")}
+    server.catalogue.Remove(pb.RemoveAdapterRequest(name="fused"), PUBLISHER)
+    server.limit(max_bytes=bytes_of["experts"] + bytes_of["fused"])
+    proof = server.join()
+    (held,) = server.acquire(proof, "qv").adapters
+    server.update("qv", "attention")  # the old one drains
+    with pytest.raises(LimitError):
+        server.update("qv", "fused")
+    server.clients.Release(pb.ReleaseRequest(proof=proof, handles=[held.handle]), ENGINE)
+    assert server.update("qv", "fused").bytes == bytes_of["fused"]

@@ -1,11 +1,18 @@
-"""Every shell line of the documents is run, here or where the document says, or says why not."""
+"""Every shell line of the documents is run, here or where the document says, or says why not; and set-up by make."""
 
+import importlib.util
 import os
+import pty
 import re
+import subprocess
+import sys
+import zipfile
 
 import pytest
 
+from lora_server.demo import children
 from tests.support.doc_commands import SHELL, blocks, furnish, no_network, type_in
+from tests.support.serving import HANG_SECONDS
 from tests.support.sources import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")] + [*(ROOT / "docs").glob("*.md")]
@@ -59,3 +66,59 @@ def test_commands_do_what_they_say(block, tmp_path):
     furnish(tmp_path)
     printed = type_in(block.commands, tmp_path, dict(os.environ), LIMIT_SECONDS)
     assert all(f"$ {command}" in printed for command in block.commands if "lora-server serve" not in command)
+
+
+SCRIPT = ROOT / "deploy/environment.py"
+NO_INDEX = os.environ | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+
+
+def test_a_python_that_will_not_do_is_told_why_in_one_line():
+    spec = importlib.util.spec_from_file_location("environment", SCRIPT)
+    environment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environment)
+    said = environment.problem((3, 10), ["venv", "ensurepip"])
+    assert "got Python 3.10, expected 3.11 or later; install one, then say which: make" in said
+    without = environment.problem((3, 11), ["venv"])
+    assert "has no ensurepip: install it (Debian, Ubuntu: apt install python3-venv), or another" in without
+    assert "\n" not in said + without and environment.problem((3, 13), ["venv", "ensurepip"]) == ""
+
+
+def run(command, folder, **more):
+    return subprocess.run(
+        children.own(command), cwd=folder, env=NO_INDEX, text=True, timeout=HANG_SECONDS, check=False, **more
+    )
+
+
+def in_a_terminal(command, folder):
+    """(exit code, what was written to it)."""
+    ours, theirs = pty.openpty()
+    done = run(command, folder, stdout=theirs)  # what is written fits into the terminal's buffer
+    text = os.read(ours, 65536).decode()
+    os.close(theirs)
+    os.close(ours)
+    return done.returncode, text
+
+
+def wheel(folder):
+    with zipfile.ZipFile(folder / "nothing-1-py3-none-any.whl", "w") as file:
+        file.writestr("nothing.py", "")
+        file.writestr("nothing-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: nothing\nVersion: 1\n")
+        file.writestr("nothing-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr("nothing-1.dist-info/RECORD", "")
+
+
+@pytest.mark.long
+def test_set_up_says_what_it_does_and_what_failed(tmp_path):
+    for name in ("Makefile", "deploy", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = run(["make", "demo", f"PYTHON={sys.executable}"], tmp_path, capture_output=True)
+    assert done.returncode and "setting up .venv: " in done.stdout
+    assert "No matching distribution found" in done.stderr and "error: .venv is not complete" in done.stderr
+    assert (tmp_path / ".venv/bin/pip").exists() and not (tmp_path / ".venv/ready").exists()
+    wheel(tmp_path)
+    again = [sys.executable, str(SCRIPT), ".venv", "0.1", "--find-links", ".", "nothing", "--", "nothing"]
+    code, text = in_a_terminal(again, tmp_path)
+    assert code == 0 and text.startswith("setting up .venv: downloads, 0.1 GiB")
+    assert "Installing 1 packages" in text or "Successfully installed nothing-1" in text
+    assert "already satisfied" not in text
+    assert text.endswith("\r\033[K") and text.count("\n") == 1, "one line, and nothing of it stays"

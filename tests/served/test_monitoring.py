@@ -1,7 +1,11 @@
-"""What deploy/monitoring asks Prometheus for is what a server says at /metrics: every name, every label."""
+"""What a server says at its HTTP port: the metrics that deploy/monitoring asks for, and a page for browsers."""
 
+import contextlib
+import http.client
+import json
 import re
-import urllib.request
+import shutil
+import subprocess
 from pathlib import Path
 
 import promql_parser
@@ -12,12 +16,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from client_connector.transformers import attach
 from deploy.monitoring import dashboard
+from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
-from tests.support.serving import HANG_SECONDS, until
+from lora_server.registry.database import FILE, Database
+from tests.support.serving import HANG_SECONDS, cli, flags, status, until
 from tests.support.workload import workload
 
 FOLDER = Path(dashboard.__file__).parent
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OWN = "acme/law"
+FILES = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/status.json": "application/json"}
 ELSEWHERE = {"up": {"job", "instance"}}  # Prometheus's own
 
 
@@ -32,33 +41,43 @@ def queries():
 
 
 @pytest.fixture(scope="module")
-def scrape(tmp_path_factory):
-    """Sample name -> label names, and (sample name, label values) -> value, of a server that has served."""
-    load = workload("mixtral")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
-    with running_server(tmp_path_factory.mktemp("server") / "log", flags) as server:
-        with attach(load.model, server=server.address) as lora, lora.adapters([sorted(load.paths)[0]]):
+def life(tmp_path_factory):
+    """A server, and its metrics once it had served one request: sample name -> label names, and (sample name, label
+    values) -> value."""
+    load, data = workload("mixtral"), tmp_path_factory.mktemp("data")
+    name = min(load.paths)
+    with contextlib.closing(Database(f"sqlite:///{data / FILE}")) as database:
+        Store(database).set_tenant(Tenant("acme"))
+    more = ("--layout", "ep2-pp2", "--data-dir", str(data), "--adapter-root", str(load.adapters))
+    with running_server(tmp_path_factory.mktemp("server") / "log", flags(load, *more)) as server:
+        with attach(load.model, server=server.address) as lora, lora.adapters([name]):
             load.model(torch.tensor([load.batch[0].prompt]))
         found, samples = {}, {}
 
         def scraped():
-            with urllib.request.urlopen(f"http://{server.http}/metrics", timeout=HANG_SECONDS) as answer:
-                for family in text_string_to_metric_families(answer.read().decode()):
-                    for sample in family.samples:
-                        found.setdefault(sample.name, set()).update(sample.labels)
-                        samples[sample.name, *sorted(sample.labels.values())] = sample.value
+            for family in text_string_to_metric_families(server.get("/metrics")[1]):
+                for sample in family.samples:
+                    found.setdefault(sample.name, set()).update(sample.labels)
+                    samples[sample.name, *sorted(sample.labels.values())] = sample.value
             counted = samples.get(("lora_server_step_seconds_count", "0", "compute"), 0)
             if not counted or counted != samples["lora_server_steps_total", "0"]:
                 return False
             return "lora_server_adapter_hold_seconds_count" in found
 
         until(scraped, "the hold was counted")
-    return found, samples
+        added = cli("adapters", "add", OWN, str(load.paths[name]), "--server", server.address)
+        assert added.returncode == 0, added.stderr
+        yield server, found, samples
 
 
-@pytest.fixture(scope="module")
-def exposed(scrape):
-    return scrape[0] | ELSEWHERE
+@pytest.fixture
+def server(life):
+    return life[0]
+
+
+@pytest.fixture
+def exposed(life):
+    return life[1] | ELSEWHERE
 
 
 def test_the_operations_page_has_every_metric(exposed):
@@ -72,8 +91,8 @@ def test_the_operations_page_has_every_metric(exposed):
     assert written == found
 
 
-def test_what_happened_is_counted(scrape):
-    _, samples = scrape
+def test_what_happened_is_counted(life):
+    *_, samples = life
     acquired = samples["lora_server_adapter_hits_total",] + samples["lora_server_adapter_misses_total",]
     assert acquired == samples["lora_server_admissions_total", "immediate"] == 1
     loads = sum(samples["lora_server_load_seconds_count", "0", tier] for tier in ("disk", "host"))
@@ -97,3 +116,67 @@ def test_a_query_asks_for_what_is_exposed(exposed):
 def test_alerts_say_what_to_do():
     assert all(rule["annotations"].keys() == {"summary", "what_to_do"} and rule["labels"]["severity"] for rule in RULES)
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
+
+
+# ---- the page
+
+
+def get(server, path):
+    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=HANG_SECONDS)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer, answer.read()
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_files_come_from_here_alone(server, path):
+    answer, content = get(server, path)
+    assert (answer.status, answer.headers["Content-Type"].split(";")[0]) == (200, FILES[path])
+    assert b"http://" not in content and b"https://" not in content
+    if path != "/status.json":
+        assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+
+
+def test_the_document_is_what_the_server_says(server):
+    load = workload("mixtral")
+    held, pinned, *_ = sorted(load.paths)
+    names = sorted([*load.paths, OWN])
+    cli("adapters", "pin", pinned, "--server", server.address)
+    with attach(load.model, server=server.address) as lora, lora.adapters([held]):
+        until(lambda: all(one.stats.attached for one in status(server.address).shards), "it is reported")
+        document = json.loads(get(server, "/status.json")[1])
+    cli("adapters", "unpin", pinned, "--server", server.address)
+    assert (document["adapters"], document["active"], document["ready"]) == (len(names), 2, True)
+    assert [(one["stage"], one["ep_rank"]) for one in document["shards"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    hottest = {one["name"]: one for one in document["hottest"]}
+    assert sorted(hottest) == names and document["hottest"][0]["name"] == held
+    assert hottest[pinned]["pinned"] and not hottest[held]["pinned"]
+    assert document["joined"][0]["adapters"] == [held]
+    rows = {one["tenant"]: one for one in document["tenants"]}
+    assert rows["acme"] == {"tenant": "acme", "engines": 0, "adapters": 1, "in use": 0}
+    assert rows["(operator)"] == {"tenant": "(operator)", "engines": 1, "adapters": len(names) - 1, "in use": 1}
+    assert document["hits"] + document["misses"] >= 1
+
+
+def look(server, directory, *flags):
+    """What a browser makes of the page: its elements, and the size of its picture, which stays in `directory`."""
+    picture = directory / "page.png"
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom", *flags]
+    command += [f"--user-data-dir={directory}", f"--screenshot={picture}", "--virtual-time-budget=9000"]
+    command += [f"http://{server.http}/"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, picture.read_bytes()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: make browser")
+@pytest.mark.parametrize("flags", [["--window-size=1200,1500"], ["--window-size=390,2400"]], ids=["desk", "phone"])
+def test_a_browser_shows_it(server, tmp_path, flags):
+    elements, picture = look(server, tmp_path, *flags)
+    assert all(f">{name}</td>" in elements for name in workload("mixtral").paths)
+    assert elements.count('class="shard"') == 4 and elements.count('class="state up"') == 5
+    assert ">acme</td>" in elements and ">(operator)</td>" in elements
+    assert re.search(r"there when asked for</dt><dd>[0-9.]+ %</dd>", elements)
+    assert elements.count("<span>loads from disk</span>") == 4
+    assert "refused</dt><dd>0</dd>" in elements and "NaN" not in elements and "undefined" not in elements
+    assert picture.startswith(b"\x89PNG") and len(picture) > 20_000

@@ -2,7 +2,7 @@
 
 What runs is the same code with its own arguments, environment, directory, pipes, group and keeper, and it ends as an
 interpreter does. What asks for more than that starts as ever, and so does what runs in a script, in a child of a child
-or in another namespace: the demo's own server and engines, the TESTER of test_children, hosts, wheels.
+or in another namespace: the demo's own server and engines, the TESTER of test_cleanup, hosts, wheels.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from pathlib import Path
 from lora_server.demo import children
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 10.0
+HANG_SECONDS = 120.0
 
 
 def start(script, *arguments, pass_fds=()):
@@ -43,8 +43,7 @@ def kill(process):
 
 def end(process):
     kill(process)
-    process.wait(SECONDS)
-    process.stdout.close()
+    process.communicate(timeout=HANG_SECONDS)
 
 
 @contextlib.contextmanager

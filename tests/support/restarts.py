@@ -2,6 +2,7 @@
 
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
+from lora_server.timings import DEFAULTS
 from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of, workload
 
@@ -27,16 +28,17 @@ def dies(server, monkeypatch, where, method, after):
 class Server:
     """A controller with a ledger, and one shard that lives on when it is killed."""
 
-    def __init__(self, directory, paths=None):
+    def __init__(self, directory, paths=None, url="", timings=DEFAULTS, **settings):
         self.directory, self.shard, self.database = directory, None, None
+        self.url, self.timings, self.settings = url or f"sqlite:///{directory / FILE}", timings, settings
         self.paths = paths or workload("mixtral").paths
         self.start()
 
     def start(self):
-        self.database = Database(f"sqlite:///{self.directory / FILE}")
+        self.database = Database(self.url, self.timings)
         ledger = Ledger(self.database, spec_of("mixtral").to_json())
         memory = self.shard.memory if self.shard is not None else None
-        self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger)
+        self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger, **self.settings)
         self.adapters = self.controller.adapters
         self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
         self.shard = ToldShard(self.controller, memory)

@@ -1,6 +1,11 @@
-"""Two nodes that share no directory: what node 0 was told of, node 1 serves from files that node 0 sent."""
+"""Servers of two nodes: no directory in common, and a network that goes away."""
 
+import contextlib
+import os
 import shutil
+import subprocess
+import time
+from dataclasses import dataclass, replace
 
 import psutil
 import pytest
@@ -8,7 +13,10 @@ import pytest
 from client_connector.transformers import attach
 from lora_server.adapters import CONFIG, WEIGHTS
 from lora_server.demo.engine import generate
-from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, listed, status, until
+from lora_server.demo.launch import READY_SECONDS
+from tests.support.clocks import FAST, environment
+from tests.support.fleet import Fleet, now
+from tests.support.serving import HANG_SECONDS, Nodes, all_gone, answers, ask, flags, listed, status, until
 from tests.support.workload import NEW_TOKENS, workload
 
 OTHERS = ("shard 2", "shard 3")
@@ -107,3 +115,99 @@ def test_what_is_replaced_or_removed_goes_from_node_1(nodes):
     nodes.ask("Remove", name="late")
     until(lambda: updated not in nodes.versions(), "it went")
     assert served in nodes.versions(), "'qv' means it"
+
+
+# ---- two hosts on one machine: network namespaces behind a bridge, whose links can be cut
+
+NETWORK = "10.213.77"
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@dataclass(frozen=True)
+class Host:
+    """`prefix` runs a command there."""
+
+    name: str
+    address: str
+    link: str
+
+    @property
+    def prefix(self):
+        return ("nsenter", f"--net=/run/netns/{self.name}")
+
+    def cut(self):
+        ip("link", "set", self.link, "down")
+
+    def mend(self):
+        ip("link", "set", self.link, "up")
+
+
+@contextlib.contextmanager
+def hosts(count):
+    """On one switch, which this process is connected to as well; gone at the end of the block."""
+    tag, made = f"{os.getpid() % 100000}", []
+    bridge = f"lb{tag}"
+    with contextlib.ExitStack() as stack:
+        ip("link", "add", bridge, "type", "bridge")
+        stack.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{NETWORK}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for index in range(count):
+            host = Host(f"lora-{tag}-{index}", f"{NETWORK}.{index + 1}", f"lv{tag}-{index}")
+            ip("netns", "add", host.name)
+            stack.callback(ip, "netns", "del", host.name)
+            ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            stack.callback(ip, "link", "del", host.link)
+            ip("link", "set", host.link, "master", bridge, "up")
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.name, "link", "set", "lo", "up")
+            ip("-n", host.name, "link", "set", "eth0", "up")
+            made.append(host)
+        yield made
+
+
+def missing():
+    """Why there can be no such hosts here; empty where there can."""
+    try:
+        with hosts(1):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"no network namespaces and bridges here (root, iproute2): {error}"
+
+
+MISSING = missing()
+BACK_SECONDS = 25.0  # 5 s, on a machine that is five times busier
+LIMIT_SECONDS = 6.0  # of leases, and of silent shards
+LONG_SECONDS = 35 if "LORA_OUTAGES" in os.environ else 8
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_network_that_goes_away_comes_back_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setenv(*environment(replace(FAST, shard_silence=LIMIT_SECONDS)).popitem())
+    load = workload("mixtral")
+    with contextlib.ExitStack() as stack:
+        near, far = stack.enter_context(hosts(2))
+        common = flags(load, "--layout", "ep1-pp2", "--insecure", "--lease-seconds", str(LIMIT_SECONDS))
+        nodes = stack.enter_context(Nodes(tmp_path, *common))
+        first, second = (nodes.start(host=one.address, prefix=one.prefix) for one in (near, far))
+        first.wait_ready(READY_SECONDS)
+        shards = [(shard.pid, shard.node) for shard in status(first.address).shards]
+        assert [node for _, node in shards] == [0, 1]
+        fleet = Fleet(load, first.address, tmp_path, ("tcp", "tcp"), prefixes=(near.prefix, far.prefix), timeout=4.0)
+        stack.enter_context(fleet)
+        fleet.all_right_again(now(), READY_SECONDS)
+        for seconds in (1, 5, LONG_SECONDS):
+            far.cut()
+            time.sleep(seconds)  # the outage itself
+            far.mend()
+            slowest = fleet.all_right_again(now(), BACK_SECONDS)
+            until(lambda: first.get("/readyz")[0] == 200, "the server is complete", BACK_SECONDS)
+            print(f"link down for {seconds} s: all engines right again {slowest:.1f} s after it was up")
+            print(dict(fleet.check()))
+        assert [(shard.pid, shard.node) for shard in status(first.address).shards] == shards, "none was restarted"
+        assert second.process.poll() is None
+        print(first.tail(), second.tail())
