@@ -1,5 +1,6 @@
 """The transformers connector over shards in this process: equal to PEFT, and honest about misuse."""
 
+import contextlib
 import copy
 import time
 
@@ -23,11 +24,14 @@ LAYOUTS = ("ep1-pp1", "ep4-pp1", "ep2-pp2", "ep1-pp4", "ep3-pp2")
 
 
 @pytest.fixture(scope="module")
-def mixtral_server():
-    load = workload("mixtral")
-    server = InprocServer(load.spec, load.paths, layout="ep2-pp2")
-    yield server
-    server.close()
+def load():
+    return workload("mixtral")
+
+
+@pytest.fixture(scope="module")
+def server(load):
+    with contextlib.closing(InprocServer(load.spec, load.paths, layout="ep2-pp2")) as server:
+        yield server
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,8 +44,7 @@ def test_tokens_equal_peft(kind: str, layout: str):
     server.close()
 
 
-def test_deltas_matter():
-    load = workload("mixtral")
+def test_deltas_matter(load):
     plain = generate(load.model, load.batch, NEW_TOKENS)
     different = [ours.tokens != theirs.tokens for ours, theirs in zip(plain, load.expected, strict=True)]
     assert different == [name is not None for name in load.names]
@@ -70,8 +73,7 @@ def test_bfloat16_within_its_rounding(kind: str):
     assert (ours - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean() + 1e-3
 
 
-def test_shared_outer_adapters(tmp_path):
-    load = workload("mixtral")
+def test_shared_outer_adapters(load, tmp_path):
     tiny.make_shared_outer(load.model, tmp_path / "outer", lora_rank=6, seed=11)
     ids = torch.tensor([load.batch[0].prompt])
     expected = tiny.apply_literal(load.model, tmp_path / "outer")(ids).logits.log_softmax(-1)
@@ -82,10 +84,9 @@ def test_shared_outer_adapters(tmp_path):
     assert (ours - expected).abs().max() < 1e-4
 
 
-def test_a_row_alone_equals_the_row_in_a_batch(mixtral_server):
-    load = workload("mixtral")
+def test_a_row_alone_equals_the_row_in_a_batch(load, server):
     ids, mask = pad(load.batch, 0)
-    with capture_logs() as lines, attach(load.model, mixtral_server) as lora:
+    with capture_logs() as lines, attach(load.model, server) as lora:
         assert [line["event"] for line in lines] == ["attached to the LoRA server"]
         said = {"server": "this process", "layout": "ep2-pp2", "transport": "inproc", "adapters": len(load.paths)}
         assert lines[0].items() >= (said | {"connector": __version__, "model": load.spec.name}).items()
@@ -97,42 +98,34 @@ def test_a_row_alone_equals_the_row_in_a_batch(mixtral_server):
             assert torch.allclose(alone, together[row], atol=1e-4)
 
 
-@pytest.mark.parametrize("given", ["by name", "by position"])
 @pytest.mark.parametrize("settings", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
-def test_beam_search_equals_peft(mixtral_server, settings, given):
-    load = workload("mixtral")
+def test_beam_search_equals_peft(load, server, settings):
+    """Settings given by name, and by position."""
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, **settings}
-    names = ["fused", "attention"]
-    prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-    with attach(load.model, mixtral_server) as lora, lora.adapters(names):
-        if given == "by name":
-            ours = load.model.generate(prompts, **options)
-        else:
-            ours = load.model.generate(prompts, GenerationConfig(**options))
-    per_prompt = settings.get("num_return_sequences", 1)
-    for row, name in enumerate(names):
-        expected = tiny.peft_model(load.model, load.paths[name]).generate(prompts[row : row + 1], **options)
-        assert ours[row * per_prompt : (row + 1) * per_prompt].tolist() == expected.tolist()
+    names, prompts = ["fused", "attention"], torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    oracles = [tiny.peft_model(load.model, load.paths[name]) for name in names]
+    expected = [oracle.generate(prompts[row : row + 1], **options) for row, oracle in enumerate(oracles)]
+    with attach(load.model, server) as lora, lora.adapters(names):
+        assert torch.equal(load.model.generate(prompts, **options), torch.cat(expected))
+        assert torch.equal(load.model.generate(prompts, GenerationConfig(**options)), torch.cat(expected))
 
 
-def test_sampling_and_return_sequences(mixtral_server):
-    load = workload("mixtral")
+def test_sampling_and_return_sequences(load, server):
     options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
     prompt = torch.tensor([[5, 6, 7, 8]])
     oracle = tiny.peft_model(load.model, load.paths["experts"])
     torch.manual_seed(3)
     expected = oracle.generate(prompt, **options)
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["experts"]):
+    with attach(load.model, server) as lora, lora.adapters(["experts"]):
         torch.manual_seed(3)
         assert load.model.generate(prompt, **options).tolist() == expected.tolist()
 
 
-def test_detach_leaves_the_model_as_it_was(mixtral_server):
-    load = workload("mixtral")
+def test_detach_leaves_the_model_as_it_was(load, server):
     ids = torch.tensor([[5, 6, 7]])
     before = load.model(ids).logits
     implementation = load.model.config._experts_implementation
-    with attach(load.model, mixtral_server) as lora:
+    with attach(load.model, server) as lora:
         assert torch.equal(load.model(ids).logits, before), "outside adapters() it is the base model, bit for bit"
         with lora.adapters(["fused"]):
             assert not torch.equal(load.model(ids).logits, before)
@@ -142,33 +135,26 @@ def test_detach_leaves_the_model_as_it_was(mixtral_server):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in load.model.modules())
 
 
-def test_base_rows_never_leave_the_engine(mixtral_server):
-    load = workload("mixtral")
-    served = [shard.counters.steps for shard in mixtral_server.shards]
-    with attach(load.model, mixtral_server) as lora, lora.adapters([None, None]):
-        load.model(torch.tensor([[5, 6], [7, 8]]))
-    assert [shard.counters.steps for shard in mixtral_server.shards] == served
-
-
-def test_padding_never_leaves_the_engine(mixtral_server):
-    load = workload("mixtral")
-    entries = []
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["attention"]):
+def test_base_rows_and_padding_never_leave_the_engine(load, server):
+    served, entries = [shard.counters.steps for shard in server.shards], []
+    with attach(load.model, server) as lora:
+        with lora.adapters([None, None]):
+            load.model(torch.tensor([[5, 6], [7, 8]]))
+        assert [shard.counters.steps for shard in server.shards] == served
         lora.observe(lambda times: entries.append(times.entries))
-        mask = torch.tensor([[0, 0, 0, 1, 1]])
-        load.model(torch.tensor([[0, 0, 0, 5, 6]]), attention_mask=mask)
+        with lora.adapters(["attention"]):
+            load.model(torch.tensor([[0, 0, 0, 5, 6]]), attention_mask=torch.tensor([[0, 0, 0, 1, 1]]))
     assert set(entries) == {2}
 
 
-def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server):
+def test_push_comes_before_the_own_gemm_and_the_answer_during_it(load, server):
     """The engine's GEMM is held until the shards have answered: only a push that came before it ends that."""
-    load = workload("mixtral")
     steps, gemms = [], []
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+    with attach(load.model, server) as lora, lora.adapters(["fused"]):
         lora.observe(steps.append, gemms.append)
         q_proj = load.model.model.layers[0].self_attn.q_proj
         lane = lora.client.lanes[lora.client.placement.owner(Site(0, "qkv"))]
-        shard = mixtral_server.shards[lane.shard]
+        shard = server.shards[lane.shard]
         answered_during_gemm = []
 
         def hold(module, args):  # runs after the connector's own pre-hook, as part of the GEMM
@@ -187,64 +173,43 @@ def test_push_comes_before_the_own_gemm_and_the_answer_during_it(mixtral_server)
         assert all(step.pushed_ns <= gemm.began_ns <= gemm.ended_ns <= step.waited_ns for step in own)
 
 
-@pytest.mark.parametrize(
-    ("names", "error", "words"),
-    [
-        (["fused", "nobody"], UnknownAdapterError, "nobody"),
-        ("fused", ConfigError, "list"),
-        ([1, 2], ConfigError, "list"),
-    ],
-)
-def test_bad_names(mixtral_server, names, error, words):
-    load = workload("mixtral")
-    with attach(load.model, mixtral_server) as lora, pytest.raises(error, match=words), lora.adapters(names):
-        pass
-
-
-def test_one_name_per_sequence(mixtral_server):
-    load = workload("mixtral")
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
-        with pytest.raises(ConfigError, match="1 names for a batch of 2"):
-            load.model(torch.tensor([[5, 6], [7, 8]]))
-        load.model(torch.tensor([[5, 6]]))  # the error left nothing behind
-
-
-def test_misuse_is_refused(mixtral_server):
-    load = workload("mixtral")
-    with attach(load.model, mixtral_server) as lora:
+def test_misuse_is_refused_and_leaves_nothing_behind(load, server):
+    with attach(load.model, server) as lora:
         with pytest.raises(ConfigError, match="attached already"):
-            attach(load.model, mixtral_server)
+            attach(load.model, server)
+        with pytest.raises(UnknownAdapterError, match="nobody"), lora.adapters(["fused", "nobody"]):
+            pass
+        for no_list in ("fused", [1, 2]):
+            with pytest.raises(ConfigError, match="list"), lora.adapters(no_list):
+                pass
         with lora.adapters(["fused"]):
             with pytest.raises(ConfigError, match="already inside"), lora.adapters(["fused"]):
                 pass
+            with pytest.raises(ConfigError, match="1 names for a batch of 2"):
+                load.model(torch.tensor([[5, 6], [7, 8]]))
             load.model.train()
             try:
                 with pytest.raises(ConfigError, match="training"):
                     load.model(torch.tensor([[5, 6]]))
             finally:
                 load.model.eval()
+            load.model(torch.tensor([[5, 6]]))
     with pytest.raises(ConfigError, match="detached"), lora.adapters(["fused"]):
         pass
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"num_hidden_layers": 2}, GeometryMismatchError, "layers is 2 here and 4 there"),
-        ({"dtype": torch.float64}, ConfigError, "float64"),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(mixtral_server, changed, error, words):
-    other = tiny.make_model("mixtral", **changed)
-    with pytest.raises(error, match=words):
-        attach(other, mixtral_server)
-    assert not any(module._forward_hooks for module in other.modules())
+def test_models_that_do_not_fit_are_refused(server):
+    fewer = ({"num_hidden_layers": 2}, GeometryMismatchError, "layers is 2 here and 4 there")
+    for changed, error, words in (fewer, ({"dtype": torch.float64}, ConfigError, "float64")):
+        other = tiny.make_model("mixtral", **changed)
+        with pytest.raises(error, match=words):
+            attach(other, server)
+        assert not any(module._forward_hooks for module in other.modules())
 
 
-def test_an_interrupted_forward_pass_leaves_the_next_one_right(mixtral_server):
-    load = workload("mixtral")
+def test_an_interrupted_forward_pass_leaves_the_next_one_right(load, server):
     ids, mask = pad(load.batch, 0)
-    with attach(load.model, mixtral_server) as lora, lora.adapters(load.names):
+    with attach(load.model, server) as lora, lora.adapters(load.names):
         expected = load.model(ids, attention_mask=mask).logits
 
         def fail(module, args):
@@ -258,11 +223,10 @@ def test_an_interrupted_forward_pass_leaves_the_next_one_right(mixtral_server):
             assert torch.equal(load.model(ids, attention_mask=mask).logits, expected)
 
 
-def test_an_interrupted_push_never_hands_out_another_steps_delta(mixtral_server):
+def test_an_interrupted_push_never_hands_out_another_steps_delta(load, server):
     """Ctrl-C right after a push: its answer must not be taken for the next step's."""
-    load = workload("mixtral")
     first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[9, 8, 7]])
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+    with attach(load.model, server) as lora, lora.adapters(["fused"]):
         expected = load.model(second).logits
         link_type = type(lora.client.session.links[0])
         push, pushes = link_type.push, []
@@ -282,12 +246,11 @@ def test_an_interrupted_push_never_hands_out_another_steps_delta(mixtral_server)
             link_type.push = push
 
 
-def test_handles_of_another_session_are_never_used(mixtral_server):
+def test_handles_of_another_session_are_never_used(load, server):
     """After the server was replaced its handles mean other adapters; a failed hold must not leave old ones."""
-    load = workload("mixtral")
     ids = torch.tensor([[5, 6, 7]])
     renumbered = InprocServer(load.spec, {name: load.paths[name] for name in ("qv",)})
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+    with attach(load.model, server) as lora, lora.adapters(["fused"]):
         load.model(ids)
         lora.client._server = renumbered
         for link in lora.client.session.links:
@@ -298,10 +261,9 @@ def test_handles_of_another_session_are_never_used(mixtral_server):
     renumbered.close()
 
 
-def test_a_rejoined_server_may_have_another_layout(mixtral_server):
-    load = workload("mixtral")
+def test_a_rejoined_server_may_have_another_layout(load, server):
     other = InprocServer(load.spec, load.paths, layout="ep3-pp1", max_step_rows=8)
-    with attach(load.model, mixtral_server) as lora, lora.adapters(load.names):
+    with attach(load.model, server) as lora, lora.adapters(load.names):
         load.check(generate(load.model, load.batch, NEW_TOKENS))
         lora.client._server = other
         lora.client.session.links[0].close()
@@ -309,13 +271,12 @@ def test_a_rejoined_server_may_have_another_layout(mixtral_server):
     other.close()
 
 
-def test_expert_parallel_sentinels_are_skipped(mixtral_server):
+def test_expert_parallel_sentinels_are_skipped(load, server):
     """An id of num_experts means that the expert is on another rank of the engine."""
-    load = workload("mixtral")
     experts = load.model.model.layers[0].mlp.experts
     x, weights = torch.randn(3, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 3)
     index = torch.tensor([[1, 8], [8, 8], [2, 3]])
-    with attach(load.model, mixtral_server) as lora:
+    with attach(load.model, server) as lora:
         held = lora.client.acquire(["fused"])[0]
         lora._forward.batch = Batch.of([held] * 3, None, decode=True)
         out = experts(x, index, weights)
@@ -324,11 +285,10 @@ def test_expert_parallel_sentinels_are_skipped(mixtral_server):
     assert torch.allclose(out, alone, atol=1e-5)
 
 
-def test_a_copy_of_an_attached_model_is_a_plain_one(mixtral_server):
-    load = workload("mixtral")
+def test_a_copy_of_an_attached_model_is_a_plain_one(load, server):
     ids = torch.tensor([[5, 6, 7]])
     base = load.model(ids).logits
-    with attach(load.model, mixtral_server) as lora, lora.adapters(["fused"]):
+    with attach(load.model, server) as lora, lora.adapters(["fused"]):
         ours = load.model(ids).logits
         copied = copy.deepcopy(load.model)
         assert torch.allclose(copied(ids).logits, base, atol=1e-5)

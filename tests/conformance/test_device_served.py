@@ -28,12 +28,12 @@ from lora_server.demo.launch import RunningServer, running_server
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.placement import Layout, Placement
 from lora_server.shard.numbers import MAX_FOLLOWERS
-from lora_server.spec import ModelSpec, Site
+from lora_server.spec import Site
 from tests.support.gpu import emulated, emulated_gpu
 from tests.support.gpu.gpu_engine import ROWS, STRANGER, EngineProcess, killed_meanwhile
 from tests.support.gpu.gpu_graph import Graph
 from tests.support.gpu.gpu_steps import SITE, Steps
-from tests.support.serving import HANG_SECONDS, cli, shard_processes, status, until
+from tests.support.serving import HANG_SECONDS, cli, flags, shard_processes, status, until
 from tests.support.workload import workload
 
 pytestmark = [pytest.mark.usefixtures("forked"), pytest.mark.timeout(600)]  # a set-up builds kernels
@@ -87,9 +87,6 @@ class Served:
         owner = Placement(session.terms.spec, Layout.parse(LAYOUT)).owner(SITE)
         return Steps(session, held.handle, owner if shard is None else shard)
 
-    def clients(self) -> int:
-        return status(self.address).shards[0].stats.clients
-
     def logits(self, transport: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         batch, names = workload("mixtral").batch[:6], workload("mixtral").names[:6]
         model, (ids, mask) = tiny.make_model("mixtral", dtype=dtype), pad(batch, 0)
@@ -107,10 +104,10 @@ def served(request, tmp_path_factory):
     setup, models = SETUPS[request.param], workload("mixtral")
     emulated_gpu.compile_all(in_codes=setup.wire == "e4m3")
     emulated_gpu.use()
-    flags = ["--base-model", str(models.base), "--adapters", str(models.adapters), "--dtype", "bfloat16"]
-    flags += ["--layout", LAYOUT, "--max-step-rows", str(MAX_STEP_ROWS), *setup.flags]
-    flags += ["--data-dir", str(tmp_path_factory.mktemp("data")), "--adapter-root", str(tmp_path_factory.getbasetemp())]
-    with running_server(tmp_path_factory.mktemp("log") / "log", flags, module="tests.support.gpu.gpu_serve") as server:
+    more = ["--dtype", "bfloat16", "--layout", LAYOUT, "--max-step-rows", str(MAX_STEP_ROWS), *setup.flags]
+    more += ["--data-dir", str(tmp_path_factory.mktemp("data")), "--adapter-root", str(tmp_path_factory.getbasetemp())]
+    log = tmp_path_factory.mktemp("log") / "log"
+    with running_server(log, flags(models, *more), module="tests.support.gpu.gpu_serve") as server:
         yield Served(setup, server)
     del emulated_gpu.opened.openers["cpu"]
 
@@ -119,9 +116,8 @@ def served(request, tmp_path_factory):
 def exact_logits() -> torch.Tensor:
     """PEFT's, in float32."""
     models = workload("mixtral")
-    oracles = [tiny.peft_model(models.model, models.paths[one.adapter]) for one in models.batch[:6]]
-    prompts = [torch.tensor([one.prompt]) for one in models.batch[:6]]
-    return torch.stack([oracle(prompt).logits[0, -1] for oracle, prompt in zip(oracles, prompts, strict=True)])
+    oracles = [(tiny.peft_model(models.model, models.paths[one.adapter]), one.prompt) for one in models.batch[:6]]
+    return torch.stack([oracle(torch.tensor([prompt])).logits[0, -1] for oracle, prompt in oracles])
 
 
 def test_every_transport_gives_the_bits_of_one_kernel(served):
@@ -182,6 +178,7 @@ def test_recorded_launches_serve_every_pass(served):
     adapter fails its requests and no other. The shards of a led stage are sent as many steps, whoever has something of
     them, also behind a refusal, which ends the pass on all links."""
     both = Compared(served)
+    assert captured(both.layer, with_adapters=False).launches == [], "base rows need none of ours"
     graph, sent = captured(both.layer), both.forward.sent
     assert sent() == [0, 0], "nothing is sent while it is captured"
     for seed, names in enumerate(BATCHES):
@@ -211,7 +208,7 @@ def test_clients_of_both_kinds_take_turns_on_one_kernel(served):
             assert torch.equal(one.link.rows.response(header), first)
     for session in sessions:
         session.leave()
-    until(lambda: served.clients() == 0, "all have gone")
+    until(lambda: status(served.address).shards[0].stats.clients == 0, "all have gone")
 
 
 @of_exact_rows
@@ -227,7 +224,7 @@ def test_a_client_killed_in_the_middle_of_a_put_harms_nobody(served):
         assert torch.equal(steps.step(), before)
     finally:
         other.end()
-    until(lambda: served.clients() == 1, "it is missed")
+    until(lambda: status(served.address).shards[0].stats.clients == 1, "it is missed")
     assert torch.equal(steps.step(), before)
     survivor.leave()
 
@@ -244,9 +241,7 @@ def test_adapters_come_and_go_while_steps_run(served, tmp_path):
         late = served.steps(session, "late")
         for name, one in (*steps.items(), ("late", late)):
             one.seq = seq
-            got = one.step()
-            seq = one.seq
-            assert isinstance(got, torch.Tensor), got
+            got, seq = one.step(), one.seq
             assert torch.equal(before.setdefault(name, got), got), f"{name}, turn {turn}"
         session.release([late.handle])
         assert cli("adapters", "remove", "--server", served.address, "late").returncode == 0
@@ -255,13 +250,6 @@ def test_adapters_come_and_go_while_steps_run(served, tmp_path):
         seq = late.seq
     session.leave()
     assert any(shard.stats.evictions for shard in status(served.address).shards), "six pages, seven adapters"
-
-
-@of_exact_rows
-def test_a_graph_for_base_rows_has_no_launch_of_ours(served):
-    forward = served.launched()
-    assert captured(Layer(forward.client.terms.spec, forward, ROWS, "cpu"), with_adapters=False).launches == []
-    forward.close()
 
 
 @of_exact_rows
@@ -296,10 +284,9 @@ def test_ops_in_a_full_graph(served):
     forward.close()
 
 
-def part(
-    forward: PlannedPass, spec: ModelSpec, rank: int, expert_map: torch.Tensor | None, interleaved: bool
-) -> list[torch.Tensor]:
+def part(forward: PlannedPass, rank: int, expert_map: torch.Tensor | None, interleaved: bool) -> list[torch.Tensor]:
     """One of two tensor-parallel ranks: its columns of q, k and v, its rows of o, its part of every expert."""
+    spec = forward.client.terms.spec
     generator, half, hidden = torch.Generator().manual_seed(rank), spec.ffn // 2, spec.hidden
     windows = []
     for section in spec.sections(Site(LAYER, "qkv")):
@@ -334,7 +321,7 @@ def test_a_rank_of_a_parallel_engine(served, rank, expert_map, interleaved):
     found = []
     for forward in (served.launched(), PlannedPass(served.client("tcp"), lambda: True)):
         begin(forward, ("fused", None, "attention"), ROWS)
-        found.append(part(forward, forward.client.terms.spec, rank, here, interleaved))
+        found.append(part(forward, rank, here, interleaved))
         assert forward.end() == {}
         forward.close()
     for ours, theirs in zip(*found, strict=True):
@@ -342,7 +329,12 @@ def test_a_rank_of_a_parallel_engine(served, rank, expert_map, interleaved):
 
 
 @of_exact_rows
-def test_a_server_that_comes_back_with_less_room_is_refused(served):
+def test_what_launches_cannot_do_is_refused(served):
+    """At the start, or of a server that comes back with less room."""
+    with pytest.raises(ConfigError, match="expected bfloat16 or float16"):
+        served.launched(dtype=torch.float32)
+    with pytest.raises(ConfigError, match="fewer requests at once"):
+        served.launched(max_adapters=1 << 17)
     forward = served.launched()
     forward._terms = dataclasses.replace(forward._terms, max_step_rows=2 * MAX_STEP_ROWS)
     forward._session = None
@@ -350,22 +342,6 @@ def test_a_server_that_comes_back_with_less_room_is_refused(served):
     (failure,) = forward.end().values()
     assert failure.code == ConfigError.code and "restart the engine" in failure.message
     forward.close()
-
-
-@of_exact_rows
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [({"dtype": torch.float32}, "expected bfloat16 or float16"), ({"max_adapters": 1 << 17}, "fewer requests at once")],
-)
-def test_what_launches_cannot_do_is_refused_at_the_start(served, options, error):
-    with pytest.raises(ConfigError, match=error):
-        served.launched(**options)
-
-
-@pytest.mark.parametrize("served", ["e4m3"], indirect=True)
-def test_an_engine_that_must_have_exact_rows_is_told_that_the_wire_has_8_bits(served):
-    with pytest.raises(ConfigError, match="server's is e4m3, the engine takes exact"):
-        attach(workload("mixtral").model, server=served.address, transport="gpu", wire="exact")
 
 
 @pytest.mark.parametrize("served", ["exact", "led"], indirect=True)
@@ -416,10 +392,10 @@ def test_a_shard_killed_while_a_pass_waits_voids_it_and_the_graph_lives_on(serve
 
 def test_what_no_leader_can_tell_is_refused():
     assert MOST_LED == MAX_FOLLOWERS + 1
-    flags = {"base_model": "x", "device": "cuda", "gpu_transport": "gpu", "coordination": "leader"}
-    load(flags | {"layout": "ep2-pp4", "nodes": 2})
+    led = {"base_model": "x", "device": "cuda", "gpu_transport": "gpu", "coordination": "leader"}
+    load(led | {"layout": "ep2-pp4", "nodes": 2})
     for wrong in ({"layout": "ep4-pp1", "nodes": 2}, {"layout": f"ep{MOST_LED + 1}-pp1"}):
         with pytest.raises(ConfigError, match="coordination: got leader"):
-            load(flags | wrong)
+            load(led | wrong)
     with pytest.raises(ConfigError, match="expected gpu, and every stage on one node"):
-        load(flags | {"gpu_transport": "nvshmem", "nvshmem_clients": 1, "layout": "ep2-pp1"})
+        load(led | {"gpu_transport": "nvshmem", "nvshmem_clients": 1, "layout": "ep2-pp1"})

@@ -185,19 +185,13 @@ def test_a_push_beyond_depth_overwrites_nothing(shard, other):
     shard.resume()
 
 
+STRANGE = [b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(1, 5, 0) + b"\xc1abcd", HEADER.pack(1, 2**32 - 1, 0)]
+STRANGE += [HEADER.pack(1, messages.MAX_MESSAGE_BYTES + 1, 0), HEADER.pack(9, 1, 2**64 - 1) + b"x"]
+STRANGE += [HEADER.pack(3, 0, 0), HEADER.pack(2, 4, 1) + b"xxxx"]  # the last is a step, without a lease
+
+
 @on_tcp
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        HEADER.pack(1, 5, 0) + b"\xc1abcd",
-        HEADER.pack(1, messages.MAX_MESSAGE_BYTES + 1, 0),
-        HEADER.pack(1, 2**32 - 1, 0),
-        HEADER.pack(2, 4, 1) + b"xxxx",  # a step, without a lease
-        HEADER.pack(3, 0, 0),
-        HEADER.pack(9, 1, 2**64 - 1) + b"x",
-    ],
-)
+@pytest.mark.parametrize("sent", STRANGE)
 def test_what_an_unauthenticated_peer_sends_costs_its_connection(shard, other, sent):
     with socket.create_connection(parse(shard.listener.address), SECONDS) as stranger:
         stranger.sendall(sent)
@@ -339,15 +333,12 @@ def test_joining_and_leaving_leaks_no_descriptor(shard):
 def test_a_link_may_have_any_descriptor(tmp_path):
     """Engines have many, and select(2) takes none above 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
-    try:
-        with echo_shard("tcp", tmp_path) as shard:
-            shard.client(1).step()
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1024):
+            stack.enter_context(open("/dev/null"))
+        stack.enter_context(echo_shard("tcp", tmp_path)).client(1).step()
 
 
 # ---- what `auto` takes

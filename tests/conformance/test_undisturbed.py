@@ -9,13 +9,11 @@ import torch
 from client_connector.transformers import attach
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
-from lora_server.demo.launch import running_server
 from lora_server.errors import LoraServerError, ServerUnavailableError, StepError
 from tests.support import undisturbed
-from tests.support.gpu import emulated, emulated_gpu
-from tests.support.module_calls import ModuleCalls, kill_in
+from tests.support.gpu import emulated_gpu
 from tests.support.serving import HANG_SECONDS, shard_processes, until
-from tests.support.undisturbed import DISTURBANCES, SEEDS, Death
+from tests.support.undisturbed import DISTURBANCES, SEEDS, Death, ModuleCalls, kill_in
 from tests.support.workload import workload
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -25,10 +23,8 @@ SHORT_SECONDS = 2.0  # of a step, where a shard stands still
 OUTAGE = (StepError, ServerUnavailableError)
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "gpu"])
+@pytest.fixture(scope="module", params=undisturbed.TRANSPORTS)
 def transport(request):
-    if request.param == "gpu" and emulated.MISSING:
-        pytest.skip(emulated.MISSING)
     return request.param
 
 
@@ -39,18 +35,11 @@ def model(transport):
 
 @pytest.fixture(scope="module")
 def server(transport, tmp_path_factory):
-    """Shards on the host, or on GPUs that are this CPU."""
-    load, folder = workload("mixtral"), tmp_path_factory.mktemp(transport)
-    flags = ["--base-model", str(load.base), "--adapters", str(undisturbed.adapters(load.model, folder / "adapters"))]
-    flags += ["--layout", "ep2-pp1", "--data-dir", str(folder / "data")]
-    with contextlib.ExitStack() as stack:
-        module = "lora_server"
+    with undisturbed.serving(workload("mixtral"), transport, tmp_path_factory.mktemp(transport)) as running:
         if transport == "gpu":
-            emulated_gpu.compile_all()
             emulated_gpu.use()
-            stack.callback(emulated_gpu.opened.openers.pop, "cpu")
-            module, flags = "tests.support.gpu.gpu_serve", [*flags, "--dtype", "bfloat16"]
-        yield stack.enter_context(running_server(folder / "log", flags, module=module))
+        yield running
+    emulated_gpu.opened.openers.pop("cpu", None)
 
 
 class Requests:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lora_server.demo import children
+from tests.support.workload import workload
 
 TEST_SECONDS = 900.0  # for hangs alone; each wait has a deadline of its own
 
@@ -18,6 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def forks(forked):
     """Fork instead of start, unless a test uses the fixture `fresh`."""
+
+
+@pytest.fixture(scope="session")
+def load():
+    """The model of most tests, its adapters, and PEFT's answers."""
+    return workload("mixtral")
 
 
 @pytest.fixture

@@ -35,11 +35,11 @@ from lora_server.wire.rpc import call, open_channel
 from tests.support.certificates import Authority
 from tests.support.restarts import SECONDS, Server
 from tests.support.serving import HANG_SECONDS, flags, until
-from tests.support.workload import NEW_TOKENS, workload
+from tests.support.workload import NEW_TOKENS
 
 
-def test_a_server_with_tokens_and_certificates(tmp_path):
-    load, authority = workload("mixtral"), Authority(tmp_path)
+def test_a_server_with_tokens_and_certificates(load, tmp_path):
+    authority = Authority(tmp_path)
     (cert, key), (own, own_key) = authority.issue("server"), authority.issue("engine")
     data = tmp_path / "data"
     data.mkdir()

@@ -17,7 +17,6 @@ from lora_server.demo import children
 from tests.support import processes
 from tests.support.processes import end
 from tests.support.serving import HANG_SECONDS, all_gone, descendants, keepers, name_of, until
-from tests.support.workload import workload
 
 STUBBORN = """
 import signal, subprocess, sys
@@ -141,8 +140,7 @@ def test_a_demo_that_is_asked_to_end_cleans_up():
 
 
 @pytest.mark.long
-def test_nothing_is_left_of_a_killed_test(tmp_path):
-    load = workload("mixtral")
+def test_nothing_is_left_of_a_killed_test(load, tmp_path):
     parent = start("-c", TESTER, str(tmp_path / "log"), str(load.base), str(load.adapters))
     try:
         assert parent.stdout.readline() == "up\n"

@@ -68,8 +68,7 @@ def test_no_request_fails_while_a_shard_is_started_anew(server, shard):
     assert {one for one in after if after[one] != before[one]} == {shard}
 
 
-def test_a_drained_server_admits_no_request_until_that_is_taken_back(server):
-    load = workload("mixtral")
+def test_a_drained_server_admits_no_request_until_that_is_taken_back(load, server):
     assert drain(server).returncode == 0
     with pytest.raises(ServerUnavailableError, match="draining"):
         attach(load.model, server=server.address, timeout_seconds=5)
@@ -98,8 +97,7 @@ def test_a_drained_server_admits_no_request_until_that_is_taken_back(server):
     assert server.get("/readyz")[0] == 200
 
 
-def test_a_drain_goes_on_when_the_controller_is_killed(server):
-    load = workload("mixtral")
+def test_a_drain_goes_on_when_the_controller_is_killed(load, server):
     with (
         attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora,
         ThreadPoolExecutor(1) as threads,
@@ -118,8 +116,8 @@ def test_a_drain_goes_on_when_the_controller_is_killed(server):
     until(lambda: server.get("/readyz")[0] == 200, "requests are admitted again")
 
 
-def test_a_shard_in_use_is_left_alone(server):
-    load, before = workload("mixtral"), [one.pid for one in status(server.address).shards]
+def test_a_shard_in_use_is_left_alone(load, server):
+    before = [one.pid for one in status(server.address).shards]
     with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters([NAME]):
         done = drain(server, "--shard", "1", "--seconds", "0.2")
         assert (done.returncode, "1 adapters were still in use" in done.stderr) == (1, True), done.stderr

@@ -22,29 +22,22 @@ from lora_server.errors import (
     ShardUnavailableError,
     StepError,
 )
+from tests.support import serving
 from tests.support.checking_engine import held
 from tests.support.fleet import Fleet, now
 from tests.support.serving import (
     HANG_SECONDS,
     complete,
     flags,
-    kill_controller,
     kill_shard,
-    listed,
     shard_processes,
     start_engine,
     status,
-    stop,
     until,
 )
-from tests.support.workload import NEW_TOKENS, Workload, workload
+from tests.support.workload import NEW_TOKENS, Workload
 
 LEASE_SECONDS = 4  # a silent client's; those that the tests watch are heard each second
-
-
-@pytest.fixture(scope="module")
-def load():
-    return workload("mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +76,15 @@ def test_a_killed_client_harms_no_other(load, server):
 @pytest.mark.parametrize("setup", ["shm, independent", pytest.param("tcp, leader", marks=pytest.mark.long)])
 def test_a_killed_shard_is_named_and_restarted(request, load, tmp_path, setup):
     transport, coordination = setup.split(", ")
-    more = flags(load, "--layout", "ep2-pp2", "--coordination", coordination)
     with contextlib.ExitStack() as stack:
         if coordination == "independent":
             server = request.getfixturevalue("server")
         else:
+            more = flags(load, "--layout", "ep2-pp2", "--coordination", coordination)
             server = stack.enter_context(running_server(tmp_path / "log", more))
         before, lost = restarts(server), server.log.read_text().count('"shard lost"')
-        lora = stack.enter_context(
-            attach(load.model, server=server.address, transport=transport, timeout_seconds=HANG_SECONDS)
-        )
+        joined = attach(load.model, server.address, transport=transport, timeout_seconds=HANG_SECONDS)
+        lora = stack.enter_context(joined)
         for shard in (2, 3):  # with a leader: the leader, and a follower
             with lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
@@ -181,7 +173,7 @@ def test_one_deadline_for_all_that_a_block_asks_of_a_stopped_controller(load, se
 
 
 def holders(server: RunningServer) -> set[int]:
-    return {one.holders for one in listed(server.address).values()}
+    return {one.holders for one in serving.listed(server.address).values()}
 
 
 def test_a_silent_client_loses_its_lease_and_what_it_held(load, server):
@@ -202,15 +194,13 @@ def test_a_silent_client_loses_its_lease_and_what_it_held(load, server):
 def test_engines_do_not_notice_that_a_controller_is_killed(load, server, tmp_path):
     """Its shards keep weights and clients, steps go on without it, and its successor knows everything again."""
 
-    def weights():
-        return [shard.stats.weight_bytes for shard in status(server.address).shards]
-
+    weights = lambda: [shard.stats.weight_bytes for shard in status(server.address).shards]  # noqa: E731
     with Fleet(load, server.address, tmp_path, ("shm", "tcp")) as fleet:
         fleet.all_right_again(now())
         before = status(server.address)
         nbytes = weights()
         killed = now()
-        kill_controller(server)
+        serving.kill_controller(server)
         print(f"complete again after {now() - killed:.1f} s")
         fleet.all_right_again(killed)
         after = status(server.address)
@@ -220,15 +210,11 @@ def test_engines_do_not_notice_that_a_controller_is_killed(load, server, tmp_pat
         until(lambda: weights() == nbytes, "shards report their weights")
 
 
-def test_a_session_that_was_left_keeps_nothing_though_errors_refer_to_it(load, server):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_session_that_was_left_keeps_nothing_though_errors_refer_to_it(load, server, transport):
     """Tracebacks of errors keep dead sessions: not their descriptors, not their regions."""
-    for transport in ("shm", "tcp"):
-        _check_what_is_left(load, server.address, transport)
-
-
-def _check_what_is_left(load, address, transport):
     kept = []
-    with attach(load.model, server=address, transport=transport) as lora, lora.adapters(["fused"]):
+    with attach(load.model, server=server.address, transport=transport) as lora, lora.adapters(["fused"]):
         load.model(torch.tensor([[5, 6]]))
         before = held()
         for _ in range(5):
@@ -255,17 +241,16 @@ def test_a_shard_that_restarts_never_mixes_versions(load, tmp_path):
     base = ["--base-model", str(load.base), "--adapters", str(tmp_path / "adapters"), "--layout", "ep1-pp2"]
     with running_server(tmp_path / "log", base) as server:
         with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
-            with lora.adapters(["tenant"]):
-                load.model(torch.tensor([[5, 6]]))
+
+            def use():
+                with contextlib.suppress(StepError, ServerUnavailableError), lora.adapters(["tenant"]):
+                    load.model(torch.tensor([[5, 6]]))
+
+            use()
             shutil.copytree(tmp_path / "newer", tmp_path / "adapters" / "tenant", dirs_exist_ok=True)
             kill_shard(server, 1)
             with pytest.raises(AdapterLoadError, match="changed since it was registered"):
-                until(lambda: _use(lora, load), "the step says so")
-
-
-def _use(lora, load: Workload) -> None:
-    with contextlib.suppress(StepError, ServerUnavailableError), lora.adapters(["tenant"]):
-        load.model(torch.tensor([[5, 6]]))
+                until(use, "the step says so")
 
 
 def test_sigterm_ends_a_server_while_a_client_waits_for_it(load, tmp_path):
@@ -274,4 +259,4 @@ def test_sigterm_ends_a_server_while_a_client_waits_for_it(load, tmp_path):
     until(lambda: server.get("/livez")[0] == 200, "it listens")
     with pytest.raises(ServerUnavailableError, match=r"shards \[.*1\] of ep1-pp2 are not up"):
         RemoteServer(server.address).join(5)
-    assert stop(server) == 0
+    assert serving.stop(server) == 0

@@ -69,7 +69,10 @@ def tell(child, code):
 
 
 def test_a_child_is_this_processs_own(start):
-    child = start()
+    killed, child = start(), start()
+    ask(killed)
+    killed.terminate()
+    assert killed.wait(HANG_SECONDS) == -signal.SIGTERM, "who was killed is known by the signal"
     who = ask(child)
     assert (who.pid, who.parent, who.group) == (child.pid, os.getpid(), child.pid)
     assert child.poll() is None
@@ -78,13 +81,6 @@ def test_a_child_is_this_processs_own(start):
     tell(child, 7)
     assert (child.wait(HANG_SECONDS), child.poll(), child.returncode) == (7, 7, 7)
     child.kill()  # whoever has its number now is not meant
-
-
-def test_who_was_killed_is_known_by_the_signal(start):
-    child = start()
-    ask(child)
-    child.terminate()
-    assert child.wait(HANG_SECONDS) == -signal.SIGTERM
 
 
 def test_many_threads_have_many_children(start):
@@ -121,19 +117,15 @@ def test_a_server_that_is_stuck_is_replaced(server, start):
 
 
 def test_a_server_goes_with_its_node_and_starts_no_more(server, start):
-    child = start()
+    child, waits = start(), start()
     gone = psutil.Process(server._server.pid)
     server.close()
     all_gone([gone])
     with pytest.raises(ServerUnavailableError, match="closed"):
         server.start(CHILD)
     assert ask(child).pid == child.pid
-
-
-def test_a_child_that_waits_ends_with_its_node(start):
-    child = start()
-    child.stdin.close()
-    assert child.wait(HANG_SECONDS) == 0
+    waits.stdin.close()
+    assert waits.wait(HANG_SECONDS) == 0, "one that waits for its node ends with it"
 
 
 def test_who_is_killed_comes_back(server):
@@ -170,18 +162,14 @@ def test_a_child_that_cannot_be_forked_is_tried_again(server):
 def fork_off(before):
     """What a fresh process says that has its server forked off, after it did something."""
     code = f"import threading\nfrom lora_server.daemon import forks\n{before}\nforks.ForkServer([]).fork_off()"
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": HANG_SECONDS, "check": False}
+    return subprocess.run([sys.executable, "-c", code], **how)
 
 
-def test_threads_before_the_fork_are_named():
+def test_threads_before_the_fork_are_named_and_a_device_that_an_import_opened_is_refused():
     assert "threads run" not in fork_off("").stdout
     said = fork_off("threading.Thread(target=threading.Event().wait, daemon=True).start()")
     assert "threads run before the fork" in said.stdout and said.returncode == 0
-
-
-def test_a_device_that_an_import_opened_is_refused():
     said = fork_off("forks.GPUS = '/dev/zero'\nopened = open('/dev/zero')")
     assert said.returncode == 1
     assert "ConfigError: a GPU is in use before a shard starts: got /dev/zero" in said.stderr
@@ -228,7 +216,7 @@ def run(how, *command):
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("serve",), ("nonsense",), ("status", "--server", "127.0.0.1:1")])
-def test_it_says_what_a_fresh_one_says(arguments):
+def test_a_forked_command_says_what_a_fresh_one_says(arguments):
     def fresh(command, **how):
         return subprocess.Popen(children.own(command), **how)
 
@@ -237,9 +225,8 @@ def test_it_says_what_a_fresh_one_says(arguments):
     assert (kind, forked) == ("ForkedPopen", run(fresh, *command)[1])
 
 
-def test_it_is_a_child_in_a_group_of_its_own_with_its_environment(monkeypatch):
+def test_a_forked_command_is_a_child_in_a_group_of_its_own():
     """An engine waits for its job on stdin; without one it ends as a fresh one does."""
-    monkeypatch.setenv("LORA_SERVER_OF_THIS_TEST", "1")
     command = [sys.executable, "-m", "lora_server.demo.engine"]
     with children.start(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         it = psutil.Process(child.pid)

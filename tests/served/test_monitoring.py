@@ -137,8 +137,7 @@ def test_files_come_from_here_alone(server, path):
         assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
 
 
-def test_the_document_is_what_the_server_says(server):
-    load = workload("mixtral")
+def test_the_document_is_what_the_server_says(load, server):
     held, pinned, *_ = sorted(load.paths)
     names = sorted([*load.paths, OWN])
     cli("adapters", "pin", pinned, "--server", server.address)

@@ -15,42 +15,27 @@ from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
+from tests.support import serving
 from tests.support.fleet import Fleet, now
-from tests.support.serving import (
-    HANG_SECONDS,
-    Nodes,
-    answers,
-    ask,
-    cli,
-    complete,
-    flags,
-    generates,
-    kill,
-    kill_controller,
-    kill_shard,
-    listed,
-    status,
-    until,
-)
+from tests.support.serving import HANG_SECONDS, Nodes, cli, complete, flags, kill_controller, kill_shard, status, until
 from tests.support.workload import NEW_TOKENS, workload
 
 OUTAGES = int(os.environ.get("LORA_OUTAGES", "2"))
 LAYOUT = ("--layout", "ep2-pp2")
 
 
-def test_what_was_added_removed_pinned_and_held_survives_a_controller(tmp_path):
+def test_what_was_added_removed_pinned_and_held_survives_a_controller(load, tmp_path):
     """With a pool for half of the adapters; what was pinned survives a shard, too."""
-    load = workload("mixtral")
     with running_server(tmp_path / "log", flags(load, *LAYOUT, "--device-pool", "256KiB")) as server:
         at = ("--server", server.address)
 
         def pinned():
-            shown = listed(server.address)["per-expert"]
+            shown = serving.listed(server.address)["per-expert"]
             return shown.pinned, shown.state
 
         def holds(name):
-            found = [(one.state, one.holders) for one in ask(server.address, "List").adapters if one.name == name]
-            return found[0] if found else None
+            found = serving.ask(server.address, "List").adapters
+            return next(((one.state, one.holders) for one in found if one.name == name), None)
 
         until(lambda: pinned() == (False, "disk"), "the others fill the pool")
         assert cli("adapters", "pin", "per-expert", *at).returncode == 0
@@ -62,11 +47,11 @@ def test_what_was_added_removed_pinned_and_held_survives_a_controller(tmp_path):
                 assert cli("adapters", "remove", "fused", *at).returncode == 0
                 kill_controller(server)
                 until(lambda: holds("fused") == ("draining", 1), "the client said what it holds")
-                assert generates(load, "fused"), "what drains is served while it is held"
+                assert serving.generates(load, "fused"), "what drains is served while it is held"
             until(lambda: holds("fused") is None, "what drained is gone")
             until(lambda: holds("late") == ("ready", 0), "it was loaded before")
             assert holds("gate-up") is None, "a removed adapter does not come back"
-            assert answers(lora, load, "late", "qv")
+            assert serving.answers(lora, load, "late", "qv")
         assert pinned() == (True, "ready"), "nothing evicted it"
         kill_shard(server, 0)
         assert [shard.restarts for shard in status(server.address).shards] == [1, 0, 0, 0]
@@ -79,9 +64,9 @@ def test_what_was_added_removed_pinned_and_held_survives_a_controller(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900 + 240 * OUTAGES)
-def test_deaths_under_three_engines(tmp_path):
+def test_deaths_under_three_engines(load, tmp_path):
     """Shards and controllers, in a seeded order: typed errors at most, and what engines hold stays flat."""
-    load, rng = workload("mixtral"), random.Random(20261121)
+    rng = random.Random(20261121)
     victims = ["shard"] * OUTAGES + ["controller"] * OUTAGES
     rng.shuffle(victims)
     with running_server(tmp_path / "log", flags(load, *LAYOUT)) as server:
@@ -113,17 +98,15 @@ def test_a_second_claimant_of_a_node_rank_waits_for_its_turn(tmp_path):
         assert [shard.pid for shard in status(first.address).shards] == shards
         second.stop()
 
-        def taken_over():
-            reply = complete(first.address)
-            return reply is not None and all(shard.pid not in shards for shard in reply.shards[2:])
-
-        until(taken_over, "the second claimant has the rank")
+        until(
+            lambda: (reply := complete(first.address)) and all(shard.pid not in shards for shard in reply.shards[2:]),
+            "the second claimant has the rank",
+        )
 
 
 @pytest.mark.long
-def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(tmp_path):
+def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(load, tmp_path):
     """Controller and its node's shards are killed together; the other node's keep what they have, and report it."""
-    load = workload("mixtral")
     with Nodes(tmp_path, *flags(load, *LAYOUT)) as nodes:
         first = nodes.start()
         nodes.start()
@@ -142,32 +125,27 @@ def test_a_node_0_that_is_started_anew_finds_the_shards_of_the_others(tmp_path):
             after = status(first.address)
             assert after.run == before.run
             assert [shard.pid for shard in after.shards[2:]] == [shard.pid for shard in before.shards[2:]]
-            until(lambda: listed(first.address)["late"].state == "ready", "what was added lives on")
+            until(lambda: serving.listed(first.address)["late"].state == "ready", "what was added lives on")
             with lora.adapters(load.names):
                 load.check(generate(load.model, load.batch, NEW_TOKENS))
 
 
-def test_the_first_request_after_a_long_outage_is_served(tmp_path):
+def test_the_first_request_after_a_long_outage_is_served(load, tmp_path):
     """Requests have failed at once, since the server was away for longer than any waits: now it is back."""
-    load = workload("llama")
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters)]
-    first = launch(tmp_path / "first", *flags)
+    first, name = launch(tmp_path / "first", *flags(load)), next(iter(load.paths))
     first.wait_ready()
-    name = next(iter(load.paths))
     holder = Holder(Settings(first.address, timeout_seconds=5.0), lambda text: ())
+
+    def failure(request):
+        use = holder.hold(request, name, ())
+        until(lambda: use.held is not None or use.failure is not None, "it is answered")
+        holder.release(request)
+        return use.failure
+
     try:
-        kill(first)
-        until(lambda: is_refused(holder, name), "it has been away for longer than any request waits")
-        with running_server(tmp_path / "second", [*flags, "--listen", first.address]):
-            use = holder.hold("next", name, ())
-            until(lambda: use.held is not None or use.failure is not None, "it is answered")
-            assert use.failure is None, use.failure
+        serving.kill(first)
+        until(lambda: failure("r"), "it has been away for longer than any request waits")
+        with running_server(tmp_path / "second", flags(load, "--listen", first.address)):
+            assert failure("next") is None
     finally:
         holder.close()
-
-
-def is_refused(holder, name):
-    use = holder.hold("r", name, ())
-    until(lambda: use.held is not None or use.failure is not None, "it is answered")
-    holder.release("r")
-    return use.failure is not None

@@ -154,9 +154,9 @@ def states(address):
     return [(one.name, one.state) for one in ask(address, "List").adapters]
 
 
-def test_a_directory_is_followed(tmp_path):
+def test_a_directory_is_followed(load, tmp_path):
     """Its entry is a link that is flipped at once: no look finds it missing."""
-    load, directory, count = workload("mixtral"), tmp_path / "adapters", itertools.count()
+    directory, count = tmp_path / "adapters", itertools.count()
     directory.mkdir()
     flags = ["--base-model", str(load.base), "--adapters", str(directory), "--watch", "--layout", "ep2-pp1"]
 
@@ -277,8 +277,8 @@ def test_a_killed_writer_leaves_complete_transactions(tmp_path):
         assert rows["left"] == rows["right"] >= told
 
 
-def test_an_unregistered_name_is_resolved_and_served(tmp_path):
-    load, root = workload("mixtral"), tmp_path / "adapters"
+def test_an_unregistered_name_is_resolved_and_served(load, tmp_path):
+    root = tmp_path / "adapters"
     shutil.copytree(load.paths["fused"], root / "acme" / "law")
     flags = ["--base-model", str(load.base), "--adapter-root", str(root)]
     flags += ["--resolve", f"file://{root}/{{tenant}}/{{name}}"]

@@ -34,24 +34,8 @@ from lora_server.errors import (
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
-from tests.support.serving import (
-    ANYWHERE,
-    HANG_SECONDS,
-    Nodes,
-    all_gone,
-    answers,
-    cli,
-    descendants,
-    flags,
-    free_base,
-    generates,
-    kill,
-    kill_controller,
-    listening,
-    shard_processes,
-    status,
-    until,
-)
+from tests.support import serving
+from tests.support.serving import ANYWHERE, HANG_SECONDS, Nodes, answers, cli, flags, kill_controller, status, until
 from tests.support.workload import NEW_TOKENS, Workload, workload
 
 LONG = pytest.mark.long
@@ -85,9 +69,9 @@ def test_tokens_equal_peft(tmp_path, layout, coordination, kind):
 
 
 @pytest.mark.long
-def test_two_nodes_with_fixed_ports_listen_nowhere_else(tmp_path):
+def test_two_nodes_with_fixed_ports_listen_nowhere_else(load, tmp_path):
     """A killed controller's and a killed shard's successors use the same ports again."""
-    load, ports = workload("mixtral"), DataPorts(free_base(7), Layout(2, 2))
+    ports = DataPorts(serving.free_base(7), Layout(2, 2))
     token = tmp_path / "token"
     token.write_text("the same on all nodes\n")
     common = flags(load, "--layout", "ep2-pp2", "--coordination", "leader", "--join-token-file", str(token))
@@ -107,7 +91,7 @@ def test_two_nodes_with_fixed_ports_listen_nowhere_else(tmp_path):
             killed = [psutil.Process(pid) for pid in (reply.pid, reply.shards[2].pid)]
             for process in killed:
                 process.kill()
-            all_gone(killed)
+            serving.all_gone(killed)
             first.wait_ready()
             load.check(generate(load.model, load.batch, NEW_TOKENS))
         _check_ports(ports, first, second)
@@ -124,7 +108,7 @@ def _check_ports(ports: DataPorts, first: RunningServer, second: RunningServer) 
     found[psutil.Process(second.process.pid)] = {others_http}
     family = [psutil.Process(node.process.pid) for node in (first, second)]
     family += [one for node in family for one in node.children(recursive=True)]
-    assert {one: listening(one) for one in family if listening(one)} == found
+    assert {one: serving.listening(one) for one in family if serving.listening(one)} == found
 
 
 def test_nodes_with_different_settings_do_not_serve(tmp_path):
@@ -134,19 +118,16 @@ def test_nodes_with_different_settings_do_not_serve(tmp_path):
         assert first.get("/readyz")[0] == 503
 
 
-def test_adapters_come_and_go_while_the_server_serves(tmp_path):
-    load = workload("mixtral")
-    paths = load.paths
-    with running_server(tmp_path / "log", ["--base-model", str(load.base), "--layout", "ep2-pp1", *ANYWHERE]) as server:
+def test_adapters_come_and_go_while_the_server_serves(load, tmp_path):
+    paths, only = load.paths, ["--base-model", str(load.base), "--layout", "ep2-pp1", *ANYWHERE]
+    with running_server(tmp_path / "log", only) as server:
         at = ("--server", server.address)
         added = cli("adapters", "add", "law", str(paths["fused"]), *at, "--json")
-        assert added.returncode == 0, added.stderr
-        assert json.loads(added.stdout)["state"] == "ready"
+        assert json.loads(added.stdout)["state"] == "ready", added.stderr
         again = cli("adapters", "add", "law", str(paths["fused"]), *at)
         assert again.returncode == 0, "the same content under the same name is no error"
         clash = cli("adapters", "add", "law", str(paths["qv"]), *at)
-        assert clash.returncode == 1
-        assert "adapters update" in clash.stderr
+        assert clash.returncode == 1 and "adapters update" in clash.stderr
         law = rows(server)["law"]
         assert (law["lora_rank"], law["resident_layers"]) == (8, 4)
 
@@ -154,12 +135,12 @@ def test_adapters_come_and_go_while_the_server_serves(tmp_path):
             with lora.adapters(["law"]):
                 removed = cli("adapters", "remove", "law", *at, "--json")
                 assert json.loads(removed.stdout) == {"name": "law", "holders": 1}
-                assert generates(load, "fused"), "what a request holds stays until it ends"
+                assert serving.generates(load, "fused"), "what a request holds stays until it ends"
             until(lambda: not rows(server), "the weights are gone")
             with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
                 pass
         until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
-        for process in [*descendants(server.process.pid), psutil.Process(server.process.pid)]:
+        for process in [*serving.descendants(server.process.pid), psutil.Process(server.process.pid)]:
             process.terminate()  # all at once, as who stops a service does
         assert server.process.wait(HANG_SECONDS) == 0
     _check_log([json.loads(line) for line in server.log.read_text().splitlines()])
@@ -173,10 +154,8 @@ def _check_log(lines: list[dict]) -> None:
     mine = [line for line in lines if line.get("name") == "law"]
     said = ["adapter added", "adapter added again", "adapter not added", "adapter removed"]
     assert [line["event"] for line in mine] == said
-    assert (mine[0]["lora_rank"], len(mine[0]["version"])) == (8, 12)
-    assert mine[0]["bytes"] > 0 and mine[0]["seconds"] > 0
-    assert "adapters update" in mine[2]["error"]
-    assert mine[3]["holders"] == 1
+    assert (mine[0]["lora_rank"], len(mine[0]["version"]), mine[3]["holders"]) == (8, 12, 1)
+    assert mine[0]["bytes"] > 0 and mine[0]["seconds"] > 0 and "adapters update" in mine[2]["error"]
     assert events.count("shard left") == 2
     assert not [line for line in lines if line["level"] == "error" or "restarting" in line["event"]]
 
@@ -188,16 +167,13 @@ def rows(server: RunningServer) -> dict[str, dict]:
 
 
 def copy_with(source: Path, target: Path, **fields: object) -> None:
-    shutil.copytree(source, target)
-    config = target / "adapter_config.json"
+    config = shutil.copytree(source, target) / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
 
 
-def test_a_bad_adapter_is_refused_and_nothing_else_suffers(tmp_path):
-    load = workload("mixtral")
+def test_a_bad_adapter_is_refused_and_nothing_else_suffers(load, tmp_path):
     adapters = tmp_path / "adapters"
-    other = tiny.make_model("mixtral", hidden_size=32)
-    tiny.make_adapter(other, adapters / "other-base", lora_rank=4, seed=1)
+    tiny.make_adapter(tiny.make_model("mixtral", hidden_size=32), adapters / "other-base", lora_rank=4, seed=1)
     copy_with(load.paths["qv"], adapters / "dora", use_dora=True)
     copy_with(load.paths["qv"], adapters / "alike", base_model_name_or_path="Other-7B")
     (adapters / "fused").symlink_to(load.paths["fused"])
@@ -234,20 +210,18 @@ ENDS = [signal.SIGKILL, *(pytest.param(one, marks=LONG) for one in (signal.SIGIN
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("number", ENDS)
-def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(tmp_path, number):
-    load = workload("mixtral")
+def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(load, tmp_path, number):
     server = launch(tmp_path / "log", *flags(load, "--layout", "ep2-pp2"))
     server.wait_ready()
     with attach(load.model, server=server.address, transport="shm", timeout_seconds=5) as lora:
         with lora.adapters(["fused"]):
-            processes = descendants(server.process.pid)
+            processes = serving.descendants(server.process.pid)
             assert len(processes) == 6, "a fork server, a controller and four shards"
-            maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in shard_processes(server.address))
-            assert "memfd:lora-client" in maps
-            assert "/dev/shm/" not in maps
+            maps = "".join(Path(f"/proc/{one.pid}/maps").read_text() for one in serving.shard_processes(server.address))
+            assert "memfd:lora-client" in maps and "/dev/shm/" not in maps
             server.process.send_signal(number)
             assert server.process.wait(HANG_SECONDS) == (0 if number != signal.SIGKILL else -9)
-            all_gone(processes)
+            serving.all_gone(processes)
         with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
             load.model(torch.tensor([[5, 6]]))
     with pytest.raises(ServerUnavailableError, match="is it running"):
@@ -256,23 +230,21 @@ def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(t
 
 def test_http_and_grpc_tell_health_metrics_and_services(server):
     assert server.get("/livez") == (200, "ok\n")
-    assert server.get("/nowhere")[0] == 404
     check(workload("mixtral"), server.address, "auto")
     until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
     metrics = server.get("/metrics")[1]
     assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
     with open_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        request, serving = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
-        until(lambda: health.Check(request, timeout=HANG_SECONDS).status == serving, "gRPC health")
+        request, ready = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
+        until(lambda: health.Check(request, timeout=HANG_SECONDS).status == ready, "gRPC health")
         known = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
     assert "lora_server_adapters 6.0" in metrics
 
 
-def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(server):
+def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(load, server):
     """Handles count up, so any client can name them; the processes of one engine may share what one of them holds."""
-    load = workload("mixtral")
     experts = load.model.model.layers[0].mlp.experts
     x, weights = torch.randn(2, load.spec.hidden), torch.tensor([[0.5, 0.5]] * 2)
     index = torch.tensor([[0, 1], [2, 3]])
@@ -297,8 +269,7 @@ def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(server):
             compute()
 
 
-def test_engines_learn_the_servers_wire_and_refuse_another(tmp_path):
-    load = workload("mixtral")
+def test_engines_learn_the_servers_wire_and_refuse_another(load, tmp_path):
     with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2", "--wire", "e4m3")) as server:
         for transport in ("shm", "tcp"):
             with attach(load.model, server=server.address, transport=transport) as lora, lora.adapters(load.names):
@@ -318,8 +289,7 @@ def engine(address: str, *names: str) -> Holder:
     return Holder(Settings(address, served_names=names), lambda text: ())
 
 
-def test_a_name_is_an_engines_or_an_adapters(tmp_path):
-    load = workload("mixtral")
+def test_a_name_is_an_engines_or_an_adapters(load, tmp_path):
     add = ("adapters", "add", "base", str(load.paths["fused"]), "--server")
     with running_server(tmp_path / "log", ["--base-model", str(load.base), *ANYWHERE]) as server:
         holder = engine(server.address, "mixtral", "base")
@@ -339,13 +309,12 @@ def test_a_name_is_an_engines_or_an_adapters(tmp_path):
 
 
 @pytest.mark.long
-def test_a_server_that_comes_back_with_such_an_adapter_is_logged_as_an_error(tmp_path):
+def test_a_server_that_comes_back_with_such_an_adapter_is_logged_as_an_error(load, tmp_path):
     """The engine stays: its other adapters, and its base model, are in use."""
-    load = workload("mixtral")
     first = launch(tmp_path / "first", "--base-model", str(load.base))
     first.wait_ready()
     holder = engine(first.address, "fused")
-    kill(first)
+    serving.kill(first)
     again = flags(load, "--listen", first.address)
     with running_server(tmp_path / "second", again) as second, capture_logs() as lines:
         use = holder.hold("r", "experts", ())

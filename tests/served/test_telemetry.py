@@ -21,9 +21,6 @@ from lora_server import telemetry
 from lora_server.demo.launch import running_server
 from lora_server.errors import UnknownAdapterError
 from tests.support.serving import HANG_SECONDS, flags, until
-from tests.support.workload import workload
-
-POOL = 490_000  # bytes; "fused" takes all but 7 kB
 
 
 class Collector(ThreadingHTTPServer):
@@ -86,16 +83,10 @@ def collector():
 
 
 @pytest.fixture(scope="module")
-def load():
-    return workload("mixtral")
-
-
-@pytest.fixture(scope="module")
 def server(collector, load, tmp_path_factory):
-    more = ("--max-active-adapters", "1", "--device-pool", str(POOL), "--otlp-endpoint", collector.endpoint)
-    with running_server(
-        tmp_path_factory.mktemp("server") / "log", flags(load, *more, "--log-format", "json")
-    ) as running:
+    more = ("--max-active-adapters", "1", "--device-pool", "490000", "--otlp-endpoint", collector.endpoint)
+    log, of_load = tmp_path_factory.mktemp("server") / "log", flags(load, *more, "--log-format", "json")
+    with running_server(log, of_load) as running:
         yield running
 
 
@@ -114,11 +105,8 @@ def test_a_request_is_one_trace_through_engine_and_server(collector, load, serve
     names = ("lora.generation", "lora.server.Acquire", "lora.load")
     until(lambda: all(in_trace(collector, name, acquire) for name in names), "all of its trace")
     ((generation,), (answered,), (loaded,)) = (in_trace(collector, name, acquire) for name in names)
-    assert [one["process"] for one in (generation, answered, loaded)] == [
-        ("lora-connector", ""),
-        ("lora-server", "controller"),
-        ("lora-server", "shard 0"),
-    ]
+    processes = [("lora-connector", ""), ("lora-server", "controller"), ("lora-server", "shard 0")]
+    assert [one["process"] for one in (generation, answered, loaded)] == processes
     parents = [one["parent"] for one in (acquire, answered, loaded)]
     assert parents == [one["id"] for one in (generation, acquire, answered)]
     assert loaded["attributes"]["lora.tier"] == "disk" and loaded["attributes"]["lora.bytes"] > 0
@@ -145,10 +133,8 @@ def test_the_wait_for_a_place_is_a_span(collector, server):
 
 def test_a_refused_call_is_found_by_its_id(collector, server):
     def refusals():
-        (line,) = (
-            re.findall(r'lora_server_refusals_total.code="unknown_adapter". (.*)', server.get("/metrics")[1]) or "0"
-        )
-        return float(line)
+        found = re.findall(r'lora_server_refusals_total.code="unknown_adapter". (.*)', server.get("/metrics")[1])
+        return float(found[0]) if found else 0.0
 
     session, before = RemoteServer(server.address, links=False).join(HANG_SECONDS), refusals()
     try:
@@ -172,8 +158,7 @@ def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
     try:
         assert holder.hold("cmpl-1", "qv", (), headers).failure is None
         assert holder.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
-        holder.release("cmpl-1")
-        holder.release("cmpl-2")
+        holder.release("cmpl-1"), holder.release("cmpl-2")
     finally:
         holder.close()
     for request, failure in (("cmpl-1", ""), ("cmpl-2", "unknown_adapter")):

@@ -44,9 +44,8 @@ def nothing_of_the_checkout():
 
 def run(*command, seconds=HANG_SECONDS, cwd=None, given=None):
     """Its outcome, whatever it is."""
-    return subprocess.run(
-        [*map(str, command)], cwd=cwd, input=given, capture_output=True, text=True, timeout=seconds, check=False
-    )
+    how = {"capture_output": True, "text": True, "check": False}
+    return subprocess.run([*map(str, command)], cwd=cwd, input=given, timeout=seconds, **how)
 
 
 def pip(python, *arguments):
@@ -67,21 +66,15 @@ def wheel(tmp_path_factory):
     return found
 
 
-def files_of(wheel):
-    return set(zipfile.ZipFile(wheel).namelist())
-
-
-def test_the_wheel_is_linux_and_says_so(wheel):
+def test_the_wheel_is_for_linux_and_holds_the_packages_and_nothing_else(wheel):
     assert wheel.name == f"lora_server-{__version__}-py3-none-manylinux_2_28_x86_64.manylinux_2_28_aarch64.whl"
     assert "Operating System :: POSIX :: Linux" in PROJECT["classifiers"]
-
-
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
-    tops = {name.split("/")[0] for name in files_of(wheel)}
+    files = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.split("/")[0] for name in files}
     assert {name for name in tops if not name.endswith(".dist-info")} == set(installed.NAMES) == set(PACKAGES)
     wanted = {str(file.relative_to(ROOT)) for name in PACKAGES for file in (ROOT / name).rglob("*.*")}
     wanted = {name for name in wanted if name.endswith((".py", ".pyi", ".cu", ".cuh", ".h", ".proto"))}
-    assert wanted <= files_of(wheel)
+    assert wanted <= files
 
 
 @dataclass(frozen=True)
@@ -177,14 +170,9 @@ def newest_python():
     for minor in range(15, sys.version_info.minor, -1):
         name = f"python3.{minor}"
         for candidate in [shutil.which(name), *sorted(Path(sys.base_prefix).parent.glob(f"*/bin/{name}"))]:
-            if candidate and starts(candidate, minor):
+            if candidate and run(candidate, "-c", "import venv").returncode == 0:
                 return name, str(candidate)
     return None
-
-
-def starts(python, minor):
-    done = run(python, "-c", "import sys, venv; print(sys.version_info.minor)")
-    return done.stdout.strip() == str(minor)
 
 
 def packages_for(python, name):

@@ -4,30 +4,44 @@ an undisturbed run, or a typed error. tests/conformance has transformers, tests/
 import contextlib
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import grpc
 import psutil
 import pytest
-import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lora_server.demo.engine import Sequence
-from lora_server.demo.launch import RunningServer
+from lora_server.demo.launch import RunningServer, running_server
 from tests.support import alora
-from tests.support.serving import HANG_SECONDS, cli, shard_processes, status, until
+from tests.support.gpu import emulated, emulated_gpu
+from tests.support.serving import HANG_SECONDS, cli, complete, shard_processes, status, until
+from tests.support.workload import Workload
 
 DEATHS = int(os.environ.get("LORA_DEATHS", "3"))
 MOST_SECONDS = 4e-3  # from a chosen module of a step to the death of a shard: longer than a layer
+needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+TRANSPORTS = ["shm", "tcp", pytest.param("gpu", marks=needs_emulator)]
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] if seed >= 3 else []) for seed in range(DEATHS)]
 
 
-def adapters(model: torch.nn.Module, root: Path) -> Path:
-    """Two aLoRAs and an ordinary adapter."""
-    alora.make(model, root)
-    return root
+@contextlib.contextmanager
+def serving(load: Workload, transport: str, folder: Path, module: str = "lora_server") -> Iterator[RunningServer]:
+    """Shards on the host, or on GPUs that are this CPU, with two aLoRAs and an ordinary adapter."""
+    alora.make(load.model, folder / "adapters")
+    flags = ["--base-model", str(load.base), "--adapters", str(folder / "adapters"), "--layout", "ep2-pp1"]
+    flags += ["--data-dir", str(folder / "data"), "--dtype", "bfloat16" if transport == "gpu" else "float32"]
+    if transport == "gpu":
+        emulated_gpu.compile_all()
+        module = "tests.support.gpu.gpu_serve"
+    with running_server(folder / "log", flags, module=module) as running:
+        yield running
 
 
 def batch() -> list[Sequence]:
@@ -103,17 +117,9 @@ DISTURBANCES = [
 ]
 
 
-def is_complete(server: RunningServer) -> bool:
-    """Whether its controller answers, and all of its shards are up."""
-    try:
-        return status(server.address).ready
-    except grpc.RpcError:
-        return False
-
-
 def wait_complete(server: RunningServer) -> None:
     """After a disturbance."""
-    until(lambda: is_complete(server), "the server is complete again", HANG_SECONDS)
+    until(lambda: complete(server.address), "the server is complete again", HANG_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -130,3 +136,41 @@ class Death:
         """Seeded."""
         rng = random.Random(seed)
         return cls(rng.randrange(shards), rng.random(), rng.uniform(0, MOST_SECONDS))
+
+
+class ModuleCalls:
+    """Counts the calls of this process's modules from `begin` on, and kills a process after one of them."""
+
+    def __init__(self) -> None:
+        self._hook: Any = None
+        self.number = 0
+
+    def begin(self, do: Callable[[], object] | None = None, at: int = 0) -> None:
+        """`do` is called once, at the call of that number."""
+        self.end()
+
+        def called(*ignored: object) -> None:
+            if self.number == at and do is not None:
+                do()
+            self.number += 1
+
+        self._hook, self.number = register_module_forward_pre_hook(called), 0
+
+    def end(self) -> int:
+        """How many there were."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+        return self.number
+
+
+def kill_in(pid: int, seconds: float) -> None:
+    """From a thread of its own, while a step goes on."""
+
+    def kill() -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()

@@ -100,7 +100,7 @@ class Engine:
 
     def strike(self, call: int = -1, pid: int = 0, seconds: float = 0.0) -> int:
         """Kill a process so long after that call of a module from now on; how many calls there were until now."""
-        from tests.support.module_calls import ModuleCalls, kill_in
+        from tests.support.undisturbed import ModuleCalls, kill_in
 
         self.calls = self.calls or ModuleCalls()
         seen = self.calls.end()

@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from client_connector.serving.plan import parse_flag
-from lora_server.demo.launch import running_server
 from tests.support import undisturbed
-from tests.support.gpu import emulated, emulated_gpu
 from tests.support.serving import HANG_SECONDS, shard_processes, until
 from tests.support.undisturbed import DISTURBANCES, SEEDS, Death
 from tests.vllm.engines import ROOT, Engine
@@ -19,28 +17,16 @@ SHORT_SECONDS = 2.0  # of a step, where a shard stands still
 TYPED = ("shard_unavailable", "step_timeout", "server_unavailable")
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "gpu"])
+@pytest.fixture(scope="module", params=undisturbed.TRANSPORTS)
 def transport(request):
-    if request.param == "gpu" and emulated.MISSING:
-        pytest.skip(emulated.MISSING)
     return request.param
 
 
 @pytest.fixture(scope="module")
-def dtype(transport):
-    return "bfloat16" if transport == "gpu" else "float32"
-
-
-@pytest.fixture(scope="module")
-def server(load, transport, dtype, tmp_path_factory):
-    """Shards on the host, or on GPUs that are this CPU, whose kernels compute rows apart anyway."""
-    if transport == "gpu":
-        emulated_gpu.compile_all()
+def server(load, transport, tmp_path_factory):
+    """Kernels compute rows apart anyway."""
     folder = tmp_path_factory.mktemp(transport)
-    flags = ["--base-model", str(load.base), "--adapters", str(undisturbed.adapters(load.model, folder / "adapters"))]
-    flags += ["--layout", "ep2-pp1", "--data-dir", str(folder / "data"), "--dtype", dtype]
-    module = "tests.support.gpu.gpu_serve" if transport == "gpu" else "tests.support.rows_apart_serve"
-    with running_server(folder / "log", flags, module=module) as running:
+    with undisturbed.serving(load, transport, folder, "tests.support.rows_apart_serve") as running:
         yield running
 
 
@@ -69,11 +55,11 @@ class Requests:
 
 
 @pytest.fixture(scope="module")
-def requests(load, server, transport, dtype, scratch):
+def requests(load, server, transport, scratch):
     environment = {"LORA_SERVER_TRANSPORT": transport, "LORA_SERVER_TIMEOUT_SECONDS": str(HANG_SECONDS)}
     environment |= {"LORA_SERVER_TEST_ROWS_APART": "1", "PYTHONPATH": str(ROOT)}
-    if transport == "gpu":
-        environment["LORA_SERVER_TEST_GPU"] = "1"
+    environment |= {"LORA_SERVER_TEST_GPU": "1"} if transport == "gpu" else {}
+    dtype = "bfloat16" if transport == "gpu" else "float32"
     engine = Engine(load.base, server.address, scratch / f"undisturbed-{transport}.log", environment, dtype=dtype)
     try:
         yield Requests(engine)
