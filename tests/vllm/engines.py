@@ -17,7 +17,7 @@ from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
 from lora_server.demo.engine import Answer, Sequence
 from lora_server.demo.launch import RunningServer, free_address, running_server
-from tests.support.serving import ANYWHERE
+from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -50,15 +50,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: Path,
-        server: str | None,
-        log: Path,
-        environment: dict[str, str] | None = None,
-        fresh: bool = False,
-        **settings: Any,
+        self, model: Path, server: str | None, log: Path, environment: Any = (), fresh: bool = False, **settings: Any
     ) -> None:
-        env = {**os.environ, **ENVIRONMENT, **(environment or {})}
+        env = {**os.environ, **ENVIRONMENT, **dict(environment)}
         env.pop("LORA_SERVER_ADDRESS", None)
         if server is not None:
             env["LORA_SERVER_ADDRESS"] = server
@@ -142,8 +136,7 @@ def _forked(stdin: int, log: int, replies: int, env: dict[str, str]) -> Forked:
 
 def serve(load: Workload, name: str, scratch: Path) -> contextlib.AbstractContextManager[RunningServer]:
     """Four shards, so that experts, layers and dense sites lie apart."""
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp2", *ANYWHERE]
-    return running_server(scratch / f"server-{name}.log", flags)
+    return running_server(scratch / f"server-{name}.log", flags(load, "--layout", "ep2-pp2", *ANYWHERE))
 
 
 class ApiServer:

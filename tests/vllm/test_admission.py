@@ -5,7 +5,7 @@ import pytest
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import running_server
-from tests.support.serving import kill, status, until
+from tests.support.serving import flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import Engine
 
@@ -14,8 +14,7 @@ LONG = 60
 
 @pytest.fixture
 def crowded(load, scratch):
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--max-active-adapters", "2"]
-    with running_server(scratch / "server-crowded.log", flags) as server:
+    with running_server(scratch / "server-crowded.log", flags(load, "--max-active-adapters", "2")) as server:
         yield server
 
 
@@ -24,7 +23,7 @@ def add(engine, load, name, new_tokens=NEW_TOKENS):
 
 
 def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch):
-    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log", {"LORA_SERVER_TIMEOUT_SECONDS": "2"})
+    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log", {"LORA_SERVER_TIMEOUT_SECONDS": "10"})
     try:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)  # six adapters, two at a time
         until(lambda: status(crowded.address).active == 0, "all places are back")

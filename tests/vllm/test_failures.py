@@ -6,12 +6,12 @@ import pytest
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import RunningServer, launch
-from tests.support.serving import HANG_SECONDS, kill, until
+from tests.support.serving import HANG_SECONDS, flags, kill, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import Engine
 
 LONG = 40
-IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "2"}
+IMPATIENT = {"LORA_SERVER_TIMEOUT_SECONDS": "10"}  # on a busy machine, too
 
 
 @pytest.fixture
@@ -20,9 +20,8 @@ def killable(load, tmp_path):
     running: list[RunningServer] = []
 
     def start(address: str | None = None) -> RunningServer:
-        flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--layout", "ep2-pp1"]
-        flags += [] if address is None else ["--listen", address]
-        server = launch(tmp_path / f"server-{len(running)}.log", *flags)
+        more = () if address is None else ("--listen", address)
+        server = launch(tmp_path / f"server-{len(running)}.log", *flags(load, "--layout", "ep2-pp1", *more))
         server.address = address or server.address
         running.append(server)
         server.wait_ready()
@@ -35,8 +34,8 @@ def killable(load, tmp_path):
 
 def start_two(load, engine) -> tuple[str, str]:
     """A request with an adapter and one without, both decoding."""
-    adapted = engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": "fused", "new_tokens": LONG})
-    base = engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": None, "new_tokens": LONG})
+    request = {"prompt": load.batch[0].prompt, "new_tokens": LONG}
+    adapted, base = (engine.call("add", request=request | {"adapter": name}) for name in ("fused", None))
     engine.call("step", count=6)
     return adapted, base
 

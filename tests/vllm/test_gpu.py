@@ -3,8 +3,6 @@ vLLM, eager and compiled, and what it is compared with, bit by bit, is the same 
 
 tests/vllm/test_undisturbed.py has what befalls them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,23 +10,21 @@ from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import running_server
 from tests.support.gpu import emulated, emulated_gpu
-from tests.support.serving import HANG_SECONDS, kill, settled_steps
+from tests.support.serving import HANG_SECONDS, flags, kill, settled_steps
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import START_SECONDS, Engine
+from tests.vllm.engines import ROOT, START_SECONDS, Engine
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-ROOT = Path(__file__).parents[2]
 LONG = 24
 PATIENCE = 20  # seconds of requests for a server that went away
-KINDS = pytest.mark.parametrize("kind", ["mixtral", "llama"], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def gpu_server(load, kind, scratch):
     emulated_gpu.compile_all()
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--dtype", "bfloat16"]
-    flags += ["--layout", "ep2-pp1", "--data-dir", str(scratch / f"gpu-data-{kind}")]
-    with running_server(scratch / f"gpu-server-{kind}.log", flags, module="tests.support.gpu.gpu_serve") as server:
+    more = ("--dtype", "bfloat16", "--layout", "ep2-pp1", "--data-dir", str(scratch / f"gpu-data-{kind}"))
+    log = scratch / f"gpu-server-{kind}.log"
+    with running_server(log, flags(load, *more), module="tests.support.gpu.gpu_serve") as server:
         yield server
 
 
@@ -104,12 +100,11 @@ def test_a_server_that_is_gone_ends_requests_with_the_reason(load, gpu_server, e
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 @pytest.mark.parametrize("cudagraph_mode", ["FULL_AND_PIECEWISE", "FULL", "PIECEWISE"])
-@KINDS
+@pytest.mark.parametrize("kind", ["mixtral", "llama"], indirect=True)
 def test_captured_on_a_gpu(load, scratch, kind, cudagraph_mode):
     """What only a GPU can show: vLLM captures our launches with its own, and replays give what a host sends for itself.
     Both engines have graphs, so both pad a batch to the same shape."""
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--dtype", "bfloat16"]
-    flags += ["--device", "cuda", "--gpu-transport", "gpu", "--device-pool", "1GiB"]
+    more = ("--dtype", "bfloat16", "--device", "cuda", "--gpu-transport", "gpu", "--device-pool", "1GiB")
 
     def answers(transport: str, address: str, **settings) -> list[dict]:
         log = scratch / f"engine-{kind}-{cudagraph_mode}-{transport}.log"
@@ -120,6 +115,6 @@ def test_captured_on_a_gpu(load, scratch, kind, cudagraph_mode):
         finally:
             engine.close()
 
-    with running_server(scratch / f"cuda-server-{kind}-{cudagraph_mode}.log", flags) as server:
+    with running_server(scratch / f"cuda-server-{kind}-{cudagraph_mode}.log", flags(load, *more)) as server:
         graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": cudagraph_mode}}
         assert answers("gpu", server.address, **graphs) == answers("shm", server.address, **graphs)

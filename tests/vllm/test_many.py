@@ -111,18 +111,14 @@ def test_an_unknown_name_fails_its_request_and_no_other(load, engine):
     check(replies[2], load.expected[0])
 
 
-def test_add_lora_asks_the_server(engine):
+def test_add_lora_asks_the_server_and_the_engine_has_no_adapter_bytes(engine):
+    """No parameter or buffer of the model has anything to do with LoRA."""
     assert engine.call("add_lora", name="fused") is True
     with pytest.raises(RuntimeError, match="not registered"):
         engine.call("add_lora", name="nobody")
-    check_alive = engine.generate([Sequence([5, 6, 7], "fused")], 2)
-    assert check_alive[0]["finish_reason"] == "length"
-
-
-def test_the_engine_has_no_adapter_bytes(engine):
-    """No parameter or buffer of the model has anything to do with LoRA."""
-    names = "[n for n, _ in [*llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.named_parameters(),"
-    names += " *llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.named_buffers()] if 'lora' in n]"
+    assert engine.generate([Sequence([5, 6, 7], "fused")], 2)[0]["finish_reason"] == "length"
+    model = "llm.llm_engine.model_executor.driver_worker.worker.model_runner.model"
+    names = f"[name for name, _ in [*{model}.named_parameters(), *{model}.named_buffers()] if 'lora' in name]"
     assert engine.call("evaluate", expression=names) == []
 
 
@@ -133,9 +129,8 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 7, "max_model_len": 256}
     engine = Engine(load.base, server.address, scratch / "engine-small.log", **settings)
     try:
-        names = [
-            engine.call("add", request={"prompt": s.prompt, "adapter": s.adapter, "new_tokens": 60}) for s in batch
-        ]
+        requests = [{"prompt": one.prompt, "adapter": one.adapter, "new_tokens": 60} for one in batch]
+        names = [engine.call("add", request=request) for request in requests]
         engine.call("step", count=1)
         said, waiting = engine.call("evaluate", expression=ANNOUNCED)
         assert said == waiting and len(waiting) == 2, "the others with an adapter wait, and are announced in order"

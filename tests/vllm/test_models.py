@@ -6,17 +6,10 @@ from lora_server.demo import tiny
 from tests.support.serving import settled_steps
 from tests.support.workload import NEW_TOKENS
 
-TOLERANCE = 1e-3
-ALL_KINDS = pytest.mark.parametrize("kind", tiny.KINDS, indirect=True)
 
-
-@ALL_KINDS
-def test_one_batch_of_all_formats_equals_peft(load, engine):
-    load.check(engine.answers(load.batch, NEW_TOKENS), TOLERANCE)
-
-
-@ALL_KINDS
-def test_alone_equals_peft(load, engine):
+@pytest.mark.parametrize("kind", tiny.KINDS, indirect=True)
+def test_one_batch_of_all_formats_equals_peft_and_each_alone(load, engine):
+    load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
     for index, sequence in enumerate(load.batch):
         reply = engine.generate([sequence], NEW_TOKENS)[0]
         assert reply["tokens"] == load.expected[index].tokens, sequence.adapter

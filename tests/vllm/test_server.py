@@ -16,7 +16,7 @@ from lora_server import __version__
 from lora_server.demo import tiny
 from lora_server.demo.launch import launch
 from lora_server.errors import AdapterExistsError
-from tests.support.serving import HANG_SECONDS, kill, status, until
+from tests.support.serving import HANG_SECONDS, flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ApiServer, serve
 
@@ -48,7 +48,9 @@ def tokens(answer) -> list[int]:
     return answer["choices"][0]["token_ids"]
 
 
-def test_names_of_the_server_just_work(load, api):
+def test_names_of_the_server_just_work_and_others_are_404(load, api):
+    code, answer = api.request("GET", "/v1/models")
+    assert code == 200 and {card["id"] for card in answer["data"]} >= {"base", *load.paths}
     for sequence, expected in zip(load.batch, load.expected, strict=True):
         code, answer = api.complete(sequence.adapter or "base", sequence.prompt, NEW_TOKENS)
         assert code == 200, answer
@@ -56,9 +58,6 @@ def test_names_of_the_server_just_work(load, api):
         assert answer["model"] == (sequence.adapter or "base")
         logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
         assert max(abs(a - b) for a, b in zip(logprobs, expected.logprobs, strict=True)) <= 1e-3
-
-
-def test_an_unknown_name_is_404_with_the_reason(load, api):
     code, answer = api.complete("nobody", load.batch[0].prompt, NEW_TOKENS)
     assert code == 404
     assert "'nobody'" in answer["error"]["message"] and "not registered" in answer["error"]["message"]
@@ -67,17 +66,9 @@ def test_an_unknown_name_is_404_with_the_reason(load, api):
 def test_vllms_log_says_whom_it_is_attached_to(load, api, server):
     """In its own format, by the worker, once."""
     told = re.findall(r"^\(.*\) INFO .* \[worker.py:\d+\] (attached to the LoRA server .*)$", api.log.read_text(), re.M)
-    model, adapters = status(server.address).model, len(load.paths)
-    assert told == [
-        f"attached to the LoRA server connector={__version__} server={server.address} model={model} layout=ep2-pp2 "
-        f"transport=shm wire=exact adapters={adapters}"
-    ]
-
-
-def test_models_are_those_of_the_server(load, api):
-    code, answer = api.request("GET", "/v1/models")
-    assert code == 200
-    assert {card["id"] for card in answer["data"]} >= {"base", *load.paths}
+    expected = f"connector={__version__} server={server.address} model={status(server.address).model} layout=ep2-pp2 "
+    expected += f"transport=shm wire=exact adapters={len(load.paths)}"
+    assert told == [f"attached to the LoRA server {expected}"]
 
 
 def test_added_while_it_serves_and_removed(load, api, directory, tmp_path):
@@ -199,8 +190,7 @@ def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
     assert json.load(answer)["error"]["type"] == "ServiceUnavailableError"
     connection.close()
     assert api.complete("base", prompt, 1)[0] == 200
-    flags = ["--base-model", str(load.base), "--adapters", str(load.adapters), "--listen", server.address]
-    again = launch(scratch / "server-again.log", *flags)
+    again = launch(scratch / "server-again.log", *flags(load, "--listen", server.address))
     try:
         again.wait_ready()
         until(lambda: api.complete("fused", prompt, 1)[0] == 200, "adapters are served again", HANG_SECONDS)

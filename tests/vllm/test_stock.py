@@ -23,10 +23,8 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
         try:
             replies.append(engine.generate(ROUND, NEW_TOKENS))
             classes.append(engine.call("evaluate", expression=experts))
-            wrapped = (
-                "getattr(sys.modules['vllm.v1.core.sched.scheduler'].Scheduler.schedule, '_lora_server_wrapped', 0)"
-            )
-            assert not engine.call("evaluate", expression=wrapped)
+            schedule = "sys.modules['vllm.v1.core.sched.scheduler'].Scheduler.schedule"
+            assert not engine.call("evaluate", expression=f"getattr({schedule}, '_lora_server_wrapped', 0)")
             assert engine.call("evaluate", expression="llm.llm_engine.vllm_config.lora_config is None")
             ours = "[m for m in ('client_connector.remote', 'client_connector.client') if m in sys.modules]"
             assert engine.call("evaluate", expression=ours) == []
@@ -54,9 +52,8 @@ def test_an_unsupported_vllm_is_refused_at_start():
     code = "import vllm; vllm.__version__ = '0.34.0'\nfrom client_connector.vllm import register; register()"
     environment = {**ENVIRONMENT, "PATH": "/usr/bin:/bin", "LORA_SERVER_ADDRESS": "127.0.0.1:7400"}
     for refused in (True, False):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        how = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
+        done = subprocess.run([sys.executable, "-c", code], **how)
         assert bool(done.returncode) == refused
         assert ("got version 0.34.0, expected >=0.32,<0.34" in done.stderr) == refused
         environment.pop("LORA_SERVER_ADDRESS", None)

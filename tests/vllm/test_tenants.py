@@ -1,11 +1,14 @@
 """docs/vllm.md#tenants: one vLLM for two; a name means each its own adapter, and whoever is nobody gets nothing."""
 
+import itertools
+
 import pytest
 
 from lora_server.access.identity import Role
 from lora_server.access.store import Store, Tenant
 from lora_server.demo.launch import running_server
 from lora_server.registry.database import FILE, Database
+from tests.support.serving import flags
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ApiServer
 
@@ -30,22 +33,14 @@ def test_one_engine_serves_tenants_apart(load, scratch, tmp_path):
     store = Store(database)
     for tenant in ("acme", "rival"):
         store.set_tenant(Tenant(tenant))
-    names = {sequence.adapter for sequence in load.batch if sequence.adapter}
-    expected = {
-        one.adapter: (one.prompt, answer.tokens)
-        for one, answer in zip(load.batch, load.expected, strict=True)
-        if one.adapter
-    }
-    first, second = sorted(names)[:2]
-    tokens = {
-        (tenant, role): str(store.create_token(tenant, role)[1])
-        for tenant in ("", "acme", "rival")
-        for role in (Role.ENGINE, Role.PUBLISHER, Role.ADMIN)
-    }
+    answers = [(one.adapter, one.prompt, its.tokens) for one, its in zip(load.batch, load.expected, strict=True)]
+    expected = {name: (prompt, tokens) for name, prompt, tokens in answers if name}
+    first, second = sorted(expected)[:2]
+    pairs = itertools.product(("", "acme", "rival"), (Role.ENGINE, Role.PUBLISHER, Role.ADMIN))
+    tokens = {(tenant, role): str(store.create_token(tenant, role)[1]) for tenant, role in pairs}
     database.close()
-    flags = ["--base-model", str(load.base), "--data-dir", str(tmp_path), "--layout", "ep2-pp1"]
-    roots = ["--adapter-root", "/", "--adapters", str(load.adapters)]
-    with running_server(scratch / "tenants.log", [*flags, *roots]) as server:
+    more = ("--data-dir", str(tmp_path), "--layout", "ep2-pp1", "--adapter-root", "/")
+    with running_server(scratch / "tenants.log", flags(load, *more)) as server:
         middleware = ("--middleware", "client_connector.vllm.tenants.Tenants")
         shown = {"LORA_SERVER_TOKEN": tokens["", Role.ENGINE]}
         api = ApiServer(load.base, server.address, scratch / "api-tenants.log", *middleware, **shown)
@@ -70,9 +65,7 @@ def test_one_engine_serves_tenants_apart(load, scratch, tmp_path):
                 assert code == 200, answer
                 assert answer["choices"][0]["token_ids"] == wanted and answer["model"] == "bot"
                 code, answer = engine.complete(first, expected[first][0])
-                assert code == 200 and answer["choices"][0]["token_ids"] == expected[first][1], (
-                    "the operator's, for all"
-                )
+                assert (code, answer["choices"][0]["token_ids"]) == (200, expected[first][1]), "the operator's, for all"
                 assert engine.complete("base", prompt)[0] == 200
                 listed = {card["id"] for card in engine("GET", "/v1/models")[1]["data"]}
                 assert listed == {"base", f"{tenant}/bot", *load.paths}

@@ -1,20 +1,17 @@
 """Transport `nvshmem`: a vLLM worker as a PE of NVSHMEM's world, whose steps are launches. Heaps and GPUs are this
 CPU's; what it is compared with is the same engine over TCP, on the same shards."""
 
-from pathlib import Path
-
 import pytest
 
 from client_connector.serving.plan import parse_flag
 from lora_server.demo.engine import Sequence
 from lora_server.demo.launch import launch
 from tests.support.gpu import emulated, emulated_gpu, emulated_world
-from tests.support.serving import HANG_SECONDS, shard_processes, until
+from tests.support.serving import HANG_SECONDS, flags, shard_processes, until
 from tests.support.workload import NEW_TOKENS
-from tests.vllm.engines import Engine
+from tests.vllm.engines import ROOT, Engine
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
-ROOT = Path(__file__).parents[2]
 LONG = 12
 PATIENCE = 15  # seconds of requests for a server that went away
 
@@ -24,19 +21,9 @@ def server(load, scratch, monkeypatch):
     """Its shards are here, and no engine is."""
     emulated_gpu.compile_all(nvshmem=True)
     monkeypatch.setenv(emulated_world.NETWORK, "1")  # nothing of another PE is mapped
-    flags = [
-        "--base-model",
-        str(load.base),
-        "--adapters",
-        str(load.adapters),
-        "--dtype",
-        "bfloat16",
-        "--device",
-        "cuda",
-    ]
-    flags += ["--gpu-transport", "nvshmem", "--nvshmem-clients", "1", "--layout", "ep2-pp1", "--slots", "2"]
-    flags += ["--data-dir", str(scratch / "world-data")]
-    server = launch(scratch / "world-server.log", *flags, module="tests.support.gpu.gpu_serve")
+    more = ["--dtype", "bfloat16", "--device", "cuda", "--gpu-transport", "nvshmem", "--nvshmem-clients", "1"]
+    more += ["--layout", "ep2-pp1", "--slots", "2", "--data-dir", str(scratch / "world-data")]
+    server = launch(scratch / "world-server.log", *flags(load, *more), module="tests.support.gpu.gpu_serve")
     try:
         until(lambda: "2 of 2 shards and 0 of 1" in server.get("/readyz")[1], "its shards are here", HANG_SECONDS)
         yield server
