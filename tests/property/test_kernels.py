@@ -79,17 +79,9 @@ def steps(draw):
         out_rows = draw(st.integers(1, 8))
         out_map = torch.randint(out_rows, (entries,), generator=generator).to(torch.int32)
     weights = noise(entries) if draw(st.booleans(), label="weights") else None
-    return Step(
-        rows_TK=noise(rows, in_end - in_begin).to(dtype),
-        segments=segments,
-        num_entries=entries,
-        num_out_rows=out_rows,
-        windows=windows,
-        in_begin=in_begin,
-        in_map_N=in_map,
-        out_map_N=out_map,
-        weights_N=weights,
-    )
+    maps = {"in_map_N": in_map, "out_map_N": out_map, "weights_N": weights}
+    rows_TK = noise(rows, in_end - in_begin).to(dtype)
+    return Step(rows_TK, segments, entries, out_rows, windows, in_begin, **maps)
 
 
 @st.composite
@@ -116,15 +108,9 @@ def test_an_entry_alone_equals_itself_in_the_batch(step, data):
     entry = data.draw(st.integers(0, step.num_entries - 1))
     (segment,) = (s for s in step.segments if s.first <= entry < s.first + s.num_entries)
     row = entry if step.in_map_N is None else int(step.in_map_N[entry])
-    alone = replaced(
-        step,
-        rows_TK=step.rows_TK[row : row + 1],
-        segments=[Segment(segment.block, 0, 1)],
-        num_entries=1,
-        num_out_rows=1,
-        in_map_N=None,
-        weights_N=None if step.weights_N is None else step.weights_N[entry : entry + 1],
-    )
+    fields = {"rows_TK": step.rows_TK[row : row + 1], "segments": [Segment(segment.block, 0, 1)]}
+    fields |= {"weights_N": None if step.weights_N is None else step.weights_N[entry : entry + 1]}
+    alone = replaced(step, num_entries=1, num_out_rows=1, in_map_N=None, **fields)
     difference = (run(alone, torch.float32)[0] - together[entry]).abs().double().numpy()
     assert (difference <= bound[entry] + 1e-30).all()
 
@@ -143,12 +129,7 @@ def test_realistic_widths_and_mixed_ranks(dtype, rank):
     small = stack([Pair(noise(3, 512), noise(2 * half, 3), 0.25, 0)])
     rows = torch.randint(20, (40,), generator=generator, dtype=torch.int32)
     for maps in ({}, {"in_map_N": rows}, {"in_map_N": rows, "out_map_N": rows, "weights_N": noise(40).float()}):
-        step = Step(
-            rows_TK=noise(20 if maps else 40, 512),
-            segments=[Segment(gate_up, 0, 17), Segment(stack([]), 17, 2), Segment(small, 19, 1), Segment(up, 20, 20)],
-            num_entries=40,
-            num_out_rows=20 if "out_map_N" in maps else 40,
-            windows=((0, 100), (half, half + 200)),
-            **maps,
-        )
-        check(step, dtype)
+        segments = [Segment(gate_up, 0, 17), Segment(stack([]), 17, 2), Segment(small, 19, 1), Segment(up, 20, 20)]
+        sizes = {"num_entries": 40, "num_out_rows": 20 if "out_map_N" in maps else 40}
+        windows = ((0, 100), (half, half + 200))
+        check(Step(noise(20 if maps else 40, 512), segments, windows=windows, **sizes, **maps), dtype)

@@ -15,28 +15,18 @@ from lora_server.placement import Layout, Placement, share
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    layers = draw(st.integers(1, 9))
-    experts = draw(st.integers(1, 12))
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": layers,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "moe_intermediate_size": 4,
-        "num_experts": experts,
-        "num_experts_per_tok": 1,
-        "num_attention_heads": 2,
-        "mlp_only_layers": draw(st.lists(st.integers(0, layers - 1), max_size=3)),
-    }
+    layers, experts = draw(st.integers(1, 9)), draw(st.integers(1, 12))
+    config = {"model_type": "qwen3_moe", "hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 4}
+    config |= {"num_experts": experts, "num_experts_per_tok": 1, "num_attention_heads": 2, "num_hidden_layers": layers}
+    config["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=3))
     return Placement(spec.from_config(config), Layout(draw(st.integers(1, 6)), draw(st.integers(1, 6))))
 
 
 @given(placements())
 def test_every_expert_of_every_site_has_exactly_one_owner(placement: Placement):
+    shards = range(placement.layout.num_shards)
     for site in placement.spec.sites():
-        holders = Counter(
-            expert for shard in range(placement.layout.num_shards) for expert in placement.experts(site, shard)
-        )
+        holders = Counter(expert for shard in shards for expert in placement.experts(site, shard))
         assert holders == dict.fromkeys(range(placement.spec.experts_at(site)), 1)
         for expert in holders:
             assert expert in placement.experts(site, placement.owner(site, expert))

@@ -40,9 +40,7 @@ def test_equals_the_oracle(popularity, load, data):
     check_oracles(popularity, load, data.draw(st.integers(0, len(popularity))), 1e-9)
 
 
-@pytest.mark.parametrize(
-    "skew", [0.0, 1.2, pytest.param(0.7, marks=pytest.mark.long), pytest.param(2.5, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("skew", [0.0, 1.2, *(pytest.param(skew, marks=pytest.mark.long) for skew in (0.7, 2.5))])
 @pytest.mark.parametrize("load", [3.0, 200.0, 5000.0])
 def test_equals_the_oracle_at_150(skew, load):
     for slots in (1, 40, 149):

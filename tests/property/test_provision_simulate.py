@@ -17,13 +17,8 @@ from provisioning.workload.workload import Workload, zipf
 
 
 def calls(*rows: tuple[float, int, int], num_adapters: int) -> Requests:
-    arrival, adapter, tokens = zip(*rows, strict=True)
-    return Requests(
-        arrival_s=np.array(arrival, dtype=float),
-        adapter=np.array(adapter),
-        output_tokens=np.array(tokens),
-        num_adapters=num_adapters,
-    )
+    arrival, adapter, tokens = map(np.array, zip(*rows, strict=True))
+    return Requests(arrival_s=arrival.astype(float), adapter=adapter, output_tokens=tokens, num_adapters=num_adapters)
 
 
 def test_one_slot_two_adapters():
@@ -69,12 +64,11 @@ def test_a_run_of_years_still_moves(mean_tokens):
     """A step is then less than the clock's last digit."""
     workload = Workload(popularity=zipf(1.2, 50), lengths=Lengths(mean_tokens=mean_tokens))
     requests = workload.sample(rate=3 / (mean_tokens * 0.025), num_requests=3000, seed=0)
-    outcome = run(requests, System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2))
+    system = System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2)
+    outcome = run(requests, system)
     assert np.isfinite(outcome.finish_s).all()
-    short = run(
-        Workload(popularity=zipf(1.2, 50)).sample(rate=3 / (256 * 0.025), num_requests=3000, seed=0),
-        System(instance_of=[0] * 50, step_s=[0.025], cache_slots=2),
-    )
+    few = Workload(popularity=zipf(1.2, 50)).sample(rate=3 / (256 * 0.025), num_requests=3000, seed=0)
+    short = run(few, system)
     assert outcome.immediate.mean() == pytest.approx(short.immediate.mean(), abs=0.02)
 
 
@@ -90,9 +84,8 @@ def test_any_instance_takes_the_requests_of_a_hot_adapter():
 @settings(max_examples=40)
 @given(st.integers(1, 6), st.sampled_from([1, 3]), st.integers(0, 2**32 - 1), st.integers(2, 5))
 def test_with_any_instance_nobody_waits_beside_an_empty_place(slots, max_batch, seed, instances):
-    requests = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6)).sample(
-        rate=1.5 * instances, num_requests=120, seed=seed
-    )
+    workload = Workload(popularity=zipf(0.8, 12), lengths=Lengths(mean_tokens=6))
+    requests = workload.sample(rate=1.5 * instances, num_requests=120, seed=seed)
     system = System(instances=instances, step_s=[0.5], cache_slots=slots, max_batch=max_batch)
     outcome = run(requests, system)
     assert np.isfinite(outcome.finish_s).all()
@@ -147,11 +140,9 @@ def test_greedy_assignment_balances():
 
 
 def test_interval_of_seeds():
-    estimate = Estimate.of([0.94, 0.95, 0.96, 0.95, 0.95])
-    assert estimate.mean == pytest.approx(0.95)
-    assert estimate.high - estimate.mean == pytest.approx(
-        2.776 * np.std([94, 95, 96, 95, 95], ddof=1) / 100 / 5**0.5, rel=1e-3
-    )
+    rates = [0.94, 0.95, 0.96, 0.95, 0.95]
+    estimate, half = Estimate.of(rates), 2.776 * np.std(rates, ddof=1) / 5**0.5
+    assert estimate.mean == pytest.approx(0.95) and estimate.high - estimate.mean == pytest.approx(half, rel=1e-3)
 
 
 def simulated(popularity, load, slots):

@@ -31,9 +31,8 @@ def ledger(url):
     database.close()
 
 
-def version(handle, name, digest, **fields):
-    return Version(**({"listed": True, "pinned": False, "added": 1.0, "record": "{}"} | fields), handle=handle,
-                   name=name, version=digest)  # fmt: skip
+def version(handle, name, digest):
+    return Version(listed=True, pinned=False, added=1.0, record="{}", handle=handle, name=name, version=digest)
 
 
 class LedgerMachine(RuleBasedStateMachine):

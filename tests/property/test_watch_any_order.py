@@ -5,16 +5,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.support.followed import SETTLE, Followed, make_contents
 
@@ -61,7 +54,7 @@ class Model:
         self.refused.discard(name)
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(stateful.RuleBasedStateMachine):
     contents: dict[str, Path]
 
     @initialize()
@@ -148,4 +141,5 @@ def contents(tmp_path_factory, tiny_adapters):
 
 def test_a_watched_directory_equals_the_model(contents):
     Machine.contents = contents
-    run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+    limits = settings(max_examples=25, stateful_step_count=40, deadline=None)
+    stateful.run_state_machine_as_test(Machine, settings=limits)

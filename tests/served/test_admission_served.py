@@ -1,32 +1,25 @@
-"""A pool for two of six adapters in real processes: clients take turns without a wrong answer or an error."""
+"""Admission in real processes: clients take turns in a pool for two of six adapters, and a drain admits nobody."""
 
 import json
+import os
+import signal
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 import torch
 
 from client_connector.remote import Queued, RemoteServer
 from client_connector.retry import while_away
+from client_connector.transformers import attach
 from lora_server.demo.launch import running_server
-from lora_server.errors import AdapterLoadError, AdmissionError
+from lora_server.errors import AdapterLoadError, AdmissionError, ServerUnavailableError
 from lora_server.placement import Layout, Placement
-from tests.support.checking_engine import CheckingJob
-from tests.support.fleet import Engine, checking
-from tests.support.serving import (
-    HANG_SECONDS,
-    cli,
-    flags,
-    kill_controller,
-    kill_shard,
-    listed,
-    start_engine,
-    status,
-    until,
-)
-from tests.support.stores import cpu_store, load
+from tests.support import serving, stores
+from tests.support.fleet import Fleet, now, start_checking
+from tests.support.serving import HANG_SECONDS, cli, flags, kill_controller, status, until
 from tests.support.workload import Workload, workload
 
 LAYOUT = "ep2-pp1"
@@ -37,22 +30,13 @@ def two_largest(work: Workload) -> tuple[int, list[str]]:
     """A pool, per shard, in which any two adapters fit, and whose names fill it."""
     found = []
     for shard in range(2):
-        store = cpu_store(Placement(work.spec, Layout.parse(LAYOUT)), shard, torch.float32)
+        store = stores.cpu_store(Placement(work.spec, Layout.parse(LAYOUT)), shard, torch.float32)
         for handle, path in enumerate(work.paths.values(), start=1):
-            assert load(store, handle, path).result() is None
+            assert stores.load(store, handle, path).result() is None
         sizes = sorted((one.nbytes, list(work.paths)[one.handle - 1]) for one in store.moved())[-2:]
         found.append((sum(nbytes for nbytes, _ in sizes), [name for _, name in sizes]))
         store.close()
     return max(found)
-
-
-def turns(work: Workload, server: str, pair: tuple[str, ...], file) -> Engine:
-    """An engine that holds its pair for a round, releases it, and asks again."""
-    chosen = [(s, a) for s, a in zip(work.batch, work.expected, strict=True) if s.adapter in pair]
-    batch, expected = zip(*chosen, strict=True)
-    job = CheckingJob(str(work.base), server, "auto", HANG_SECONDS, list(batch), list(expected))
-    file.write_bytes(msgspec.json.encode(job))
-    return Engine(checking(file))
 
 
 def metric(server, name: str) -> float:
@@ -71,7 +55,7 @@ def crowded(tmp_path_factory):
 
 def test_three_clients_take_turns_and_all_are_served_right(crowded, tmp_path):
     work, server, _ = crowded
-    engines = [turns(work, server.address, pair, tmp_path / pair[0]) for pair in PAIRS]
+    engines = [start_checking(work, server.address, tmp_path / pair[0], names=pair) for pair in PAIRS]
     try:
         until(lambda: all(len(one.rounds) >= 4 for one in engines), "four rounds of each")
         outcomes = Counter(one["outcome"] for engine in engines for one in list(engine.rounds))
@@ -91,7 +75,7 @@ def test_three_clients_take_turns_and_all_are_served_right(crowded, tmp_path):
 def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
     work, server, largest = crowded
     others = sorted({*work.paths} - {*largest})
-    engine = start_engine(str(work.base), server.address, *largest)
+    engine = serving.start_engine(str(work.base), server.address, *largest)
     session = RemoteServer(server.address, links=False).join(HANG_SECONDS)
     try:
         with pytest.raises(AdapterLoadError, match="put fewer adapters into a batch"):
@@ -122,9 +106,92 @@ def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(tmp_
     served = workload("mixtral")
     with running_server(tmp_path / "log", flags(served, "--layout", "ep2-pp2", "--device-pool", "256KiB")) as server:
         expected = dict.fromkeys(served.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
-        states = lambda: {name: one.state for name, one in listed(server.address).items()}  # noqa: E731
+        states = lambda: {name: one.state for name, one in serving.listed(server.address).items()}  # noqa: E731
         until(lambda: states() == expected, "all that fit together are there")
         shown = json.loads(cli("adapters", "show", "per-expert", "--server", server.address, "--json").stdout)
         assert [one["device_layers"] for one in shown["shards"]] == [0] * 4
-        kill_shard(server, 2)
+        serving.kill_shard(server, 2)
         until(lambda: states() == expected, "it has what its peers have")
+
+
+NAME = "fused"
+
+
+def drain(server, *arguments):
+    return cli("drain", "--server", server.address, *arguments)
+
+
+def admit_again(server):
+    done = drain(server, "--undo")
+    assert (done.returncode, done.stdout) == (0, "requests are admitted again\n"), done.stderr
+
+
+@pytest.mark.parametrize("shard", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_no_request_fails_while_a_shard_is_started_anew(load, server, tmp_path, shard):
+    before = {one.shard: one.pid for one in status(server.address).shards}
+    with Fleet(load, server.address, tmp_path, ("auto",)) as requests:
+        requests.all_right_again(now())
+        done = drain(server, "--shard", str(shard))
+        assert (done.returncode, done.stdout) == (0, f"shard {shard} was started anew\n"), done.stderr
+        requests.all_right_again(now())
+        assert requests.check().keys() == {"right"}
+    after = {one.shard: one.pid for one in status(server.address).shards}
+    assert {one for one in after if after[one] != before[one]} == {shard}
+
+
+def test_a_drained_server_admits_no_request_until_that_is_taken_back(load, server):
+    assert drain(server).returncode == 0
+    with pytest.raises(ServerUnavailableError, match="draining"):
+        attach(load.model, server=server.address, timeout_seconds=5)
+    admit_again(server)
+    with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
+        with lora.adapters([NAME]):
+            done = drain(server, "--seconds", "0.2")
+            assert (done.returncode, "1 adapters are still in use" in done.stderr) == (1, True), done.stderr
+        assert drain(server).returncode == 0
+        assert server.get("/readyz") == (503, "draining\n")
+        again = drain(server, "--shard", "0")
+        assert (again.returncode, "--undo" in again.stderr) == (1, True)
+        admitted = threading.Event()
+
+        def ask():
+            with lora.adapters([NAME]):
+                admitted.set()
+
+        waiting = threading.Thread(target=ask, daemon=True)
+        waiting.start()
+        until(lambda: status(server.address).queued == 1, "it waits")
+        assert not admitted.is_set()
+        admit_again(server)
+        assert admitted.wait(HANG_SECONDS)
+        waiting.join(HANG_SECONDS)
+    assert server.get("/readyz")[0] == 200
+
+
+def test_a_drain_goes_on_when_the_controller_is_killed(load, server):
+    joined = attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS)
+    with joined as lora, ThreadPoolExecutor(1) as threads:
+        with lora.adapters([NAME]):
+            draining = threads.submit(drain, server, "--seconds", str(HANG_SECONDS))
+            until(lambda: server.get("/readyz") == (503, "draining\n"), "it drains")
+            before = status(server.address).pid
+            os.kill(before, signal.SIGKILL)
+            until(lambda: (reply := serving.reached(server.address)) and reply.pid != before, "it has a successor")
+            until(lambda: server.get("/readyz") == (503, "draining\n"), "which drains")
+            assert not draining.done()
+        done = draining.result(HANG_SECONDS)
+        assert (done.returncode, "no request runs" in done.stdout) == (0, True), done.stderr
+    admit_again(server)
+    until(lambda: server.get("/readyz")[0] == 200, "requests are admitted again")
+
+
+def test_a_shard_in_use_is_left_alone(load, server):
+    before = [one.pid for one in status(server.address).shards]
+    with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora, lora.adapters([NAME]):
+        done = drain(server, "--shard", "1", "--seconds", "0.2")
+        assert (done.returncode, "1 adapters were still in use" in done.stderr) == (1, True), done.stderr
+    assert [one.pid for one in status(server.address).shards] == before
+    until(lambda: server.get("/readyz")[0] == 200, "requests are admitted again")
+    for wrong, words in ((["--shard", "7"], "expected one of 0 to 1"), (["--seconds", "-1"], "expected 0 to")):
+        done = drain(server, *wrong)
+        assert done.returncode == 2 and words in done.stderr

@@ -124,7 +124,7 @@ def test_an_update_is_switched_while_requests_go_on_and_can_be_taken_back(node):
 
 @pytest.mark.parametrize(("method", "new"), [("_load_beside", False), ("_keep_replaced", True)])
 def test_a_controller_process_that_is_killed_in_an_update(node, method, new):
-    """A node starts it again: what serves is complete, and what is shown says why. test_registry_restarts.py has every
+    """A node starts it again: what serves is complete, and what is shown says why. test_registry.py has every
     stage of an update; here is one of either outcome."""
     node.add("law", "fused")
     with attach(node.load.model, server=node.server.address, timeout_seconds=HANG_SECONDS) as lora:
