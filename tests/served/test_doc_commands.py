@@ -84,19 +84,8 @@ def test_a_python_that_will_not_do_is_told_why_in_one_line():
 
 
 def run(command, folder, **more):
-    return subprocess.run(
-        children.own(command), cwd=folder, env=NO_INDEX, text=True, timeout=HANG_SECONDS, check=False, **more
-    )
-
-
-def in_a_terminal(command, folder):
-    """(exit code, what was written to it)."""
-    ours, theirs = pty.openpty()
-    done = run(command, folder, stdout=theirs)  # what is written fits into the terminal's buffer
-    text = os.read(ours, 65536).decode()
-    os.close(theirs)
-    os.close(ours)
-    return done.returncode, text
+    how = {"env": NO_INDEX, "text": True, "timeout": HANG_SECONDS, "check": False} | more
+    return subprocess.run(children.own(command), cwd=folder, **how)
 
 
 def wheel(folder):
@@ -117,8 +106,11 @@ def test_set_up_says_what_it_does_and_what_failed(tmp_path):
     assert (tmp_path / ".venv/bin/pip").exists() and not (tmp_path / ".venv/ready").exists()
     wheel(tmp_path)
     again = [sys.executable, str(SCRIPT), ".venv", "0.1", "--find-links", ".", "nothing", "--", "nothing"]
-    code, text = in_a_terminal(again, tmp_path)
-    assert code == 0 and text.startswith("setting up .venv: downloads, 0.1 GiB")
+    ours, theirs = pty.openpty()
+    done = run(again, tmp_path, stdout=theirs)  # what is written fits into the terminal's buffer
+    text = os.read(ours, 65536).decode()
+    os.close(theirs), os.close(ours)
+    assert done.returncode == 0 and text.startswith("setting up .venv: downloads, 0.1 GiB")
     assert "Installing 1 packages" in text or "Successfully installed nothing-1" in text
     assert "already satisfied" not in text
     assert text.endswith("\r\033[K") and text.count("\n") == 1, "one line, and nothing of it stays"

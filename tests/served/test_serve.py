@@ -228,19 +228,16 @@ def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(l
         RemoteServer(server.address).join(2)
 
 
-def test_http_and_grpc_tell_health_metrics_and_services(server):
+def test_http_and_grpc_tell_health_and_services(server):
     assert server.get("/livez") == (200, "ok\n")
-    check(workload("mixtral"), server.address, "auto")
-    until(lambda: 'lora_server_steps_total{shard="1"} 0.0' not in server.get("/metrics")[1], "steps are counted")
     metrics = server.get("/metrics")[1]
-    assert 'lora_server_shard_up{shard="0"} 1.0' in metrics
+    assert 'lora_server_shard_up{shard="0"} 1.0' in metrics and "lora_server_adapters 6.0" in metrics
     with open_channel(server.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         request, ready = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse.SERVING
         until(lambda: health.Check(request, timeout=HANG_SECONDS).status == ready, "gRPC health")
         known = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert {"lora_server.v1.Adapters", "lora_server.v1.Clients"} <= set(known)
-    assert "lora_server_adapters 6.0" in metrics
 
 
 def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(load, server):

@@ -17,9 +17,8 @@ from typing import Any
 def params(request: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0, max_tokens=request["new_tokens"], min_tokens=request["new_tokens"], logprobs=0, detokenize=False
-    )
+    count = request["new_tokens"]
+    return SamplingParams(temperature=0, max_tokens=count, min_tokens=count, logprobs=0, detokenize=False)
 
 
 def lora(name: str | None, numbers: dict[str, int], path: str = "by-name") -> Any:
@@ -34,14 +33,9 @@ def answer(output: Any) -> dict[str, Any]:
     one = output.outputs[0]
     tokens = list(one.token_ids)
     logprobs = [step[token].logprob for step, token in zip(one.logprobs or [], tokens, strict=False)]
-    return {
-        "tokens": tokens,
-        "logprobs": logprobs,
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
-        "cached": output.num_cached_tokens,
-        "extra": output.kv_transfer_params,
-    }
+    ended = {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    others = {"cached": output.num_cached_tokens, "extra": output.kv_transfer_params}
+    return {"tokens": tokens, "logprobs": logprobs} | ended | others
 
 
 class Engine:
@@ -65,13 +59,9 @@ class Engine:
     def add(self, request: dict[str, Any]) -> str:
         """Queue one request and return its id; `step` works on it."""
         self.added += 1
-        name = f"step-{self.added}"
-        self.llm.llm_engine.add_request(
-            name,
-            {"prompt_token_ids": request["prompt"]},
-            params(request),
-            lora_request=lora(request["adapter"], self.numbers),
-        )
+        name, prompt = f"step-{self.added}", {"prompt_token_ids": request["prompt"]}
+        adapter = lora(request["adapter"], self.numbers)
+        self.llm.llm_engine.add_request(name, prompt, params(request), lora_request=adapter)
         return name
 
     def abort(self, name: str) -> None:

@@ -102,6 +102,12 @@ class Engine:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._said.close()
@@ -190,6 +196,12 @@ class ApiServer:
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         children.stop(self.process, 60)

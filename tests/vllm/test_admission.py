@@ -23,8 +23,8 @@ def add(engine, load, name, new_tokens=NEW_TOKENS):
 
 
 def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch):
-    engine = Engine(load.base, crowded.address, scratch / "engine-crowded.log", {"LORA_SERVER_TIMEOUT_SECONDS": "10"})
-    try:
+    patient = {"LORA_SERVER_TIMEOUT_SECONDS": "10"}  # on a busy machine, too
+    with Engine(load.base, crowded.address, scratch / "engine-crowded.log", patient) as engine:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)  # six adapters, two at a time
         until(lambda: status(crowded.address).active == 0, "all places are back")
 
@@ -51,5 +51,3 @@ def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch
         kill(crowded)
         ended = engine.call("step", count=0)
         assert parse_flag(ended[waiting]["stop_reason"])[:2] == ("error", "server_unavailable")
-    finally:
-        engine.close()

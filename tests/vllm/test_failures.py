@@ -49,8 +49,8 @@ def test_policy_error(load, killable, scratch):
     version, are never used again."""
     text = [3 + i * 7 % 240 for i in range(300)]
     server = killable()
-    engine = Engine(load.base, server.address, scratch / "engine-error.log", IMPATIENT, max_num_batched_tokens=160)
-    try:
+    log = scratch / "engine-error.log"
+    with Engine(load.base, server.address, log, IMPATIENT, max_num_batched_tokens=160) as engine:
         adapted, base = start_two(load, engine)
         half = engine.call("add", request={"prompt": text, "adapter": "fused", "new_tokens": NEW_TOKENS})
         engine.call("step", count=1)
@@ -70,8 +70,6 @@ def test_policy_error(load, killable, scratch):
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         reply = engine.generate([Sequence(text, "fused")], NEW_TOKENS)[0]
         assert (reply["cached"], reply["tokens"]) == (0, peft(load, "fused", text, NEW_TOKENS))
-    finally:
-        engine.close()
 
 
 def is_served(engine, sequence):
@@ -82,8 +80,7 @@ def test_policy_base_model(load, killable, scratch):
     """From the failure on the base model continues from the text so far, and the last output says so."""
     server = killable()
     settings = {"address": server.address, "on_failure": "base_model", "timeout_seconds": 5}
-    engine = Engine(load.base, None, scratch / "engine-base.log", additional_config={"lora_server": settings})
-    try:
+    with Engine(load.base, None, scratch / "engine-base.log", additional_config={"lora_server": settings}) as engine:
         prompt = load.batch[0].prompt
         adapted, base = start_two(load, engine)
         kill(server)
@@ -109,8 +106,6 @@ def test_policy_base_model(load, killable, scratch):
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
         unknown = engine.generate([Sequence(prompt, "nobody")], NEW_TOKENS)[0]
         assert unknown["finish_reason"] == "error", "an unknown name is an error under either policy"
-    finally:
-        engine.close()
 
 
 def test_an_engine_without_a_server_does_not_start(load, scratch):

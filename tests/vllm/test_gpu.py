@@ -109,11 +109,8 @@ def test_captured_on_a_gpu(load, scratch, kind, cudagraph_mode):
     def answers(transport: str, address: str, **settings) -> list[dict]:
         log = scratch / f"engine-{kind}-{cudagraph_mode}-{transport}.log"
         settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
-        engine = Engine(load.base, address, log, {"LORA_SERVER_TRANSPORT": transport}, **settings)
-        try:
+        with Engine(load.base, address, log, {"LORA_SERVER_TRANSPORT": transport}, **settings) as engine:
             return engine.generate(load.batch, NEW_TOKENS)
-        finally:
-            engine.close()
 
     with running_server(scratch / f"cuda-server-{kind}-{cudagraph_mode}.log", flags(load, *more)) as server:
         graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": cudagraph_mode}}

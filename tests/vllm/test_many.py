@@ -88,20 +88,6 @@ def test_a_name_with_new_content_never_meets_old_kv(load, engine, directory, man
     directory.remove("changing")
 
 
-def test_abort_releases(load, engine, directory):
-    held = {"prompt": prompt(9, 20), "adapter": "fused", "new_tokens": 50}
-    name, other = engine.call("add", request=held), engine.call("add", request={**held, "adapter": "attention"})
-    engine.call("step", count=3)
-    assert engine.call("scheduler")["held"] == ["attention", "fused"]
-    assert {one.name for one in directory.list() if one.holders} == {"attention", "fused"}
-    engine.call("abort", name=name)
-    assert engine.call("scheduler")["held"] == ["attention"]
-    until(lambda: {one.name for one in directory.list() if one.holders} == {"attention"}, "the aborted one's is free")
-    answers = engine.call("step", count=0)
-    check(answers[other], load.answer(load.paths["attention"], held["prompt"], 50))
-    until(lambda: holders(directory) == 0, "everything is released")
-
-
 def test_an_unknown_name_fails_its_request_and_no_other(load, engine):
     good = Sequence(load.batch[0].prompt, load.batch[0].adapter)
     replies = engine.generate([good, Sequence(prompt(10, 8), "nobody"), good], NEW_TOKENS)
@@ -127,8 +113,7 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
     names = ["fused", "experts", None, "attention"]
     batch = [Sequence(prompt(50 + index, 100 + index), name) for index, name in enumerate(names)]
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 7, "max_model_len": 256}
-    engine = Engine(load.base, server.address, scratch / "engine-small.log", **settings)
-    try:
+    with Engine(load.base, server.address, scratch / "engine-small.log", **settings) as engine:
         requests = [{"prompt": one.prompt, "adapter": one.adapter, "new_tokens": 60} for one in batch]
         names = [engine.call("add", request=request) for request in requests]
         engine.call("step", count=1)
@@ -144,6 +129,4 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
         for name, sequence in zip(names, batch, strict=True):
             path = None if sequence.adapter is None else load.paths[sequence.adapter]
             check(answers[name], load.answer(path, sequence.prompt, 60), sequence.adapter)
-    finally:
-        engine.close()
     until(lambda: holders(directory) == 0, "everything is released")

@@ -47,11 +47,8 @@ def test_tensor_parallel(load, server, scratch):
 
 def test_expert_parallel(load, server, scratch):
     """Attention by columns, experts whole."""
-    engine = Engine(load.base, server.address, scratch / "engine-ep.log", **TP2, enable_expert_parallel=True)
-    try:
+    with Engine(load.base, server.address, scratch / "engine-ep.log", **TP2, enable_expert_parallel=True) as engine:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)
-    finally:
-        engine.close()
 
 
 def test_what_is_not_supported_is_refused_at_start(load, server, scratch):

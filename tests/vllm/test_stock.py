@@ -19,8 +19,7 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
     experts = "type(llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0]"
     experts += ".block_sparse_moe.experts.routed_experts.quant_method.moe_kernel.fused_experts).__name__"
     for name, environment in (("with", {}), ("without", {"VLLM_PLUGINS": ""})):
-        engine = Engine(load.base, None, scratch / f"stock-{name}.log", environment, fresh=True)
-        try:
+        with Engine(load.base, None, scratch / f"stock-{name}.log", environment, fresh=True) as engine:
             replies.append(engine.generate(ROUND, NEW_TOKENS))
             classes.append(engine.call("evaluate", expression=experts))
             schedule = "sys.modules['vllm.v1.core.sched.scheduler'].Scheduler.schedule"
@@ -28,8 +27,6 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
             assert engine.call("evaluate", expression="llm.llm_engine.vllm_config.lora_config is None")
             ours = "[m for m in ('client_connector.remote', 'client_connector.client') if m in sys.modules]"
             assert engine.call("evaluate", expression=ours) == []
-        finally:
-            engine.close()
         assert "LoRA server" not in engine.log.read_text()
     assert replies[0] == replies[1], "bit for bit"
     assert classes[0] == classes[1] != "RemoteCPUExperts"
@@ -38,13 +35,10 @@ def test_without_an_address_it_is_stock_vllm(load, kind, scratch):
 def test_own_loras_of_vllm_work_as_before(scratch):
     """A dense model with vLLM's LoRA, the plugin installed and no address."""
     load = workload("llama", "vllm")
-    engine = Engine(load.base, None, scratch / "stock-lora.log", fresh=True, enable_lora=True, max_lora_rank=8)
-    try:
+    with Engine(load.base, None, scratch / "stock-lora.log", fresh=True, enable_lora=True, max_lora_rank=8) as engine:
         index = load.names.index("attention")
         (reply,) = engine.generate([load.batch[index]], NEW_TOKENS, path=str(load.paths["attention"]))
         assert reply["tokens"] == load.expected[index].tokens
-    finally:
-        engine.close()
 
 
 def test_an_unsupported_vllm_is_refused_at_start():

@@ -43,8 +43,7 @@ def test_one_engine_serves_tenants_apart(load, scratch, tmp_path):
     with running_server(scratch / "tenants.log", flags(load, *more)) as server:
         middleware = ("--middleware", "client_connector.vllm.tenants.Tenants")
         shown = {"LORA_SERVER_TOKEN": tokens["", Role.ENGINE]}
-        api = ApiServer(load.base, server.address, scratch / "api-tenants.log", *middleware, **shown)
-        try:
+        with ApiServer(load.base, server.address, scratch / "api-tenants.log", *middleware, **shown) as api:
             assert api.complete("base", [1, 2], 2)[0] == 401
             for tenant in ("acme", "rival"):
                 publisher = Caller(api, tokens[tenant, Role.PUBLISHER])
@@ -72,5 +71,3 @@ def test_one_engine_serves_tenants_apart(load, scratch, tmp_path):
                 other = "rival" if tenant == "acme" else "acme"
                 code, answer = engine.complete(f"{other}/bot", prompt)
                 assert code == 404 and f"{other}/bot" not in answer["error"]["message"].partition("known")[2]
-        finally:
-            api.close()

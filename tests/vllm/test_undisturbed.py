@@ -60,11 +60,9 @@ def requests(load, server, transport, scratch):
     environment |= {"LORA_SERVER_TEST_ROWS_APART": "1", "PYTHONPATH": str(ROOT)}
     environment |= {"LORA_SERVER_TEST_GPU": "1"} if transport == "gpu" else {}
     dtype = "bfloat16" if transport == "gpu" else "float32"
-    engine = Engine(load.base, server.address, scratch / f"undisturbed-{transport}.log", environment, dtype=dtype)
-    try:
+    log = scratch / f"undisturbed-{transport}.log"
+    with Engine(load.base, server.address, log, environment, dtype=dtype) as engine:
         yield Requests(engine)
-    finally:
-        engine.close()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(requests):
