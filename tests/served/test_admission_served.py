@@ -101,11 +101,10 @@ def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
         session.leave()
 
 
-def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(tmp_path):
+def test_a_pool_for_half_of_the_adapters_loads_the_same_ones_on_every_shard(load, tmp_path):
     """None stays `loading`, none is on a few shards alone, and a shard that dies changes nothing of it."""
-    served = workload("mixtral")
-    with running_server(tmp_path / "log", flags(served, "--layout", "ep2-pp2", "--device-pool", "256KiB")) as server:
-        expected = dict.fromkeys(served.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
+    with running_server(tmp_path / "log", flags(load, "--layout", "ep2-pp2", "--device-pool", "256KiB")) as server:
+        expected = dict.fromkeys(load.paths, "ready") | {"per-expert": "disk"}  # the one after it still fits
         states = lambda: {name: one.state for name, one in serving.listed(server.address).items()}  # noqa: E731
         until(lambda: states() == expected, "all that fit together are there")
         shown = json.loads(cli("adapters", "show", "per-expert", "--server", server.address, "--json").stdout)
@@ -135,6 +134,7 @@ def test_no_request_fails_while_a_shard_is_started_anew(load, server, tmp_path, 
         assert (done.returncode, done.stdout) == (0, f"shard {shard} was started anew\n"), done.stderr
         requests.all_right_again(now())
         assert requests.check().keys() == {"right"}
+    until(lambda: not status(server.address).clients, "its lease ended")
     after = {one.shard: one.pid for one in status(server.address).shards}
     assert {one for one in after if after[one] != before[one]} == {shard}
 
