@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -337,7 +338,7 @@ def test_a_link_may_have_any_descriptor(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         for _ in range(1024):
-            stack.enter_context(open("/dev/null"))
+            stack.enter_context(Path("/dev/null").open())
         stack.enter_context(echo_shard("tcp", tmp_path)).client(1).step()
 
 
