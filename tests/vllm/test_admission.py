@@ -18,20 +18,17 @@ def crowded(load, scratch):
         yield server
 
 
-def add(engine, load, name, new_tokens=NEW_TOKENS):
-    return engine.call("add", request={"prompt": load.batch[0].prompt, "adapter": name, "new_tokens": new_tokens})
-
-
 def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch):
+    prompt = load.batch[0].prompt
     patient = {"LORA_SERVER_TIMEOUT_SECONDS": "10"}  # on a busy machine, too
     with Engine(load.base, crowded.address, scratch / "engine-crowded.log", patient) as engine:
         load.check(engine.answers(load.batch, NEW_TOKENS), 1e-3)  # six adapters, two at a time
         until(lambda: status(crowded.address).active == 0, "all places are back")
 
-        running = [add(engine, load, name, LONG) for name in ("fused", "experts")]
+        running = [engine.add(prompt, name, LONG) for name in ("fused", "experts")]
         engine.call("step", count=3)
-        waiting, aborted = add(engine, load, "attention"), add(engine, load, "qv")
-        behind = add(engine, load, None)
+        waiting, aborted = engine.add(prompt, "attention", NEW_TOKENS), engine.add(prompt, "qv", NEW_TOKENS)
+        behind = engine.add(prompt, None, NEW_TOKENS)
         seen = engine.call("step", count=NEW_TOKENS + 2)
         assert seen[behind]["finish_reason"] == "length", "behind them in the queue, and served"
         assert waiting not in seen and status(crowded.address).queued == 2
@@ -41,12 +38,12 @@ def test_requests_without_a_place_wait_and_hold_up_nobody(load, crowded, scratch
         engine.call("abort", name=running[0])
         seen = engine.call("step", count=0)
         assert len(seen[running[1]]["tokens"]) == LONG and len(seen[waiting]["tokens"]) == NEW_TOKENS
-        (alone,) = engine.generate([Sequence(load.batch[0].prompt, "attention")], NEW_TOKENS)
+        (alone,) = engine.generate([Sequence(prompt, "attention")], NEW_TOKENS)
         assert seen[waiting]["tokens"] == alone["tokens"]
         until(lambda: status(crowded.address).active == 0, "all places are back")
 
-        running = [add(engine, load, name, 500) for name in ("fused", "experts")]
-        waiting = add(engine, load, "attention")
+        running = [engine.add(prompt, name, 500) for name in ("fused", "experts")]
+        waiting = engine.add(prompt, "attention", NEW_TOKENS)
         engine.call("step", count=2)
         kill(crowded)
         ended = engine.call("step", count=0)

@@ -34,8 +34,7 @@ def killable(load, tmp_path):
 
 def start_two(load, engine) -> tuple[str, str]:
     """A request with an adapter and one without, both decoding."""
-    request = {"prompt": load.batch[0].prompt, "new_tokens": LONG}
-    adapted, base = (engine.call("add", request=request | {"adapter": name}) for name in ("fused", None))
+    adapted, base = (engine.add(load.batch[0].prompt, name, LONG) for name in ("fused", None))
     engine.call("step", count=6)
     return adapted, base
 
@@ -52,7 +51,7 @@ def test_policy_error(load, killable, scratch):
     log = scratch / "engine-error.log"
     with Engine(load.base, server.address, log, IMPATIENT, max_num_batched_tokens=160) as engine:
         adapted, base = start_two(load, engine)
-        half = engine.call("add", request={"prompt": text, "adapter": "fused", "new_tokens": NEW_TOKENS})
+        half = engine.add(text, "fused", NEW_TOKENS)
         engine.call("step", count=1)
         kill(server)
         answers = engine.call("step", count=0)

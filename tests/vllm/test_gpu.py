@@ -85,9 +85,7 @@ def test_a_server_that_is_gone_ends_requests_with_the_reason(load, gpu_server, e
     """The last test of this server, which nothing starts again. Base rows of the same batch are served."""
     prompt = load.batch[0].prompt
     (alone,) = engine.generate([Sequence(prompt, None)], LONG)
-    adapted, base = (
-        engine.call("add", request={"prompt": prompt, "adapter": name, "new_tokens": LONG}) for name in ("fused", None)
-    )
+    adapted, base = (engine.add(prompt, name, LONG) for name in ("fused", None))
     engine.call("step", count=6)
     kill(gpu_server)
     answers = engine.call("step", count=0)

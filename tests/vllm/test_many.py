@@ -114,8 +114,7 @@ def test_chunked_prefill_and_preemption_equal_peft(load, server, directory, scra
     batch = [Sequence(prompt(50 + index, 100 + index), name) for index, name in enumerate(names)]
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_gpu_blocks_override": 7, "max_model_len": 256}
     with Engine(load.base, server.address, scratch / "engine-small.log", **settings) as engine:
-        requests = [{"prompt": one.prompt, "adapter": one.adapter, "new_tokens": 60} for one in batch]
-        names = [engine.call("add", request=request) for request in requests]
+        names = [engine.add(one.prompt, one.adapter, 60) for one in batch]
         engine.call("step", count=1)
         said, waiting = engine.call("evaluate", expression=ANNOUNCED)
         assert said == waiting and len(waiting) == 2, "the others with an adapter wait, and are announced in order"

@@ -20,8 +20,7 @@ def test_tensor_parallel(load, server, scratch):
     engine = Engine(load.base, server.address, scratch / "engine-tp2.log", **TP2)
 
     def add_two() -> list[str]:
-        request = {"prompt": load.batch[0].prompt, "new_tokens": LONG}
-        return [engine.call("add", request=request | {"adapter": name}) for name in ("fused", None)]
+        return [engine.add(load.batch[0].prompt, name, LONG) for name in ("fused", None)]
 
     def finish(requests: list[str]) -> list[tuple[list[int], str, str | None]]:
         answers = engine.call("step", count=0)

@@ -46,8 +46,7 @@ class Requests:
         self.engine.call("evaluate", expression=f"({told})[0]")
 
     def add(self) -> list[str]:
-        requests = [{"prompt": one.prompt, "adapter": one.adapter, "new_tokens": NEW_TOKENS} for one in self.batch]
-        return [self.engine.call("add", request=request) for request in requests]
+        return [self.engine.add(one.prompt, one.adapter, NEW_TOKENS) for one in self.batch]
 
     def finish(self, names: list[str]) -> list[dict]:
         answers = self.engine.call("step", count=0)

@@ -57,9 +57,7 @@ def test_a_worker_is_a_pe(load, server, start):
     assert worker.generate(load.batch, NEW_TOKENS) == by_host.generate(load.batch, NEW_TOKENS)
     prompt = load.batch[0].prompt
     pair = [Sequence(prompt, "fused"), Sequence(prompt, None)]
-    adapted, base = (
-        worker.call("add", request={"prompt": prompt, "adapter": one.adapter, "new_tokens": LONG}) for one in pair
-    )
+    adapted, base = (worker.add(prompt, one.adapter, LONG) for one in pair)
     worker.call("step", count=4)
     shard_processes(server.address)[1].kill()
     answers = worker.call("step", count=0)
