@@ -80,8 +80,8 @@ def steps(draw):
         out_map = torch.randint(out_rows, (entries,), generator=generator).to(torch.int32)
     weights = noise(entries) if draw(st.booleans(), label="weights") else None
     maps = {"in_map_N": in_map, "out_map_N": out_map, "weights_N": weights}
-    rows_TK = noise(rows, in_end - in_begin).to(dtype)
-    return Step(rows_TK, segments, entries, out_rows, windows, in_begin, **maps)
+    sizes = {"num_entries": entries, "num_out_rows": out_rows, "windows": windows, "in_begin": in_begin}
+    return Step(rows_TK=noise(rows, in_end - in_begin).to(dtype), segments=segments, **sizes, **maps)
 
 
 @st.composite
@@ -131,5 +131,5 @@ def test_realistic_widths_and_mixed_ranks(dtype, rank):
     for maps in ({}, {"in_map_N": rows}, {"in_map_N": rows, "out_map_N": rows, "weights_N": noise(40).float()}):
         segments = [Segment(gate_up, 0, 17), Segment(stack([]), 17, 2), Segment(small, 19, 1), Segment(up, 20, 20)]
         sizes = {"num_entries": 40, "num_out_rows": 20 if "out_map_N" in maps else 40}
-        windows = ((0, 100), (half, half + 200))
-        check(Step(noise(20 if maps else 40, 512), segments, windows=windows, **sizes, **maps), dtype)
+        sizes |= {"windows": ((0, 100), (half, half + 200))}
+        check(Step(rows_TK=noise(20 if maps else 40, 512), segments=segments, **sizes, **maps), dtype)
