@@ -11,6 +11,7 @@ from client_connector.client import Client
 from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
+from lora_server import errors
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity, Role
 from lora_server.access.store import Store, Tenant
@@ -19,14 +20,6 @@ from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch
-from lora_server.errors import (
-    LeaseError,
-    LimitError,
-    ServerUnavailableError,
-    StepError,
-    UnauthenticatedError,
-    UnknownAdapterError,
-)
 from lora_server.registry.database import FILE, Database
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -67,15 +60,15 @@ def test_a_server_with_tokens_and_certificates(load, tmp_path):
         assert server.process.poll() is None, server.tail()
         try:
             return is_ready(shown(Role.ENGINE))
-        except ServerUnavailableError:
+        except errors.ServerUnavailableError:
             return False
 
     try:
         until(serves, "the server is ready")
         until(lambda: "serving" in server.log.read_text(), "its node sees that")
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(errors.UnauthenticatedError):
             is_ready(Credentials("", None, authority.ca, own, own_key))
-        with pytest.raises(ServerUnavailableError):
+        with pytest.raises(errors.ServerUnavailableError):
             is_ready(Credentials(str(secrets[Role.ENGINE][1])))
         directory = Directory(server.address, shown(Role.PUBLISHER))
         name = directory.list()[0].name
@@ -87,14 +80,15 @@ def test_a_server_with_tokens_and_certificates(load, tmp_path):
         client = Client(RemoteServer(server.address, credentials=shown(Role.ENGINE)), HANG_SECONDS)
         held = client.acquire(["mine", name])
         assert [one.name for one in held] == ["mine", name]
-        with pytest.raises(UnknownAdapterError, match="known: acme/mine"):
+        with pytest.raises(errors.UnknownAdapterError, match="known: acme/mine"):
             client.acquire(["nothing"])
         directory.close()
         operator = Identity("", Role.ADMIN)
         store.revoke_token(secrets[Role.ENGINE][0].id, operator)
-        until(lambda: isinstance(client.lost(), (LeaseError, UnauthenticatedError)) or client.broken, "its lease ended")
+        ended = (errors.LeaseError, errors.UnauthenticatedError)
+        until(lambda: isinstance(client.lost(), ended) or client.broken, "its lease ended")
         client.close()
-        with pytest.raises(UnauthenticatedError):
+        with pytest.raises(errors.UnauthenticatedError):
             is_ready(shown(Role.ENGINE))
     finally:
         database.close()
@@ -107,7 +101,7 @@ def steps_are_encrypted(load, server, shards):
     def right():
         try:
             load.check(generate(load.model, load.batch, NEW_TOKENS))
-        except StepError:  # one that was under way when it died
+        except errors.StepError:  # one that was under way when it died
             return False
         return lora.client.described()["transport"] == "tls"
 
@@ -176,7 +170,7 @@ def test_what_waits_for_a_place_counts_as_in_use(server):
     server.adapters.drain("a test", 0)  # nobody gets a place
     assert server.acquire(one, "qv", ticket=1).position == 1
     assert server.acquire(other, "qv", "attention", ticket=1).position == 2
-    with pytest.raises(LimitError, match="tenant acme: got 3 adapters in use, 2 may be"):
+    with pytest.raises(errors.LimitError, match="tenant acme: got 3 adapters in use, 2 may be"):
         server.acquire(other, "experts", ticket=2)
     assert server.acquire(one, "qv", ticket=1).position == 1, "asked again it is no second one"
     server.adapters.drain("", 0)
@@ -199,7 +193,7 @@ def test_of_many_that_ask_at_once_no_more_are_let_in_than_may_be(server):
         together.wait(SECONDS)
         try:
             server.acquire(proof, kind, ticket=1)
-        except LimitError:
+        except errors.LimitError:
             refused.append(kind)
 
     threads = [threading.Thread(target=ask, args=[kind]) for kind in kinds]
@@ -216,14 +210,14 @@ def test_an_update_and_a_rollback_stay_within_a_tenants_bytes(server):
     assert small.bytes < large.bytes
     server.limit(max_bytes=small.bytes + large.bytes)
     told = set(server.shard.memory.loads)
-    with pytest.raises(LimitError, match="tenant acme: got adapters of"):
+    with pytest.raises(errors.LimitError, match="tenant acme: got adapters of"):
         server.update("law", "experts")
     served = {"acme/law": small.version, "acme/code": large.version}
     assert server.served() == served and set(server.shard.memory.loads) == told, "nothing was loaded for it"
     shrunk = server.update("code", "attention")
     assert shrunk.bytes < large.bytes, "there is room for it though both versions are there for a while"
     server.limit(max_bytes=small.bytes + shrunk.bytes)
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         server.rollback("code")
     assert server.served() == served | {"acme/code": shrunk.version}
 
@@ -235,7 +229,7 @@ def test_a_version_that_is_still_held_counts(server):
     proof = server.join()
     (held,) = server.acquire(proof, "qv").adapters
     server.update("qv", "attention")  # the old one drains
-    with pytest.raises(LimitError):
+    with pytest.raises(errors.LimitError):
         server.update("qv", "fused")
     server.clients.Release(pb.ReleaseRequest(proof=proof, handles=[held.handle]), ENGINE)
     assert server.update("qv", "fused").bytes == bytes_of["fused"]

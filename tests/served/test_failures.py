@@ -12,29 +12,14 @@ import torch
 
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
+from lora_server import errors
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
-from lora_server.errors import (
-    AdapterLoadError,
-    LoraServerError,
-    ServerUnavailableError,
-    ShardUnavailableError,
-    StepError,
-)
 from tests.support import serving
 from tests.support.checking_engine import held
 from tests.support.fleet import Fleet, now
-from tests.support.serving import (
-    HANG_SECONDS,
-    complete,
-    flags,
-    kill_shard,
-    shard_processes,
-    start_engine,
-    status,
-    until,
-)
+from tests.support.serving import HANG_SECONDS, complete, flags, status, until
 from tests.support.workload import NEW_TOKENS, Workload
 
 LEASE_SECONDS = 4  # a silent client's; those that the tests watch are heard each second
@@ -61,7 +46,7 @@ def restarts(server: RunningServer) -> list[int]:
 
 def test_a_killed_client_harms_no_other(load, server):
     before = restarts(server)
-    victims = [start_engine(str(load.base), server.address, "fused", "experts") for _ in range(2)]
+    victims = [serving.start_engine(str(load.base), server.address, "fused", "experts") for _ in range(2)]
     with attach(load.model, server=server.address) as lora, lora.adapters(load.names):
         for victim in victims:
             victim.kill()
@@ -98,7 +83,7 @@ def test_a_killed_shard_is_named_and_restarted(request, load, tmp_path, setup):
         assert {shard.state for shard in status(server.address).shards} == {"up"}
 
 
-def _kill_during_step(load: Workload, pid: int) -> ShardUnavailableError:
+def _kill_during_step(load: Workload, pid: int) -> errors.ShardUnavailableError:
     """Kill a shard between two layers of a forward pass; what the pass raised, which is no time-out."""
     killed = []
 
@@ -109,7 +94,7 @@ def _kill_during_step(load: Workload, pid: int) -> ShardUnavailableError:
 
     handle = load.model.model.layers[1].register_forward_pre_hook(kill)
     try:
-        with pytest.raises(ShardUnavailableError) as caught:
+        with pytest.raises(errors.ShardUnavailableError) as caught:
             generate(load.model, load.batch, NEW_TOKENS)
     finally:
         handle.remove()
@@ -134,10 +119,10 @@ def test_a_stopped_shard_times_out_with_names_and_is_not_ready(load, server):
     ids = torch.tensor([[5, 6, 7]])
     with attach(load.model, server=server.address, timeout_seconds=5) as lora, lora.adapters(["fused"]):
         expected = load.model(ids).logits
-        shard = shard_processes(server.address)[0]
+        shard = serving.shard_processes(server.address)[0]
         shard.suspend()
         try:
-            with pytest.raises(StepError, match=r"shard 0 slot \d+ seq \d+"):
+            with pytest.raises(errors.StepError, match=r"shard 0 slot \d+ seq \d+"):
                 load.model(ids)
             until(lambda: server.get("/readyz") == (503, "shards not up: [0]\n"), "/readyz sees it")
         finally:
@@ -157,12 +142,12 @@ def test_one_deadline_for_all_that_a_block_asks_of_a_stopped_controller(load, se
             began = time.monotonic()
         assert time.monotonic() - began < seconds, "releasing does not wait for it"
         began = time.monotonic()
-        with pytest.raises(ServerUnavailableError, match="no answer within"), lora.adapters(["fused"]):
+        with pytest.raises(errors.ServerUnavailableError, match="no answer within"), lora.adapters(["fused"]):
             pass
         assert time.monotonic() - began < 2 * seconds
-        lora.client.give_up(StepError("a step broke"))
+        lora.client.give_up(errors.StepError("a step broke"))
         began = time.monotonic()
-        with pytest.raises(ServerUnavailableError), lora.adapters(["fused"]):
+        with pytest.raises(errors.ServerUnavailableError), lora.adapters(["fused"]):
             pass
         assert time.monotonic() - began < 2 * seconds, "leaving and joining anew"
         controller.resume()
@@ -177,7 +162,7 @@ def holders(server: RunningServer) -> set[int]:
 
 
 def test_a_silent_client_loses_its_lease_and_what_it_held(load, server):
-    engine = start_engine(str(load.base), server.address, "fused")
+    engine = serving.start_engine(str(load.base), server.address, "fused")
     process = psutil.Process(engine.pid)
     try:
         process.suspend()
@@ -218,18 +203,18 @@ def test_a_session_that_was_left_keeps_nothing_though_errors_refer_to_it(load, s
         load.model(torch.tensor([[5, 6]]))
         before = held()
         for _ in range(5):
-            lora.client.give_up(LoraServerError("as if a step had failed"))
+            lora.client.give_up(errors.LoraServerError("as if a step had failed"))
             try:
                 lora.client.lanes[0].link.region.request(1)[:8].cast("Q")[0] = 1
-                raise LoraServerError("kept")
-            except LoraServerError as error:
+                raise errors.LoraServerError("kept")
+            except errors.LoraServerError as error:
                 kept.append((error, lora.client, lora.client.lanes, lora.client.session))
             load.model(torch.tensor([[5, 6]]))
         now_held = held()
     assert len({id(session) for *_, session in kept}) == 5
     left = kept[0][-1]
     left.release([1]), left.prefetch({1: 0.0})
-    with pytest.raises(ServerUnavailableError, match="was left"):
+    with pytest.raises(errors.ServerUnavailableError, match="was left"):
         left.acquire(["fused"])
     assert now_held["regions"] <= before["regions"] and now_held["descriptors"] <= before["descriptors"] + 3
 
@@ -243,13 +228,13 @@ def test_a_shard_that_restarts_never_mixes_versions(load, tmp_path):
         with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
 
             def use():
-                with contextlib.suppress(StepError, ServerUnavailableError), lora.adapters(["tenant"]):
+                with contextlib.suppress(errors.StepError, errors.ServerUnavailableError), lora.adapters(["tenant"]):
                     load.model(torch.tensor([[5, 6]]))
 
             use()
             shutil.copytree(tmp_path / "newer", tmp_path / "adapters" / "tenant", dirs_exist_ok=True)
-            kill_shard(server, 1)
-            with pytest.raises(AdapterLoadError, match="changed since it was registered"):
+            serving.kill_shard(server, 1)
+            with pytest.raises(errors.AdapterLoadError, match="changed since it was registered"):
                 until(use, "the step says so")
 
 
@@ -257,6 +242,6 @@ def test_sigterm_ends_a_server_while_a_client_waits_for_it(load, tmp_path):
     """A client polls for a server whose second node never comes; SIGTERM still ends it."""
     server = launch(tmp_path / "log", *flags(load, "--layout", "ep1-pp2", "--nodes", "2"))
     until(lambda: server.get("/livez")[0] == 200, "it listens")
-    with pytest.raises(ServerUnavailableError, match=r"shards \[.*1\] of ep1-pp2 are not up"):
+    with pytest.raises(errors.ServerUnavailableError, match=r"shards \[.*1\] of ep1-pp2 are not up"):
         RemoteServer(server.address).join(5)
     assert serving.stop(server) == 0

@@ -20,17 +20,11 @@ from client_connector.serving.holder import Holder
 from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from client_connector.vllm.settings import configured
+from lora_server import errors
 from lora_server.address import Address
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
-from lora_server.errors import (
-    ConfigError,
-    PermissionDeniedError,
-    ServerUnavailableError,
-    StepError,
-    UnknownAdapterError,
-)
 from lora_server.placement import Layout
 from lora_server.ports import DataPorts
 from lora_server.wire.rpc import open_channel
@@ -137,7 +131,7 @@ def test_adapters_come_and_go_while_the_server_serves(load, tmp_path):
                 assert json.loads(removed.stdout) == {"name": "law", "holders": 1}
                 assert serving.generates(load, "fused"), "what a request holds stays until it ends"
             until(lambda: not rows(server), "the weights are gone")
-            with pytest.raises(UnknownAdapterError, match="law"), lora.adapters(["law"]):
+            with pytest.raises(errors.UnknownAdapterError, match="law"), lora.adapters(["law"]):
                 pass
         until(lambda: sum(shard.stats.weight_bytes for shard in status(server.address).shards) == 0, "memory is free")
         for process in [*serving.descendants(server.process.pid), psutil.Process(server.process.pid)]:
@@ -195,7 +189,7 @@ def test_a_bad_adapter_is_refused_and_nothing_else_suffers(load, tmp_path):
         assert 'lora_server_adapters_refused{code="adapter_format"} 2.0' in server.get("/metrics")[1]
         with attach(load.model, server=server.address) as lora:
             assert answers(lora, load, "fused")
-            with pytest.raises(UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
+            with pytest.raises(errors.UnknownAdapterError, match="expected"), lora.adapters(["other-base"]):
                 pass
         assert cli("adapters", "remove", "other-base", *at).returncode == 0
         kill_controller(server)
@@ -222,9 +216,9 @@ def test_a_server_that_ends_leaves_nothing_behind_and_clients_get_typed_errors(l
             server.process.send_signal(number)
             assert server.process.wait(HANG_SECONDS) == (0 if number != signal.SIGKILL else -9)
             serving.all_gone(processes)
-        with pytest.raises((ServerUnavailableError, StepError)), lora.adapters(["fused"]):
+        with pytest.raises((errors.ServerUnavailableError, errors.StepError)), lora.adapters(["fused"]):
             load.model(torch.tensor([[5, 6]]))
-    with pytest.raises(ServerUnavailableError, match="is it running"):
+    with pytest.raises(errors.ServerUnavailableError, match="is it running"):
         RemoteServer(server.address).join(2)
 
 
@@ -256,13 +250,13 @@ def test_a_client_computes_only_with_adapters_that_it_holds_or_borrows(load, ser
             finally:
                 lora._forward.batch = None
 
-        with pytest.raises(PermissionDeniedError, match="which this client does not hold"):
+        with pytest.raises(errors.PermissionDeniedError, match="which this client does not hold"):
             compute()
         lora.client.recover()
         lora.client.session.borrow(scheduler.proof)
         assert not torch.allclose(compute(), experts(x, index, weights))
         scheduler.leave()
-        with pytest.raises(PermissionDeniedError):
+        with pytest.raises(errors.PermissionDeniedError):
             compute()
 
 
@@ -276,9 +270,9 @@ def test_engines_learn_the_servers_wire_and_refuse_another(load, tmp_path):
             assert max(error) > 1e-4, "8 bits were not exact"
             same = sum(ours.tokens[0] == theirs.tokens[0] for ours, theirs in zip(found, load.expected, strict=True))
             assert same >= len(load.names) - 1
-        with pytest.raises(ConfigError, match="server's is e4m3, the engine takes exact"):
+        with pytest.raises(errors.ConfigError, match="server's is e4m3, the engine takes exact"):
             attach(load.model, server=server.address, wire="exact")
-        with pytest.raises(ConfigError, match="transport cuda_ipc: shard 0 computes on cpu, the engine on cpu"):
+        with pytest.raises(errors.ConfigError, match="transport cuda_ipc: shard 0 computes on cpu, the engine on cpu"):
             attach(load.model, server=server.address, transport="cuda_ipc")
 
 
@@ -299,7 +293,7 @@ def test_a_name_is_an_engines_or_an_adapters(load, tmp_path):
 
         holder.close()
         assert cli(*add, server.address).returncode == 0
-        with pytest.raises(ConfigError, match=r"served names .*'base'.*: \['base'\] are adapters of the server"):
+        with pytest.raises(errors.ConfigError, match=r"served names .*'base'.*: \['base'\] are adapters of the server"):
             engine(server.address, "mixtral", "base")
         assert status(server.address).clients == 0, "it left"
         engine(server.address, "mixtral").close()
