@@ -3,6 +3,8 @@ vLLM, eager and compiled, and what it is compared with, bit by bit, is the same 
 
 tests/vllm/test_undisturbed.py has what befalls them."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -31,18 +33,16 @@ def gpu_server(load, kind, scratch):
 @pytest.fixture(scope="module")
 def start(load, kind, gpu_server, scratch):
     """An engine of a transport."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def one(transport: str, enforce_eager: bool = True, **environment: str) -> Engine:
-        environment = {"LORA_SERVER_TIMEOUT_SECONDS": str(HANG_SECONDS)} | environment
-        environment |= {"LORA_SERVER_TRANSPORT": transport, "LORA_SERVER_TEST_GPU": "1", "PYTHONPATH": str(ROOT)}
-        log, settings = scratch / f"engine-{kind}-{transport}-{len(started)}.log", {"enforce_eager": enforce_eager}
-        started.append(Engine(load.base, gpu_server.address, log, environment, dtype="bfloat16", **settings))
-        return started[-1]
+        def one(transport: str, eager: bool = True, **environment: str) -> Engine:
+            environment = {"LORA_SERVER_TIMEOUT_SECONDS": str(HANG_SECONDS)} | environment
+            environment |= {"LORA_SERVER_TRANSPORT": transport, "LORA_SERVER_TEST_GPU": "1", "PYTHONPATH": str(ROOT)}
+            log, settings = scratch / f"engine-{kind}-{transport}-{eager}.log", {"enforce_eager": eager}
+            engine = Engine(load.base, gpu_server.address, log, environment, dtype="bfloat16", **settings)
+            return stack.enter_context(engine)
 
-    yield one
-    for engine in started:
-        engine.close()
+        yield one
 
 
 @pytest.fixture(scope="module")

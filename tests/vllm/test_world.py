@@ -1,6 +1,8 @@
 """Transport `nvshmem`: a vLLM worker as a PE of NVSHMEM's world, whose steps are launches. Heaps and GPUs are this
 CPU's; what it is compared with is the same engine over TCP, on the same shards."""
 
+import contextlib
+
 import pytest
 
 from client_connector.serving.plan import parse_flag
@@ -33,18 +35,15 @@ def server(load, scratch, monkeypatch):
 
 @pytest.fixture
 def start(load, server, scratch):
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def one(transport: str, **settings) -> Engine:
-        environment = {"LORA_SERVER_TIMEOUT_SECONDS": str(PATIENCE), "LORA_SERVER_TRANSPORT": transport}
-        environment |= {"LORA_SERVER_TEST_GPU": "1", "PYTHONPATH": str(ROOT)}
-        log = scratch / f"world-engine-{len(started)}.log"
-        started.append(Engine(load.base, server.address, log, environment, **{"dtype": "bfloat16"} | settings))
-        return started[-1]
+        def one(transport: str, dtype: str = "bfloat16") -> Engine:
+            environment = {"LORA_SERVER_TIMEOUT_SECONDS": str(PATIENCE), "LORA_SERVER_TRANSPORT": transport}
+            environment |= {"LORA_SERVER_TEST_GPU": "1", "PYTHONPATH": str(ROOT)}
+            log = scratch / f"world-engine-{transport}-{dtype}.log"
+            return stack.enter_context(Engine(load.base, server.address, log, environment, dtype=dtype))
 
-    yield one
-    for engine in started:
-        engine.close()
+        yield one
 
 
 def test_a_worker_is_a_pe(load, server, start):
