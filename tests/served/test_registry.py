@@ -23,7 +23,7 @@ from tests.support.killed_controller import STAGES
 from tests.support.postgres import running_postgres
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, cli, command_of, listed, until
-from tests.support.workload import spec_of, workload
+from tests.support.workload import workload
 
 
 @pytest.fixture
@@ -123,7 +123,8 @@ def test_a_failed_updates_warning_ends_with_the_next_update_or_its_adapter(serve
 
 
 def shared(url, directory, **options):
-    return Server(directory, url=url, copies=Copies(directory, spec_of("mixtral")), **options)
+    spec = workload("mixtral").spec
+    return Server(directory, url=url, spec=spec, copies=Copies(directory, spec), **options)
 
 
 def meanings(server):

@@ -28,15 +28,15 @@ def dies(server, monkeypatch, where, method, after):
 class Server:
     """A controller with a ledger, and one shard that lives on when it is killed."""
 
-    def __init__(self, directory, paths=None, url="", timings=DEFAULTS, **settings):
+    def __init__(self, directory, paths=None, url="", timings=DEFAULTS, spec=None, **settings):
         self.directory, self.shard, self.database = directory, None, None
         self.url, self.timings, self.settings = url or f"sqlite:///{directory / FILE}", timings, settings
-        self.paths = paths or workload("mixtral").paths
+        self.paths, self.spec = paths or workload("mixtral").paths, spec or spec_of("mixtral")
         self.start()
 
     def start(self):
         self.database = Database(self.url, self.timings)
-        ledger = Ledger(self.database, spec_of("mixtral").to_json())
+        ledger = Ledger(self.database, self.spec.to_json())
         memory = self.shard.memory if self.shard is not None else None
         self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger, **self.settings)
         self.adapters = self.controller.adapters
