@@ -91,7 +91,6 @@ DEVICE const unsigned char* tile_at(const Block& block, int tile) {
 }
 
 constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
-constexpr unsigned RARELY = 16;  // of looks at what is waited for, whether to give up: each other load makes all later
 
 // All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running; false if one
 // did not come in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the block's.

@@ -198,6 +198,9 @@ def what_has_no_number_waits_for_its_budget(library: ctypes.CDLL) -> None:
     stage.turns(10)
     assert (NoteKind.REFUSED, member.following.link, 1, Refusal.NOT_NUMBERED) in stage.follower.notes
     member.led.seq = 1
+    stage.world.pass_time(10**9)
+    while stage.world.running(stage.leader.grid):  # what it knows of a client it reads anew when it is launched
+        stage.world.run(20)
     stage.world.write(stage.leader.links[member.led.link : member.led.link + 1]["served"], 1)
     stage.do(member.steps(3, handles))
 

@@ -173,7 +173,7 @@ template <class V> inline V through_l1(const V* p, bool constant) {
 template <class V> inline V load(const V* p) { return through_l1(p, false); }
 template <class V> inline V load_constant(const V* p) { return through_l1(p, true); }
 
-template <class V> inline void store(V* p, const V& value) {
+template <class V> inline void store(V* p, const V& value, bool releases = false) {
     check_alignment<V>(p);
     if (!world.modelled) {
         watch_store(p, &value, sizeof(V));
@@ -183,7 +183,7 @@ template <class V> inline void store(V* p, const V& value) {
     static_assert(sizeof(V) <= 16, "one instruction");
     Store s = {reinterpret_cast<unsigned char*>(p), {}, sizeof(V)};
     std::memcpy(s.bytes, &value, sizeof(V));
-    compare(p, sizeof(V), true);
+    compare(p, sizeof(V), true, releases);
     current->stores.push_back(s);
     forget_line(s);
     some_lands();
@@ -234,7 +234,7 @@ inline uint64 load_acquire(const uint64* p) {
 }
 inline void store_release(uint64* p, uint64 value) {
     fence_of_gpu(), released(p);
-    store(p, value);
+    store(p, value, true);
     fence_of_gpu();
 }
 inline uint64 add_directly(uint64* p, uint64 value) {

@@ -3,14 +3,14 @@
 // The model of memory.cuh shows a load that misses what it has not acquired. This one shows what no value does: a store
 // that nothing keeps behind the loads of others, and what is seen in time by luck. A warp has a clock of all warps; a
 // release leaves it at its place, an acquire takes what was left there, where the scopes of both hold both ends. Stores
-// and loads of kernels are compared, without those that are atomic, of hosts, copy engines and network cards. Hosts are
-// taken to know all that was released to the system and all that has ended, and what a host starts or writes knows that
-// too: so an order that is none may be missed, and none that there is.
+// and loads of kernels are compared, without those that are atomic (two releases are to each other), of hosts, copy
+// engines and network cards. Hosts are taken to know all that was released to the system and all that has ended, and
+// what a host starts or writes knows that too: so an order that is none may be missed, and none that there is.
 #pragma once
 #include "idle.cuh"
 
 constexpr int CELL_BYTES = 1, LINE_CELLS = 16, READERS = 4;  // rows of codes end at any byte; a fifth reader of a cell is forgotten
-struct Access { int warp = -1; uint64 at = 0; };
+struct Access { int warp = -1; uint64 at = 0; bool releases = false; };
 struct Cell { Access store, loads[READERS]; };
 struct ShadowLine { Cell cells[LINE_CELLS]; };
 struct Sync { Clock system, of_device[16]; };  // of releases that the system, and that a GPU sees
@@ -66,17 +66,17 @@ inline void report(const void* p, const char* what) {
                   current->block->index, current->index, static_cast<long long>(static_cast<const unsigned char*>(p) - world.shared_begin));
     fail(text);
 }
-inline void compare(const void* p, int size, bool stores) {
+inline void compare(const void* p, int size, bool stores, bool releases = false) {
     if (!world.races) return;
     const Warp& mine = my_clocked_warp();
     const auto before = [&](const Access& a) { return a.warp < 0 || a.at <= mine.clock.of[a.warp]; };
-    const Access now = {mine.number, mine.clock.of[mine.number]};
+    const Access now = {mine.number, mine.clock.of[mine.number], releases};
     const auto begin = reinterpret_cast<uintptr_t>(p) / CELL_BYTES, end = (reinterpret_cast<uintptr_t>(p) + size - 1) / CELL_BYTES;
     ShadowLine* line = nullptr;
     for (uintptr_t at = begin; at <= end; at++) {
         if (!line || at % LINE_CELLS == 0) line = &shadow[at / LINE_CELLS];
         Cell& cell = line->cells[at % LINE_CELLS];
-        if (!before(cell.store)) return report(p, stores ? "a store that nothing keeps behind a store" : "a load that nothing keeps behind a store");
+        if (!before(cell.store) && !(releases && cell.store.releases)) return report(p, stores ? "a store that nothing keeps behind a store" : "a load that nothing keeps behind a store");
         Access* place = nullptr;
         for (Access& load : cell.loads) {
             if (stores && !before(load)) return report(p, "a store that nothing keeps behind a load");
