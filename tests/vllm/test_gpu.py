@@ -17,6 +17,7 @@ from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ROOT, START_SECONDS, Engine
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+IN_ORDER = True  # the last test ends the server
 LONG = 24
 PATIENCE = 20  # seconds of requests for a server that went away
 

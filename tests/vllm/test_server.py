@@ -20,6 +20,7 @@ from tests.support.serving import HANG_SECONDS, flags, kill, status, until
 from tests.support.workload import NEW_TOKENS
 from tests.vllm.engines import ApiServer, serve
 
+IN_ORDER = True  # the last test ends the server
 LONG = 120
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lora_server.control.admission.unasked import Bring, Unasked
 from lora_server.control.members.shards import wait_all
 from lora_server.demo import tiny
 from lora_server.memory.entry import Entry, Source
-from lora_server.memory.eviction import victims
+from lora_server.memory.eviction import IN_USE_SECONDS, victims
 from lora_server.placement import Layout, Placement
 from tests.support.serving import until
 from tests.support.stores import bytes_of, cpu_store, is_complete, load, reads
@@ -187,6 +188,9 @@ def use(store, handle, times=1):
 def test_the_most_valuable_adapter_is_preloaded_and_evicted_first_while_unused(store, tiny_adapters):
     use(store, 1, 60)
     use(store, 2)
+    store.use()  # it has heard of all uses
+    over = store._entries[2].usage.last + IN_USE_SECONDS
+    until(lambda: time.monotonic() > over, "neither is in use: a turn in memory is longer, the longer its load took")
     for handle in (3, 4):
         load(store, handle, tiny_adapters["all"], eager=False).result()
         use(store, handle)

@@ -95,6 +95,7 @@ def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
 # -- saved scrapes
 
 
+@pytest.mark.long
 def test_a_recorded_day_says_when_how_many(tmp_path, plan):
     """A load 30 times as large in one hour asks for more GPUs there; and the table is said in words."""
     file = tmp_path / "day"
