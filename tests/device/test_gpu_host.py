@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from kernels_cuda.cuda import on_device
+from kernels_cuda.heuristics import STAGES
+from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
+from lora_server.daemon import backends
 from lora_server.demo import tiny
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
@@ -62,6 +65,28 @@ def test_a_kernel_that_leaves_is_launched_again(host, steps):
     before, launches = steps.step(), host.kernel.launches
     until(lambda: host.kernel.launches > launches + 1, "it left, twice")
     assert torch.equal(steps.step(), before)
+
+
+@needs_emulator
+def test_a_step_that_sums_more_entries_than_a_warp_lists_is_refused(tmp_path, tiny_adapters):
+    """Their list lies in shared memory, where a longer one would overwrite what other warps compute with."""
+    most = most_combined_entries(STAGES)
+    emulated_gpu.compile_all()
+    host = Host(tmp_path, rows=most + 1)
+    try:
+        steps = host.join(host.load(tiny_adapters["all"]))
+        before = steps.step()
+        assert steps.answer(steps.push(combined=most + 1)) == "protocol"
+        assert torch.equal(steps.step(), before)
+        assert isinstance(steps.answer(steps.push(combined=most)), torch.Tensor)
+        steps.link.close()
+    finally:
+        host.close()
+
+
+def test_a_shard_is_not_given_steps_that_it_cannot_sum():
+    with pytest.raises(ConfigError, match=r"--max-step-rows: got 8193, expected at most 8192"):
+        backends.resident(None, 0, torch.bfloat16, None, None, 8193, None)
 
 
 def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(host, tiny_adapters):

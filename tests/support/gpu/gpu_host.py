@@ -29,17 +29,17 @@ from tests.support.gpu.gpu_steps import Steps
 from tests.support.stores import load
 from tests.support.workload import spec_of
 
-MAX_STEP_ROWS = 16
-
 
 class Host:
     """Serves until `close`."""
 
-    def __init__(self, directory: Path, *, idle_ns=1_000_000_000, pages=4, wire: Wire = "exact", gpu=None) -> None:
+    def __init__(
+        self, directory: Path, *, idle_ns=1_000_000_000, pages=4, wire: Wire = "exact", gpu=None, rows=16
+    ) -> None:
         self.spec, self.gpu, self.wire = spec_of("mixtral"), gpu or EmulatedGpu(), wire
         placement = Placement(self.spec, Layout.parse("ep1-pp1"))
-        region = RegionLayout.for_model(self.spec, 16, 2, wire)
-        self.kernel = ServeKernel(self.gpu, self.spec, torch.bfloat16, region, MAX_STEP_ROWS, idle_ns)
+        region = RegionLayout.for_model(self.spec, rows, 2, wire)
+        self.kernel = ServeKernel(self.gpu, self.spec, torch.bfloat16, region, rows, idle_ns)
         self.port = Port(region)
         self.tier = ResidentTier(placement, 0, torch.bfloat16, PagePool(pages, self.gpu.device), self.kernel)
         self.store = WeightStore(placement, 0, self.tier)

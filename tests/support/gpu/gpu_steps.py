@@ -37,13 +37,19 @@ class Steps:
             0, 0, client, epoch, seq, *where, *counts, self.windows, payload_bytes, int(seconds * 1e6), 0
         )
 
-    def push(self, seconds: float = SECONDS) -> RequestHeader:
+    def push(self, seconds: float = SECONDS, combined: int = 0) -> RequestHeader:
+        """combined: so many entries, all of the first row and for the first token; else an entry per row."""
         self.seq += 1
+        entries, flags = combined or ROWS, (IN_MAP | slot.HAS_OUT_MAP) * bool(combined)
         row_bytes, scales = self.x.shape[1] * slot.ELEMENT_BYTES[self.dtype], slot.num_scales(ROWS, self.dtype)
-        at = slot.request_offsets(1, ROWS, 0, ROWS * row_bytes, scales)
+        at = slot.request_offsets(1, entries, flags, ROWS * row_bytes, scales)
         header, memory = self.header(self.seq, at.end - slot.HEADER_BYTES, seconds), self.link.region.request(self.seq)
+        header = header._replace(flags=flags, num_entries=entries)
         header.pack_into(memory)
-        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, ROWS]
+        np.frombuffer(memory, np.int32, 4, at.segments)[:] = [self.handle, 0, 0, entries]
+        if combined:
+            memory[at.in_map : at.weights] = bytes(at.weights - at.in_map)
+            np.frombuffer(memory, np.float32, entries, at.weights)[:] = 1
         self.link.put_rows(header, self.x, torch.arange(ROWS))
         self.link.push(self.seq, at.end)
         return header
