@@ -15,7 +15,7 @@ import pytest
 from bench.gpu_run import stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
-from lora_server.transport.gpu.needs import prepare_environment
+from lora_server.transport.environment import prepare_environment
 
 PROCESSES = 4
 ALONE = "test_gpu_live.py"  # it asserts how long calls take: beside other processes' kernels they take longer

@@ -28,7 +28,7 @@ from bench.gpu_run.state import ROOT
 from bench.kernels import measure
 from kernels_cuda.residency import SERVE_WARPS, Block, fit
 from lora_server.demo import children
-from lora_server.transport.gpu.needs import ENVIRONMENT, prepare_environment
+from lora_server.transport.environment import ENVIRONMENT, prepare_environment
 
 SOURCE = Path(__file__).with_name("first.cu")
 HOLD_NS, SOON_NS = 300_000_000, 1_000_000

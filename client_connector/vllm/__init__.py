@@ -24,7 +24,7 @@ def register() -> None:
 
     install.watch()
     if os.environ.get("LORA_SERVER_TRANSPORT") in ("gpu", "nvshmem"):
-        from lora_server.transport.gpu.needs import prepare_environment
+        from lora_server.transport.environment import prepare_environment
 
         prepare_environment()
     if os.environ.get(ACTIVE) or os.environ.get("LORA_SERVER_ADDRESS"):

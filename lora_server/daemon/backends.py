@@ -30,10 +30,10 @@ from lora_server.shard.compute import Compute, DeviceCompute, HostCompute, Launc
 from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import DeviceMemory
+from lora_server.transport.environment import prepare_environment
 from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.needs import prepare_environment
 from lora_server.transport.gpu.opened import gpu_of, world_gpu_of
 from lora_server.units import Size
 from lora_server.wire.region import RegionLayout

@@ -13,4 +13,5 @@ cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, 
 device_link    what such a client does, whatever the device
 device_memory  GPU memory that two processes share, host memory that a GPU can use
 virtual_memory memory that is handed over as a descriptor        gpu   steps that no host touches
+environment    what CUDA reads once, for kernels that wait
 """

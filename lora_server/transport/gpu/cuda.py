@@ -24,9 +24,10 @@ from kernels_cuda.residency import SERVE_WARPS
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport import put
 from lora_server.transport.device_memory import Pinned
+from lora_server.transport.environment import prepare_environment
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
-from lora_server.transport.gpu.needs import check, prepare_environment
+from lora_server.transport.gpu.needs import check
 from lora_server.transport.gpu.source import SERVES
 from lora_server.transport.virtual_memory import Exported, Imported, call, driver
 

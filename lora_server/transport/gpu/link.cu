@@ -63,6 +63,14 @@ DEVICE bool is_void(uint64 status, uint64 failed, uint64 seq) {
     return status || (first && seq > first);
 }
 
+// The same for a whole block, of which one thread looks: another link's kernel may write the word meanwhile.
+DEVICE bool is_void(uint64 status, uint64 failed, uint64 seq, int& flag) {
+    if (!failed) return status;
+    if (threadIdx.x == 0) flag = is_void(status, failed, seq);
+    sync_block();
+    return flag;
+}
+
 template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     Client& k = *p.link;
     const int thread = blockIdx.x * THREADS + threadIdx.x, threads = gridDim.x * THREADS;
@@ -72,7 +80,7 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     const uint64 slots = load(&k.request_slots), depth = load(&k.depth), slot_bytes = load(&k.request_bytes), pe = load(&k.pe);
     all_begun();
     if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0) return;
-    if (is_void(status, failed, seq)) {
+    if (is_void(status, failed, seq, m.last)) {
         signal(k, m, 0, 0, seq, true);
         return;
     }

@@ -6,20 +6,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import torch
 
 from lora_server.errors import ConfigError
 
-ENVIRONMENT = {  # what CUDA reads at a process's first call, and never again
-    "CUDA_MODULE_LOADING": "EAGER",  # a kernel that is loaded later waits for one that serves, or waits
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # streams that share a connection wait for each other; by itself CUDA has 8
-}
 NVSHMEM = "nvidia-nvshmem-cu13"
 LEAST_DRIVER = 12040  # as the driver counts: CUDA 12.4
 MODULES = {  # to the cure
@@ -34,20 +28,6 @@ FEATURES = {  # the driver's attribute of a device, to the cure
     # not ..._V1: that is an older API, which drivers have switched off by default
     "CAN_USE_64_BIT_STREAM_MEM_OPS": "update the driver to 535 or later",
 }
-
-
-log = structlog.get_logger()
-
-
-def prepare_environment() -> None:
-    """For kernels that wait, in this process: before its first call of CUDA. What the user set stays, and where it is
-    too late the log says so."""
-    lacking = [name for name in ENVIRONMENT if name not in os.environ]
-    if lacking and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        wanted = " ".join(f"{name}={ENVIRONMENT[name]}" for name in lacking)
-        log.warning("CUDA was in use before; start the process with what it lacks, or calls may wait", lacking=wanted)
-    for name in lacking:
-        os.environ[name] = ENVIRONMENT[name]
 
 
 @dataclass(frozen=True)

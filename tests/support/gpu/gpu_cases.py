@@ -19,7 +19,7 @@ from tests.support.gpu.gpu_lookups import many_segments_are_looked_up_together
 from tests.support.gpu.gpu_schedules import drive, replay
 from tests.support.gpu.gpu_shard import LINKS, Shard, Waiting
 from tests.support.gpu.gpu_weights import BODIES, BODIES_IN_CODES, DEPTH, Body
-from tests.support.gpu.gpu_world import World
+from tests.support.gpu.gpu_world import World, address
 
 SEED = 11
 PATIENCE_NS = 2_000_000_000  # step.cuh
@@ -98,6 +98,32 @@ def a_watchdog_ends_a_wait(library: ctypes.CDLL) -> None:
     client.fill(BODIES[0], scene.handles)
     scene.do(client.launched(BODIES[0]), watchdog())
     assert client.state["status"] == LinkStatus.ABORTED and scene.world.now < BUDGET_NS
+
+
+def a_pass_that_fails_while_a_put_looks_is_sent_whole_or_not_at_all(library: ctypes.CDLL) -> None:
+    """Whenever the word of another link's failure comes; and the next step is served."""
+    found = set()
+    for turns in range(0, 240, 4):
+        scene = Scene(library)
+        (client,), world, body = scene.clients, scene.world, BODIES[0]
+        failed = world.private.new("<u8", 1)
+        client.state["failed"] = address(failed)
+        scene.do(client.step(body, scene.handles))
+        client.fill(body, scene.handles)
+        client.record(2, client.memory(body, scene.handles, 2, BUDGET_NS // 1000))
+        put = client.launch_put(body)
+        world.run(turns)
+        failed[0] = 1
+        scene.do(client.ended(put))
+        sent = int(client.state["pushed"]) == 2
+        assert (slot.signalled_seq(int(client.places.request_signal[0]), client.epoch) == 2) == sent
+        found.add(sent)
+        failed[0], client.seq = 0, 1 + sent
+        if sent:
+            scene.do(client.ended(client.launch("link_wait")))
+            client.look(2, body, scene.handles, scene.shard.ready)
+        scene.do(client.step(body, scene.handles))
+    assert found == {False, True}
 
 
 def a_refused_step_voids_its_pass(library: ctypes.CDLL) -> None:
@@ -374,7 +400,8 @@ def scales_are_those_that_were_checked(library: ctypes.CDLL) -> None:
 NETWORK_CASES = (answers_keep_their_order, a_step_that_a_host_has_written_is_sent)
 CASES = (
     more_clients_than_orders, more_clients_than_lanes, clients_of_one_lane_have_shares_of_their_own, nobody_answers,
-    a_watchdog_ends_a_wait, a_refused_step_voids_its_pass, a_lost_block_ends_the_kernel, a_host_stops_everything,
+    a_watchdog_ends_a_wait, a_pass_that_fails_while_a_put_looks_is_sent_whole_or_not_at_all,
+    a_refused_step_voids_its_pass, a_lost_block_ends_the_kernel, a_host_stops_everything,
     weights_that_come_late_block_nobody_else, a_step_names_what_its_client_holds_alone,
     weights_are_seen_with_the_word_that_says_so, every_check_has_its_refusal, many_segments_are_looked_up_together,
     rows_of_the_other_wire_are_refused,

@@ -36,7 +36,7 @@ MUTANTS = (
         ("put: no fence, and blocks arrive unordered",
          "fence_system();\n        const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_acq_rel",
          "const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_relaxed"),
-        ("put: a step is sent although the pass has failed", "if (is_void(status, failed, seq))", "if (false)"),
+        ("put: a step is sent although the pass has failed", "if (is_void(status, failed, seq, m.last))", "if (false)"),
         ("put: an empty step is sent",
          "(live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0", "false", CI),
         ("put: a block that found its pass void does not arrive",
