@@ -5,8 +5,10 @@ What a compiler makes of every kernel: make gpu-build.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -367,3 +369,14 @@ def test_a_process_compiles_what_it_launches_and_nothing_else(monkeypatch):
     assert fake.compiled[1:] == [build.read_kernel("shrink_float16")]
     with pytest.raises(ValueError, match=r"got torch.float32, expected torch.bfloat16 or torch.float16"):
         kernels.compile(torch.float32)
+
+
+def test_instructions_are_those_of_the_table():
+    """Nothing else here can tell: the emulator has a ptx.cuh and a system.cuh of its own."""
+    found = []
+    for name in ("ptx.cuh", "system.cuh"):
+        text = (build.SOURCE / name).read_text()
+        for statement in re.finditer(r"\basm(?: volatile)?\(.*?\);", text, re.DOTALL):
+            function = re.findall(r"DEVICE [^;=\n]*?(\w+)(?:<\w+>)?\(", text[: statement.start()])[-1]
+            found.append(f"{name} {function}: {' '.join(statement[0].split())}")
+    assert found == Path(__file__).with_name("instructions.txt").read_text().splitlines()

@@ -41,6 +41,8 @@ MUTANTS = (
          "(live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0", "false", CI),
         ("put: a block that found its pass void does not arrive",
          "signal(k, m, 0, 0, seq, true);\n        return;", "return;"),
+        ("put: each thread looks whether the pass is void",
+         "if (!failed) return status;", "return is_void(status, failed, seq);"),
         ("put: a step is sent that a block found void", "is_void ? A_VOID_BLOCK + 1 : 1", "1"),
         ("wait: the answer's epoch is ignored", "LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && ", "", CI),
         ("wait: the signal is read without an acquire", "load_acquire_system", "load_system", CI),
