@@ -1,8 +1,9 @@
-"""Which blocks of threads a multiprocessor of an H100 or H200 holds at the same time.
+"""Whether blocks of threads surely fit together on one multiprocessor of an H100 or H200.
 
 Its registers belong to four partitions, 16,384 each, and a warp takes its own from one of them, rounded up to 256. The
-warps of a block are dealt out over the partitions in turn, so the fullest one decides: that a block's registers fit in
-the sum of what is left does not help it. Rule and numbers: cuda_occupancy.h of CUDA 13.0, compute capability 9.0.
+warps of a block are dealt out over the partitions in turn: free registers in total do not help where one partition is
+full. Numbers: cuda_occupancy.h of CUDA 13.0, compute capability 9.0. The rule is stricter than the header's: it is not
+known at which partition a block begins, so every block is taken to have most of its warps in the same one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import NamedTuple
 LANES = 32
 PARTITIONS = 4
 PARTITION_REGISTERS = 16_384
-REGISTER_UNIT = 256  # of a warp
+REGISTER_UNIT = 256  # in which a warp gets them
 MOST_REGISTERS = 255  # of a thread
 MOST_WARPS, MOST_BLOCKS = 64, 32
 SHARED_BYTES = 228 << 10
-SHARED_OF_SYSTEM = 1 << 10  # of each block
-SERVE_WARPS = 7  # that compute in a kernel that serves, beside the one that polls: beside nine no client's would fit
+RESERVED_SHARED_BYTES = 1 << 10  # by CUDA, of each block
+SERVE_WARPS = (
+    7  # that compute in a kernel that serves; one more polls, and beside nine no client's block would fit
+)
 
 
 class Block(NamedTuple):
@@ -45,11 +48,11 @@ def fit(blocks: Iterable[Block]) -> bool:
     return (
         sum(block.partition_registers for block in blocks) <= PARTITION_REGISTERS
         and sum(block.warps for block in blocks) <= MOST_WARPS
-        and sum(block.shared_bytes + SHARED_OF_SYSTEM for block in blocks) <= SHARED_BYTES
+        and sum(block.shared_bytes + RESERVED_SHARED_BYTES for block in blocks) <= SHARED_BYTES
         and len(blocks) <= MOST_BLOCKS
     )
 
 
 def most_registers(beside: Block, warps: int) -> int:
-    """Of a thread, in a block of so many warps that finds room beside another."""
+    """Most registers of a thread in a block of so many warps that still fits beside another; 0 if none."""
     return max((n for n in range(MOST_REGISTERS + 1) if fit([beside, Block(warps, n)])), default=0)

@@ -1,5 +1,5 @@
 """A pytest plugin, `-p tests.shuffle --shuffle SEED`: files in an order that the seed chooses, and the tests of
-each file, too, unless the file sets `IN_ORDER = True` because its last test ends what the others use."""
+each file, too, unless the file sets `IN_ORDER = True` because its last test stops a server that the others use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clock that a test moves, and a table of timings in which nothing waits for long."""
+"""A clock that a test moves, and timings with short intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_server.timings import Timings
 
 T = TypeVar("T")
 
-# what tests wait for is short; what must happen in time keeps its seconds, for machines that are busy.
+# intervals are short; timeouts keep their seconds, since a test's machine may be busy.
 # conftest.py gives it to every process that a test starts
 FAST = Timings(
     drain_look=0.01,
@@ -24,7 +24,7 @@ FAST = Timings(
     registry_look=0.1,
     resolve_again=0.5,
     watch_poll=0.1,
-    watch_settle=1.0,  # a test that is starved between two renames must not have gone away
+    watch_settle=1.0,  # a busy test's two renames are still one change
     kernel_look=0.02,
     kernel_note=0.01,
     load_retry=0.02,
@@ -39,12 +39,12 @@ _LOOK = 0.002
 
 
 def environment(timings: Timings) -> dict[str, str]:
-    """For a server, or an engine of vLLM, that is to have these."""
+    """Environment that gives these timings to a server, or to an engine of vLLM."""
     return {"LORA_SERVER_TIMINGS": json.dumps(asdict(timings))}
 
 
 class VirtualClock:
-    """Stands still until `advance`, which wakes those whose wait is over. Thread-safe."""
+    """Stands still until `advance`; who waits notices within 2 ms. One thread advances it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self._now, self._began = now, now

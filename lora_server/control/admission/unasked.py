@@ -3,8 +3,8 @@
 A shard alone cannot tell: an adapter takes a different size on each, and each is at another point of its work. So
 shards look at files and report how much each adapter takes; here it is decided which adapters come, one by one:
 
-1. what some shards have and others lost, or never had, by handle;
-2. what was registered, and everything there is when a shard starts anew, in that order.
+1. adapters that some shards have and others lack, in the order of handles;
+2. adapters that were registered, and all of them when a shard starts anew, in the order in which they were offered.
 
 An adapter that fits every shard that lacks it, beside all that is there or on its way, is loaded on these. For one that
 does not fit, nothing is evicted: it is loaded when a request asks. Each is decided once, and not while a request waits
@@ -45,7 +45,7 @@ class Unasked:
         self._freed = False  # memory became free since the last decision
 
     def offer(self, handles: Iterable[int]) -> None:
-        """Decide these, too, unless they are decided already."""
+        """Queue these for a decision; those that are queued already keep their place."""
         self._offered |= dict.fromkeys(handles)
 
     def is_brought(self, handle: int) -> bool:
@@ -82,7 +82,7 @@ class Unasked:
             self._uneven.add(handle)
 
     def answered(self, handle: int, shard: int) -> None:
-        """The shard has loaded it, or does not."""
+        """The shard has loaded it, or refused."""
         shards = self._bringing.get(handle, set())
         shards.discard(shard)
         if not shards:
@@ -109,7 +109,7 @@ class Unasked:
         self._freed = True
 
     def decide(self, may_come: Callable[[int], bool]) -> list[Bring]:
-        """What to load now, where all shards are up. It counts as on its way until it is `answered`."""
+        """Loads to send now; only while all shards are up. Each counts as on its way until it is `answered`."""
         found = list[Bring]()
         if self._asked:
             return found
