@@ -161,7 +161,7 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
 
 
 def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
-    """Clients' kernels for which there is no room beside one that serves, where one process has both."""
+    """Client kernels whose blocks do not fit beside a serving block of the same GPU."""
     kernels = [(job, usage) for job, its in usages.items() for usage in its]
     serving = [(job, usage) for job, usage in kernels if job.name in SERVES]
     clients = [(job, usage) for job, usage in kernels if job.name in CLIENTS]
@@ -170,7 +170,7 @@ def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
         f"{serves.registers}: see kernels_cuda/residency.py"
         for server, serves in serving
         for job, its in clients
-        if job[1:] == server[1:] and not fit([server.block(serves), job.block(its)])
+        if job.gpu == server.gpu and not fit([server.block(serves), job.block(its)])
     ]
 
 
@@ -207,7 +207,8 @@ def main() -> int:
         found = dict(zip(jobs, pool.map(build, jobs), strict=True))
     wrong = [line for _, lines in found.values() for line in lines]
     wrong += crowded({job: kernels for job, (kernels, _) in found.items()})
-    print("\n".join(wrong) or "every kernel is there, is small, and keeps everything in registers")
+    apart = "" if only is None else "; whether they fit beside each other was not looked at"
+    print("\n".join(wrong) or f"every kernel is there, is small, and keeps everything in registers{apart}")
     return 1 if wrong else 0
 
 

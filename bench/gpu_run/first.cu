@@ -1,4 +1,4 @@
-// What the first minute asks of a GPU: who runs beside whom, and when. Times are those of %globaltimer, in ns.
+// Probe kernels of the stage `first`: who runs beside whom, and latencies. Times are those of %globaltimer, in ns.
 typedef unsigned long long word;
 
 __device__ __forceinline__ word now() {
@@ -7,13 +7,13 @@ __device__ __forceinline__ word now() {
     return v;
 }
 
-// Holds some N registers more than it needs, for so long; began[0]: when its first thread began.
+// Spins for `nanoseconds` with about N registers more than it needs. *began: when the last of its blocks began.
 template <int N> __device__ void hold(word* began, const float* from, word nanoseconds) {
     float held[N];
 #pragma unroll
     for (int i = 0; i < N; i++) held[i] = from[i];
     const word start = now();
-    if (blockIdx.x == 0 && threadIdx.x == 0) *began = start;
+    if (threadIdx.x == 0) atomicMax(began, start);
     do {
 #pragma unroll
         for (int i = 0; i < N; i++) asm volatile("" : "+f"(held[i]));
@@ -23,11 +23,13 @@ template <int N> __device__ void hold(word* began, const float* from, word nanos
     for (int i = 0; i < N; i++) sum += held[i];
     if (sum == 12345.0f) *began = 0;  // practically never: the registers must not be optimised away
 }
+// named after the registers that they take together
 extern "C" __global__ void hold_16(word* began, const float* from, word ns) { hold<8>(began, from, ns); }
 extern "C" __global__ void hold_64(word* began, const float* from, word ns) { hold<56>(began, from, ns); }
 extern "C" __global__ void hold_162(word* began, const float* from, word ns) { hold<154>(began, from, ns); }
 
-// Gaps of more than 50 us in which this thread did not run: begin and length of each, at most `most`.
+// Gaps of more than 50 us in which this thread did not run. found: how many, the whole time, then begin and length of
+// each of the first `most`.
 extern "C" __global__ void gaps(word* found, word most, word nanoseconds) {
     const word start = now();
     word last = start, count = 0;
@@ -47,11 +49,12 @@ extern "C" __global__ void chase(const word* at, word steps, word* out) {
     out[0] = now() - start, out[1] = v;
 }
 
-// A fence for all of the system behind a store to each of `lines` lines.
+// A fence for the whole system after the block stored to `count` lines; as its first thread sees it.
 extern "C" __global__ void fences(word* lines, word count, word rounds, word* out) {
     word spent = 0;
     for (word round = 0; round < rounds; round++) {
         for (word i = threadIdx.x; i < count; i += blockDim.x) lines[16 * i] = round;
+        __syncthreads();
         const word start = now();
         asm volatile("fence.acq_rel.sys;" ::: "memory");
         spent += now() - start;

@@ -1,8 +1,8 @@
 """Stage `first`: a GPU's first minute. A line for each question whose answer decides what the later stages are worth.
 
 versions     driver, CUDA, torch, CuPy, MPS
-registers    of the kernels that serve, put, wait and add, as they were loaded, and who finds no room beside whom
-beside       which blocks begin within a millisecond beside a stand-in of the kernel that serves
+registers    of the kernels that serve, put, wait and add, as they were loaded; which do not fit beside one that serves
+beside       which kernels begin while a stand-in of the kernel that serves runs, and how long after it
 streams      on how many of 64 streams a write waits while a kernel runs on another, with 8 and with 32 connections
 slices       how long two processes that share the GPU run in turn
 latencies    loads, fences, and a barrier of all blocks
@@ -19,9 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_build import SERVE_SHARED_BYTES
 from bench.gpu_run import headline, probe, stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
@@ -31,7 +33,7 @@ from lora_server.demo import children
 from lora_server.transport.environment import ENVIRONMENT, prepare_environment
 
 SOURCE = Path(__file__).with_name("first.cu")
-HOLD_NS, SOON_NS = 300_000_000, 1_000_000
+HOLD_NS = 300_000_000
 HOLDERS = {"hold_16": 16, "hold_64": 64, "hold_162": 162}
 BESIDE = {  # kernel, blocks, threads: like a put, a wait of eight warps, a wait of one, and torch's fill
     "put": ("hold_64", 16, 256),
@@ -41,11 +43,12 @@ BESIDE = {  # kernel, blocks, threads: like a put, a wait of eight warps, a wait
 }
 STREAMS, WRITE_SECONDS = 64, 0.02
 SPIN_NS, MOST_GAPS = 400_000_000, 4000
+CHAIN_BYTES, LINE_BYTES, CHAIN_STEPS = 1 << 30, 4096, 2000
 CHILD_SECONDS = 25.0
 
 
 class Kernels:
-    """Those of first.cu."""
+    """The probe kernels of first.cu."""
 
     def __init__(self) -> None:
         import cupy
@@ -55,25 +58,28 @@ class Kernels:
         self.words = cupy.zeros(2 + 2 * MOST_GAPS, cupy.uint64)
         self.floats = cupy.zeros(256, cupy.float32)
 
-    def launch(self, name: str, blocks: int, threads: int, *values: object, stream: Any = None) -> None:
+    def launch(
+        self, name: str, blocks: int, threads: int, *values: int, stream: Any = None, shared_bytes: int = 0
+    ) -> None:
         """On a stream, by default the current one."""
-        numbers = tuple(self.cupy.uint64(value) if isinstance(value, int) else value for value in values)
+        function, numbers = self.module.get_function(name), tuple(self.cupy.uint64(value) for value in values)
+        if shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
         with stream or self.cupy.cuda.get_current_stream():
-            self.module.get_function(name)((blocks,), (threads,), numbers)
+            function((blocks,), (threads,), numbers, shared_mem=shared_bytes)
 
     def new_stream(self) -> Any:
         return self.cupy.cuda.Stream(non_blocking=True)
 
-    def hold_everywhere(self, stream: Any) -> int:
-        """A stand-in of the kernel that serves, on every multiprocessor; where it says when it began."""
-        began = int(self.words.data.ptr)
-        threads = 32 * (SERVE_WARPS + 1)
-        self.launch("hold_162", self.multiprocessors, threads, began, self.floats.data.ptr, HOLD_NS, stream=stream)
-        return began
+    def hold_everywhere(self, stream: Any) -> None:
+        """A stand-in of the kernel that serves, on every multiprocessor; words[0]: when its last block began."""
+        values = (int(self.words.data.ptr), int(self.floats.data.ptr), HOLD_NS)
+        threads, shared = 32 * (SERVE_WARPS + 1), SERVE_SHARED_BYTES
+        self.launch("hold_162", self.multiprocessors, threads, *values, stream=stream, shared_bytes=shared)
 
 
 def registers() -> dict[str, Any]:
-    """Of each kernel as it was loaded; which of a client's do not fit beside which that serves."""
+    """Of each kernel as it was loaded; which client kernels do not fit beside which serving kernel."""
     import torch
 
     from lora_server.transport.gpu.cuda import ONE_WARP, CudaGpu
@@ -81,10 +87,8 @@ def registers() -> dict[str, Any]:
 
     gpu = CudaGpu(torch.device("cuda", 0))
     of: dict[str, int] = {}
-    for source in ("serve.cu", "link.cu", "put.cu"):
-        gpu.compile(source)
     for kernel, source in gpu.kernels.items():
-        if source in ("serve.cu", "link.cu", "put.cu"):
+        if source in (*SERVES, "link.cu", "put.cu"):
             of[kernel] = int(gpu._function(kernel).num_regs)
     shared = {source: gpu._shared_bytes(source) for source in set(gpu.kernels.values())}
 
@@ -99,19 +103,22 @@ def registers() -> dict[str, Any]:
 
 
 def beside() -> dict[str, Any]:
-    """Microseconds until each begins beside the stand-in; where it does not, it begins behind its end."""
+    """Microseconds after the stand-in's last block until the last block of each begins; if it cannot run beside it, it
+    starts after it ends."""
     kernels, found = Kernels(), dict[str, Any]()
     large, small = kernels.new_stream(), kernels.new_stream()
     for name, (kernel, blocks, threads) in BESIDE.items():
         own = kernels.words.data.ptr + 8
         for _ in range(2):  # the first loads the kernels
-            kernels.hold_everywhere(large)
-            kernels.launch(kernel, blocks, threads, own, kernels.floats.data.ptr, 1000, stream=small)
+            kernels.words[:2] = 0
             kernels.cupy.cuda.Device(0).synchronize()
-        stand_in, its = kernels.words[:2].get().tolist()
-        found[name] = {"us": round((its - stand_in) / 1e3, 1), "beside": its - stand_in < HOLD_NS - SOON_NS}
-    for holder, nearly in HOLDERS.items():
-        found[holder] = {"registers": int(kernels.module.get_function(holder).num_regs), "of": nearly}
+            kernels.hold_everywhere(large)
+            kernels.launch(kernel, blocks, threads, own, int(kernels.floats.data.ptr), 1000, stream=small)
+            kernels.cupy.cuda.Device(0).synchronize()
+        stand_in, its = (int(word) for word in kernels.words[:2].get())
+        found[name] = {"us": round((its - stand_in) / 1e3, 1), "beside": its - stand_in < HOLD_NS}
+    for holder, target in HOLDERS.items():
+        found[holder] = {"registers": int(kernels.module.get_function(holder).num_regs), "target": target}
     return found
 
 
@@ -121,28 +128,33 @@ def stalled_streams() -> int:
 
     kernels = Kernels()
     streams, busy = [kernels.new_stream() for _ in range(STREAMS)], kernels.new_stream()
-    kernels.hold_everywhere(busy)
+    kernels.hold_everywhere(busy)  # loads it
     busy.synchronize()
     kernels.hold_everywhere(busy)
-    stalled = 0
+    began, stalled = time.monotonic(), 0
     for stream in streams:
-        driver.cuStreamWriteValue64(stream.ptr, kernels.words.data.ptr + 64, 1, 0)
+        probe.checked(driver.cuStreamWriteValue64(stream.ptr, int(kernels.words.data.ptr) + 64, 1, 0))
         deadline = time.monotonic() + WRITE_SECONDS
         while not stream.done and time.monotonic() < deadline:
             pass
         stalled += not stream.done
-        if busy.done:  # the rest would find the GPU idle
+        if time.monotonic() - began > HOLD_NS / 2e9:  # no write may find the GPU idle
+            busy.synchronize()
             kernels.hold_everywhere(busy)
+            began = time.monotonic()
     return stalled
 
 
 def gaps() -> dict[str, Any]:
     """Of one process that spins on the GPU: how long others ran in between, and it itself."""
     kernels = Kernels()
-    for _ in range(2):
+    for nanoseconds in (1000, SPIN_NS):  # the first loads it
         kernels.words.fill(0)
-        kernels.launch("gaps", 1, 1, kernels.words.data.ptr, MOST_GAPS, SPIN_NS)
+        kernels.launch("gaps", 1, 1, int(kernels.words.data.ptr), MOST_GAPS, nanoseconds)
         kernels.cupy.cuda.Device(0).synchronize()
+        if nanoseconds != SPIN_NS:
+            print("ready", flush=True)
+            sys.stdin.readline()  # until the other one is, too
     words = kernels.words.get().tolist()
     count = words[0]
     begins, lengths = words[2 : 2 + 2 * count : 2], words[3 : 3 + 2 * count : 2]
@@ -158,13 +170,16 @@ ALONE: dict[str, Callable[[], Any]] = {"streams": stalled_streams, "gaps": gaps}
 
 
 def _start(question: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that answers it, once a line came on its stdin if it says that it is ready."""
     command = [sys.executable, "-m", "bench.gpu_run.first", "--record", os.devnull, "--alone", question]
-    return children.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment})
+    return children.start(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **environment}
+    )
 
 
 def _answer(process: subprocess.Popen[str]) -> Any:
     try:
-        said, _ = process.communicate(timeout=CHILD_SECONDS)
+        said, _ = process.communicate("\n", timeout=CHILD_SECONDS)
     finally:
         children.stop(process, 1.0)
     return json.loads(said.strip().splitlines()[-1])
@@ -180,35 +195,48 @@ def streams() -> dict[str, int]:
 
 def slices() -> list[Any]:
     """What each of two processes finds that spin beside each other."""
-    return [_answer(process) for process in [_start("gaps"), _start("gaps")]]
+    both = [_start("gaps"), _start("gaps")]
+    try:
+        for process in both:
+            assert process.stdout is not None
+            process.stdout.readline()
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(_answer, both))
+    finally:
+        for process in both:
+            children.stop(process, 1.0)
 
 
 def latencies() -> dict[str, Any]:
     """Nanoseconds; `probe` has the single instructions."""
     kernels = Kernels()
-    cupy, out = kernels.cupy, kernels.words.data.ptr
+    cupy, out = kernels.cupy, int(kernels.words.data.ptr)
 
-    def took(kernel: str, blocks: int, threads: int, *values: object, each: int) -> float:
-        for _ in range(2):
-            kernels.launch(kernel, blocks, threads, *values)
+    def took(kernel: str, threads: int, *values: int, each: int) -> float:
+        kernels.launch(kernel, 1, threads, *values)
         cupy.cuda.Device(0).synchronize()
         return round(int(kernels.words[0].get()) / each, 1)
 
     found = {}
-    for name, nbytes in (("load_from_l2", 1 << 20), ("load_from_memory", 1 << 30)):
-        stride, steps = 4096 // 8, min(2000, nbytes // 4096)
-        chain = cupy.zeros(nbytes // 8, cupy.uint64)
-        places = cupy.random.permutation(nbytes // 4096)[:steps] * stride
-        chain[0] = places[0]
-        chain[places[:-1]] = places[1:]
-        found[f"{name}_ns"] = took("chase", 1, 1, chain.data.ptr, steps - 1, out, each=steps - 1)
+    chain = cupy.zeros(CHAIN_BYTES // 8, cupy.uint64)
+    places = (1 + cupy.random.permutation(CHAIN_BYTES // LINE_BYTES - 1)[:CHAIN_STEPS]) * (LINE_BYTES // 8)
+    chain[0] = places[0]
+    chain[places[:-1]] = places[1:]
+    for name in ("load_from_memory_ns", "load_from_l2_ns"):  # the second finds what the first brought
+        flushed = cupy.zeros(CHAIN_BYTES // 8, cupy.uint64).sum() if "memory" in name else None
+        cupy.cuda.Device(0).synchronize()
+        found[name] = took("chase", 1, int(chain.data.ptr), CHAIN_STEPS, out, each=CHAIN_STEPS)
+        del flushed
     lines = cupy.zeros(1 << 16, cupy.uint64)
     for count in (0, 128, 2048):
-        found[f"fence_behind_{count}_stores_ns"] = took("fences", 1, 128, lines.data.ptr, count, 100, out, each=100)
+        for _ in range(2):  # the first loads it
+            found[f"fence_after_{count}_stores_ns"] = took(
+                "fences", 128, int(lines.data.ptr), count, 100, out, each=100
+            )
     arrivals = cupy.zeros(1, cupy.uint64)
     for _ in range(2):
         arrivals.fill(0)
-        kernels.launch("barriers", kernels.multiprocessors, 1, arrivals.data.ptr, 100, out)
+        kernels.launch("barriers", kernels.multiprocessors, 1, int(arrivals.data.ptr), 100, out)
     found["barrier_of_all_blocks_ns"] = round(int(kernels.words[0].get()) / 100, 1)
     return found
 
@@ -237,7 +265,7 @@ def headline_cell(record: Record) -> dict[str, Any]:
 
 
 def check(*_: object) -> None:
-    """That what is launched is there. Raises ValueError."""
+    """Check that first.cu defines every kernel that is launched here. Raises ValueError."""
     text = SOURCE.read_text()
     launched = {*HOLDERS, *(kernel for kernel, *_ in BESIDE.values()), "gaps", "chase", "fences", "barriers"}
     for kernel in launched:
@@ -246,7 +274,7 @@ def check(*_: object) -> None:
 
 
 def work(record: Record, arguments: argparse.Namespace) -> bool:
-    """A line each, printed as it comes; whether the headline cell is right, and every client's kernel finds room."""
+    """A line each, as it comes; whether all were answered, the headline cell is right, and every kernel fits."""
     if arguments.alone:
         print(json.dumps(ALONE[arguments.alone]()))
         return True
@@ -260,8 +288,9 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         found[name] = probe.attempt(question)
         record.add("first", question=name, answer=found[name], seconds=round(time.monotonic() - began, 1))
         print(f"{name}: {json.dumps(found[name])}", flush=True)
-    right = isinstance(found["headline"], dict) and found["headline"]["right"]
-    return right and isinstance(found["registers"], dict) and not found["registers"]["no_room"]
+    if any(isinstance(answer, str) for answer in found.values()):
+        return False
+    return found["headline"]["right"] and not found["registers"]["no_room"]
 
 
 if __name__ == "__main__":
