@@ -4,7 +4,7 @@
 
 constexpr int SLAB = 128;  // columns that a warp sums at a time
 constexpr int EACH = 16;   // entries that a lane looks at at a time
-constexpr unsigned MOST_COMBINED = STAGES * TILE_BYTES / sizeof(unsigned short);  // entries of a step; see `list`
+enum : unsigned { MOST_COMBINED = STAGES * TILE_BYTES / sizeof(unsigned short) };  // entries of a step; see `list`
 
 // A warp's shares of (output row, slab of columns). The list of a row's entries lies where its tiles were.
 struct Combine {

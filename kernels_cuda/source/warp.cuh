@@ -4,7 +4,7 @@
 
 constexpr int LANES = 32;
 constexpr int THREADS = WARPS * LANES;
-constexpr unsigned RARELY = 16;  // of looks at what is waited for, whether to give up: each other load makes all later
+enum : unsigned { RARELY = 16 };  // of looks at what is waited for, whether to give up: each other load makes all later
 
 // The sum of a warp's values up to this lane's own; all lanes call it.
 DEVICE int sum_through(int value, int lane) {
