@@ -19,9 +19,7 @@ MOST_REGISTERS = 255  # of a thread
 MOST_WARPS, MOST_BLOCKS = 64, 32
 SHARED_BYTES = 228 << 10
 RESERVED_SHARED_BYTES = 1 << 10  # by CUDA, of each block
-SERVE_WARPS = (
-    7  # that compute in a kernel that serves; one more polls, and beside nine no client's block would fit
-)
+SERVE_WARPS = 7  # that compute in a kernel that serves; one more polls, and beside nine no client's block would fit
 
 
 class Block(NamedTuple):
