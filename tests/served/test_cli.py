@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -63,9 +64,11 @@ BAD_STARTS = {
 
 
 @pytest.mark.parametrize("case", BAD_STARTS)
-def test_what_cannot_be_had_is_one_line_and_no_traceback(case):
-    flags, words = BAD_STARTS[case]
-    done = cli("serve", "--base-model", str(workload("llama").base), "--http", "127.0.0.1:0", *flags)
+def test_what_cannot_be_had_is_one_line_and_no_traceback(case, monkeypatch):
+    (flags, words), base = BAD_STARTS[case], workload("llama").base
+    with tempfile.TemporaryDirectory(prefix="lora-") as own:  # where no other test's killed server left anything
+        monkeypatch.setenv("TMPDIR", own)
+        done = cli("serve", "--base-model", str(base), "--http", "127.0.0.1:0", *flags)
     assert (done.returncode, done.stderr.startswith(f"error: {words}")) == (2, True), done.stderr
     assert (done.stderr.count("\n"), "expected" in done.stderr) == (1, True)
 
