@@ -13,11 +13,9 @@ from bench import memory_soak
 from lora_server.demo import children
 from tests.support.sources import ROOT
 
-QUICK = {
+BENCHES = {
     "kernels": ["--balance", "--models", "dbrx", "--tokens", "64", "--json"],
     "kernels_cpu": ["--tokens", "2", "--rounds", "1", "--dtypes", "float32", "--json"],
-}
-LONG = {
     "many_adapters": ["--adapters", "2", "--json"],
     "provision_holds": ["--quick"],
     "segments": ["--rounds", "1", "--json"],
@@ -30,9 +28,10 @@ NOT_HERE = {"alora", "paper_figures"}  # it needs vLLM; a script
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", BENCHES)
 def test_a_bench_ends_well_and_says_what_it_found(name, tmp_path):
-    arguments = (QUICK | LONG)[name]
+    arguments = BENCHES[name]
     done = subprocess.run(
         children.own([sys.executable, "-m", f"bench.{name}", *arguments]),
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=850,
