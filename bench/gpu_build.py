@@ -21,7 +21,7 @@ from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
 from kernels_cuda.residency import SERVE_WARPS, Block, fit
 from lora_server.transport.gpu import nvshmem_build
 from lora_server.transport.gpu.nvshmem_build import STATE, BuildError
-from lora_server.transport.gpu.source import FILES, SERVES
+from lora_server.transport.gpu.source import FILES, ONE_WARP, SERVES
 
 
 class Gpu(NamedTuple):
@@ -64,7 +64,6 @@ OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", RO
 REGISTERS = 65536  # of a multiprocessor
 SERVE_SHARED_BYTES = 178_816  # of a block that serves; a test compares it with heuristics.choose
 CLIENTS = {"link.cu": 256, "put.cu": 0}  # their blocks, of so much shared memory, find room beside one that serves
-ONE_WARP = ("link_wait",)
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
 CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
 AT_ONCE = 2

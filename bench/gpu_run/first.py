@@ -82,8 +82,8 @@ def registers() -> dict[str, Any]:
     """Of each kernel as it was loaded; which client kernels do not fit beside which serving kernel."""
     import torch
 
-    from lora_server.transport.gpu.cuda import ONE_WARP, CudaGpu
-    from lora_server.transport.gpu.source import SERVES
+    from lora_server.transport.gpu.cuda import CudaGpu
+    from lora_server.transport.gpu.source import ONE_WARP, SERVES
 
     gpu = CudaGpu(torch.device("cuda", 0))
     of: dict[str, int] = {}
@@ -98,8 +98,9 @@ def registers() -> dict[str, Any]:
         return Block(warps, of[kernel], shared[source])
 
     serving = [kernel for kernel in of if gpu.kernels[kernel] in SERVES]
-    crowded = [f"{one} beside {other}" for other in serving for one in of if not fit([block(other), block(one)])]
-    return {**of, "no_room": [pair for pair in crowded if pair.split(" beside ")[0] not in serving]}
+    clients = [kernel for kernel in of if kernel not in serving]
+    crowded = [f"{one} beside {other}" for other in serving for one in clients if not fit([block(other), block(one)])]
+    return {**of, "no_room": crowded}
 
 
 def beside() -> dict[str, Any]:

@@ -110,12 +110,15 @@ def _whole(nbytes: int, device: torch.device) -> int:
 
 
 def zero(memory: torch.Tensor) -> None:
-    """What a GPU's memory held before was another's. By copies: a kernel might find no room beside one that serves."""
-    zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8, pin_memory=True)
+    """What a GPU's memory held before was another's.
+
+    By copies: a kernel might find no room beside one that serves. Not from pinned memory: pinning may wait for its end.
+    """
+    zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8)
     stream = torch.cuda.Stream(memory.device)
     with torch.cuda.stream(stream):
         for part in memory.split(ZEROS_BYTES):
-            part.copy_(zeros[: len(part)], non_blocking=True)
+            part.copy_(zeros[: len(part)])
     stream.synchronize()
 
 

@@ -28,7 +28,7 @@ from lora_server.transport.environment import prepare_environment
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
 from lora_server.transport.gpu.needs import check
-from lora_server.transport.gpu.source import SERVES
+from lora_server.transport.gpu.source import ONE_WARP, SERVES
 from lora_server.transport.virtual_memory import Exported, Imported, call, driver
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
@@ -36,7 +36,6 @@ PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 LINK = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
 ONE_BLOCK = ("route", "link_wait", "link_send")
-ONE_WARP = ("link_wait",)  # it waits where a kernel that serves may have to start
 SERVE_OWN_BYTES = 4096  # of shared memory, at most, beside what the compute takes
 
 
