@@ -32,23 +32,21 @@ import time
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from bench import admission_cells as cells
+from bench import harness
 from bench.admission_client import Call, Job, Seen
 from bench.admission_report import BAR, draw, table
-from bench.memory_soak import status
-from client_connector.directory import Directory
 from client_connector.remote import RemoteServer
-from lora_server.demo import children, tiny
-from lora_server.demo.launch import RunningServer, running_server
+from lora_server.demo import children
+from lora_server.demo.launch import RunningServer
 from provisioning.iar.admissibility import Model, immediate_admissibility
 from provisioning.simulation.measure import Estimate
 from provisioning.workload.requests import Requests
@@ -60,56 +58,35 @@ LOOK_SECONDS, PIPE_COLUMNS = 30.0, 140
 
 def make(work: Path, adapters: int) -> None:
     """A tiny model, and adapters that are links to one."""
-    model = tiny.make_model("mixtral", num_hidden_layers=1)
-    tiny.save_model(model, work / "base")
-    tiny.make_adapter(model, work / "content", lora_rank=2, seed=0, targets="attention")
-    (work / "adapters").mkdir()
+    harness.make(work, "mixtral", {"content": {"lora_rank": 2, "targets": "attention"}}, num_hidden_layers=1)
+    content = (work / "adapters" / "content").rename(work / "content")
     for index in range(adapters):
-        (work / "adapters" / name_of(index)).symlink_to(work / "content")
+        (work / "adapters" / name_of(index)).symlink_to(content)
 
 
 def name_of(adapter: int) -> str:
-    """Of the server's adapter."""
     return f"tenant-{adapter}"
 
 
 @contextmanager
 def serving(work: Path, *flags: str) -> Iterator[RunningServer]:
     """A server whose shard has looked at every adapter."""
-    given = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *flags]
-    with running_server(work / "log", given) as server:
-        directory, session = Directory(server.address), RemoteServer(server.address, links=False).join()
-        for one in directory.list():
+    with harness.serving(work, *flags) as server:
+        session = RemoteServer(server.address, links=False).join()
+        for one in harness.listed(server.address):
             (held,) = session.acquire([one.name], time.monotonic() + LOOK_SECONDS)
             session.release([held.handle])
-        directory.close()
         session.leave()
         yield server
 
 
 def adapter_bytes(work: Path) -> int:
-    """Of one, in a shard's pool."""
     with serving(work) as server:
-        _until(lambda: all(one.state == "ready" for one in _listed(server)), "all adapters are loaded")
+        listed = partial(harness.listed, server.address)
+        harness.until(lambda: all(one.state == "ready" for one in listed()), "all adapters are loaded")
         time.sleep(1.5)  # the shard's next report
-        (shard,) = status(server.address).shards
-        return math.ceil(shard.stats.weight_bytes / len(_listed(server)))
-
-
-def _listed(server: RunningServer) -> list[Any]:
-    directory = Directory(server.address)
-    try:
-        return directory.list()
-    finally:
-        directory.close()
-
-
-def _until(condition: Any, what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.05)
+        (shard,) = harness.status(server.address).shards
+        return math.ceil(shard.stats.weight_bytes / len(listed()))
 
 
 def admissions(server: RunningServer) -> tuple[int, int]:
@@ -124,7 +101,7 @@ def admissions(server: RunningServer) -> tuple[int, int]:
 
 def drive(server: RunningServer, requests: Requests, work: Path, clients: int) -> tuple[list[Seen], tuple[int, int]]:
     """All calls by live clients, in the order of the calls; and the server's count of them, as in `admissions`."""
-    _until(lambda: not (now := status(server.address)).clients and not now.active, "nobody holds anything")
+    harness.until(lambda: not (now := harness.status(server.address)).clients and not now.active, "no holder is left")
     before = admissions(server)
     rows = zip(requests.arrival_s.tolist(), requests.adapter, requests.output_tokens, strict=True)
     every = [Call(i, at, name_of(one), float(t) * cells.TICK_SECONDS) for i, (at, one, t) in enumerate(rows)]
@@ -160,7 +137,6 @@ def _hear(running: Sequence[subprocess.Popen[str]], word: str) -> None:
 def measure(
     server: RunningServer, workload: Workload, slots: int, scale: cells.Scale, work: Path, clients: int, seed: int = 0
 ) -> dict[str, Any]:
-    """One cell."""
     requests = cells.calls(workload, scale, scale.num_calls, seed)
     seen, counted = drive(server, requests, work, clients)
     errors = [one.error for one in seen if one.error]
@@ -220,7 +196,6 @@ def _plain(estimate: Estimate) -> dict[str, float]:
 
 
 def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All cells, a server per pool size."""
     scale = cells.Scale(load=options.load, hold_seconds=options.hold, seconds=options.seconds)
     found = cells.workloads(options.traces, options.adapters)
     chosen = {name: found[name] for name in options.workloads or found}
@@ -234,39 +209,25 @@ def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
             pools += [(f"{m}, bytes", m, ["--device-pool", str(m * nbytes)]) for m in options.bytes_pools]
         for pool, slots, flags in pools:
             with serving(work, *flags) as server:
-                for name, workload in track(chosen.items(), f"pool {pool}", console=Console(stderr=True)):
+                for name, workload in harness.progress(chosen.items(), f"pool {pool}"):
                     row = measure(server, workload, slots, scale, work, options.clients, options.seed)
                     rows.append({"workload": name, "pool": pool} | row)
     return rows
 
 
 def main() -> None:
-    """Entry point; exits with 1 where the clients and the server count differently."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
-    parser.add_argument("--workloads", nargs="*")
-    parser.add_argument("--pools", type=int, nargs="*", default=[10, 12, 14, 16])
-    parser.add_argument("--bytes-pools", type=int, nargs="*", default=[])
-    parser.add_argument("--adapters", type=int, default=64)
-    parser.add_argument("--load", type=float, default=24.0)
-    parser.add_argument("--hold", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=40.0)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    """Exits with 1 where the clients and the server count differently."""
+    given = harness.flags(
+        __doc__, out=Path, plot=Path, traces=Path("shared/traces"), workloads=[str], pools=[10, 12, 14, 16],
+        bytes_pools=[int], adapters=64, load=24.0, hold=1.0, seconds=40.0, clients=4, seed=0,
+    )  # fmt: skip
     torch.set_grad_enabled(False)
-    rows = sweep(options)
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=2))
-    if options.plot is not None:
-        draw(rows, options.plot)
-    if options.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table(rows))
+    rows = sweep(given)
+    if given.out is not None:
+        given.out.write_text(json.dumps(rows, indent=2))
+    if given.plot is not None:
+        draw(rows, given.plot)
+    harness.show(given, rows, table(rows), width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     if wrong := [row for row in rows if row["client_count"] != row["server_count"]]:
         sys.exit(f"clients and server count differently: {wrong}")
 

@@ -1,6 +1,6 @@
 """What bench.admission asks for, and what is expected of it: by `provision`'s models, by its simulation, by the rule.
 
-The rule is the server's own `Admission` (lora_server/control/admission/admission.py) in virtual time, with nothing
+The rule is the server's own `AdmissionQueue` (lora_server/control/admission/queue.py) in virtual time, with nothing
 around it.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lora_server.control.admission.admission import Admission
-from lora_server.control.admission.room import Room
+from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.queue import AdmissionQueue
 from provisioning.arrays import Floats
 from provisioning.simulation.measure import WARM_UP_RESIDENCES, Estimate, measured
 from provisioning.simulation.run import System, run
@@ -46,7 +46,6 @@ class Scale:
 
     @property
     def num_calls(self) -> int:
-        """Of a cell."""
         return round(self.load / self.hold_seconds * self.seconds)
 
 
@@ -93,7 +92,7 @@ def long_run(workload: Workload, scale: Scale, slots: int) -> Estimate:
 def by_rule(requests: Requests, slots: int, slower: float = 1.0) -> NDArray[np.bool_]:
     """Who is admitted at once, by the server's rule in virtual time; all times `slower` by this factor."""
     now = 0.0
-    admission = Admission(lambda names: [int(name) for name in names], Room(slots), clock=lambda: now)
+    admission = AdmissionQueue(lambda names: [int(name) for name in names], PoolCapacity(slots), clock=lambda: now)
     names = [str(adapter + 1) for adapter in requests.adapter]
     hold_s = (requests.output_tokens * TICK_SECONDS * slower).tolist()
     immediate = np.zeros(len(requests), dtype=bool)

@@ -2,7 +2,7 @@
 
 python -m bench.admission_client JOB        a process of it; JOB is a file of JSON, see Job
 
-It holds as vLLM's connector does (client_connector/serving/holder.py): `hold` when a request comes, a look at who was
+It holds as vLLM's connector does (client_connector/serving/leases.py): `hold` when a request comes, a look at who was
 admitted meanwhile at every step, `release` when the request has had its time. It says `ready`; reads from standard
 input the moment at which time 0 is (of time.monotonic(), which all processes of a host share); says `asked` after the
 last call; and when standard input ends, whoever still waits, it says a list of Seen.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from client_connector.serving.holder import Holder
+from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 
 STEP_SECONDS, MOST_SECONDS = 0.005, 1.0  # between two looks: where somebody waits, and else
@@ -53,7 +53,9 @@ class Seen(msgspec.Struct):
     error: str = ""
 
 
-def work(job: Job, holder: Holder, zero: float, asked: Callable[[], object], enough: threading.Event) -> list[Seen]:
+def work(
+    job: Job, leases: AdapterLeases, zero: float, asked: Callable[[], object], enough: threading.Event
+) -> list[Seen]:
     """All calls, in real time, and what they hold and wait for until it is `enough`."""
     seen: dict[str, Seen] = {}
     ends: list[tuple[float, str]] = []
@@ -69,10 +71,10 @@ def work(job: Job, holder: Holder, zero: float, asked: Callable[[], object], eno
     def ask(call: Call) -> None:
         key = str(call.index)
         seen[key] = Seen(call.index, now())
-        use = holder.hold(key, call.name, None)
-        if use.failure is not None:
-            seen[key].error = use.failure.message
-        elif use.queued:
+        state = leases.hold(key, call.name, None)
+        if state.failure is not None:
+            seen[key].error = state.failure.message
+        elif state.waits:
             waiting[key] = call
         else:
             seen[key].immediate = True
@@ -82,14 +84,14 @@ def work(job: Job, holder: Holder, zero: float, asked: Callable[[], object], eno
     while not enough.is_set():
         while ends and ends[0][0] <= now():
             _, key = heapq.heappop(ends)
-            holder.release(key)
+            leases.release(key)
             seen[key].released = now()
         for key in list(waiting):
-            use = holder.use(key)
-            if use is not None and use.failure is not None:
-                seen[key].error = use.failure.message
+            state = leases.state(key)
+            if state is not None and state.failure is not None:
+                seen[key].error = state.failure.message
                 del waiting[key]
-            elif holder.is_ready(key):
+            elif leases.is_ready(key):
                 begin(key, waiting.pop(key))
         if coming and coming[0].at <= now():
             ask(coming.popleft())
@@ -108,17 +110,16 @@ def _wait_for_the_end(enough: threading.Event) -> None:
 
 
 def main() -> None:
-    """One job."""
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
-    holder = Holder(Settings(job.server), lambda text: ())
+    leases = AdapterLeases(Settings(job.server), lambda text: ())
     try:
         print("ready", flush=True)
         zero, enough = float(sys.stdin.readline()), threading.Event()
         threading.Thread(target=_wait_for_the_end, args=(enough,), daemon=True).start()
-        seen = work(job, holder, zero, lambda: print("asked", flush=True), enough)
+        seen = work(job, leases, zero, lambda: print("asked", flush=True), enough)
         print(msgspec.json.encode(seen).decode(), flush=True)
     finally:
-        holder.close()
+        leases.close()
 
 
 if __name__ == "__main__":

@@ -10,36 +10,39 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from bench import harness
+
 BAR = 0.03  # of a rate
 
 
+COLUMNS = (
+    "workload {workload} | pool {pool:>} | measured {measured[mean]:.1f} ±{measured[reach]:.1f}"
+    " | simulated {simulated:.1f} | difference {points:>} | as asked {as_asked:.1f}"
+    " | long run {long_run[mean]:.1f} ±{long_run[reach]:.1f}"
+    " | offered {offered:.1f} | literal {literal:.1f} | queued {queued:.1f} | rule {rule:.1f} | late, ms {when:>}"
+)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rates in percent."""
     counted = [row for row in rows if not row["late"]]
     agreed = sum(row["agrees"] for row in counted)
     title = f"immediate admission, %; within {BAR:.0%} of the simulation in {agreed} of {len(counted)} cells on time"
-    grid = Table(title=title, title_justify="left")
-    for column in ("workload", "pool", "measured", "simulated", "difference", "as asked", "long run"):
-        grid.add_column(column, justify="left" if column == "workload" else "right", no_wrap=True)
-    for column in ("offered", "literal", "queued", "rule", "late, ms"):
-        grid.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        late = f"{row['late_p95_ms']:.0f}" + (" [red]late[/red]" if row["late"] else "")
-        points = _interval(row["difference"], "+.1f")
-        points = points if row["agrees"] else f"[red]{points}[/red]"
-        rates = [f"{100 * row[key]:.1f}" for key in ("offered", "literal", "queued", "rule")]
-        middle = [f"{100 * row['simulated']:.1f}", points, f"{100 * row['as_asked']:.1f}", _interval(row["long_run"])]
-        grid.add_row(row["workload"], row["pool"], _interval(row["measured"]), *middle, *rates, late)
-    return grid
+    return harness.table(title, map(_in_percent, rows), COLUMNS)
 
 
-def _interval(found: dict[str, float], form: str = ".1f") -> str:
-    mean, low, high = (100 * found[key] for key in ("mean", "low", "high"))
-    return f"{mean:{form}} ±{(high - low) / 2:.1f}"
+def _in_percent(row: dict[str, Any]) -> dict[str, Any]:
+    rates = ("simulated", "as_asked", "offered", "literal", "queued", "rule")
+    found = row | {key: 100 * row[key] for key in rates}
+    for key in ("measured", "long_run", "difference"):
+        one = row[key]
+        found[key] = {"mean": 100 * one["mean"], "reach": 50 * (one["high"] - one["low"])}
+    points = "{mean:+.1f} ±{reach:.1f}".format(**found["difference"])
+    found["points"] = points if row["agrees"] else f"[red]{points}[/red]"
+    found["when"] = f"{row['late_p95_ms']:.0f}" + (" [red]late[/red]" if row["late"] else "")
+    return found
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Measured over simulated, and each model over simulated."""
     figure = Figure(figsize=(6, 5.5), layout="constrained")
     axes = figure.add_subplot()
     x = np.array([row["simulated"] for row in rows])

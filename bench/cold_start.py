@@ -16,25 +16,17 @@ Medians of all rounds.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
+from bench import harness
 from bench.memory_client import Caller
-from lora_server.demo import tiny
-from lora_server.demo.launch import running_server
+from lora_server import spec
 from lora_server.spec import Site
 from lora_server.transport.session import Held
 
@@ -47,20 +39,13 @@ BAR, SHORTER = 1.2, 5.0
 
 def make(work: Path) -> int:
     """A model and its adapters, which are alike; returns the bytes of one."""
-    model = tiny.make_model("llama", **GEOMETRY)
-    tiny.save_model(model, work / "base")
-    for seed in range(ADAPTERS):
-        tiny.make_adapter(model, work / "adapters" / f"a{seed}", lora_rank=16, seed=seed, targets="all")
-    return 4 * 16 * LAYERS * _elements_per_rank(work / "base")
-
-
-def _elements_per_rank(base: Path) -> int:
-    from lora_server import spec
-
-    model = spec.load(base)
+    adapters = {f"a{seed}": {"lora_rank": 16, "targets": "all"} for seed in range(ADAPTERS)}
+    harness.make(work, "llama", adapters, **GEOMETRY)
+    model = spec.load(work / "base")
     widths = {site: model.in_width(site) + model.out_width(site) for site in model.sites() if site.layer == 0}
     parts = {"qkv": 3, "gate_up": 2}  # A matrices of a site
-    return sum(width + model.in_width(site) * (parts.get(site.projection, 1) - 1) for site, width in widths.items())
+    elements = (width + model.in_width(site) * (parts.get(site.projection, 1) - 1) for site, width in widths.items())
+    return 4 * 16 * LAYERS * sum(elements)
 
 
 def timed(caller: Caller, held: Held, sites: list[Site], began: float = 0.0) -> float:
@@ -73,7 +58,6 @@ def timed(caller: Caller, held: Held, sites: list[Site], began: float = 0.0) -> 
 
 @contextlib.contextmanager
 def cold(caller: Caller, name: str) -> Iterator[tuple[Held, float]]:
-    """Acquired now, and since when."""
     began = time.perf_counter()
     held = caller.hold(name)
     try:
@@ -89,13 +73,12 @@ def measure(rounds: int) -> dict[str, float]:
         work = Path(scratch)
         size = make(work)
         gbps = size * 8e-9 / (LAYER_SECONDS * LAYERS)
-        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters")]
-        flags += ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-link-gbps", f"{gbps:.6f}"]
-        with running_server(work / "log", flags) as server:
+        flags = ["--device-pool", str(round(size * (ROOM + 0.5))), "--host-link-gbps", f"{gbps:.6f}"]
+        with harness.serving(work, *flags) as server:
             caller = Caller(server.address, 4, 0)
             time.sleep(LAYER_SECONDS * LAYERS * (ROOM + 1))  # what there is room for comes by itself
             turn = itertools.cycle([f"a{index % ADAPTERS}" for index in range(ROOM, ROOM + ADAPTERS)])
-            for _ in track(range(rounds), "stepping", console=Console(stderr=True)):
+            for _ in harness.progress(range(rounds), "stepping"):
                 time.sleep(QUIET_SECONDS)
                 with cold(caller, next(turn)) as (held, began):
                     times["acquire"].append(time.perf_counter() - began)
@@ -121,26 +104,26 @@ def measure(rounds: int) -> dict[str, float]:
     }
 
 
+ROWS = (  # what, its template, the bar
+    *(
+        (f"{name}, ms", f"{{{name}_ms:.1f}}", "")
+        for name in ["layer", "whole", "step", "acquire", "first", "pass", "ahead", "warm"]
+    ),
+    ("first / (layer + step)", "{first_ratio:.2f}", f"at most {BAR}"),
+    ("whole / first", "{whole_by_first:.1f}", f"at least {SHORTER:g}"),
+    ("pass / (whole + warm)", "{pass_ratio:.2f}", "at most 1: they overlap"),
+    ("ahead / warm", "{ahead_ratio:.2f}", "about 1: no wait"),
+)
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=8)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    found: dict[str, Any] = measure(options.rounds)
-    if options.json:
-        print(json.dumps(found, indent=2))
-        return
-    table = Table("what", "seen", "bar", title=f"Cold start, {LAYERS} layers", title_justify="left")
-    for name in ("layer", "whole", "step", "acquire", "first", "pass", "ahead", "warm"):
-        table.add_row(f"{name}, ms", f"{found[f'{name}_ms']:.1f}", "")
-    table.add_row("first / (layer + step)", f"{found['first_ratio']:.2f}", f"at most {BAR}")
-    table.add_row("whole / first", f"{found['whole_by_first']:.1f}", f"at least {SHORTER:g}")
-    table.add_row("pass / (whole + warm)", f"{found['pass_ratio']:.2f}", "at most 1: they overlap")
-    table.add_row("ahead / warm", f"{found['ahead_ratio']:.2f}", "about 1: no wait")
-    Console().print(table)
+    given = harness.flags(__doc__, rounds=8)
+    harness.one_thread()
+    found = measure(given.rounds)
+    lines = [{"what": what, "seen": form.format_map(found), "bar": bar} for what, form, bar in ROWS]
+    harness.show(
+        given, found, harness.table(f"Cold start, {LAYERS} layers", lines, "what {what} | seen {seen} | bar {bar}")
+    )
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ stopped for nine seconds. Prints what became of each call, how long a heartbeat 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -16,16 +14,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import psutil
 
+from bench import harness
 from client_connector.remote import RemoteServer
 from lora_server.demo import tiny
-from lora_server.demo.launch import RunningServer, running_server
+from lora_server.demo.launch import running_server
 from lora_server.errors import LoraServerError
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
@@ -35,6 +35,7 @@ CONNECTIONS = 8  # of the flood
 STOPPED_SECONDS = 9.0
 PATIENCE = 300.0
 BEAT_SECONDS = 0.1
+COLUMNS = "flood {flood} | ok {ok:.0f} | s {seconds:.1f} | slowest beat {slowest_heartbeat:.2f} | lost {leases_lost:d}"
 
 
 class Bystander:
@@ -48,17 +49,16 @@ class Bystander:
         self._thread.start()
 
     def _beat(self, address: str) -> None:
-        proof = pb.Proof(**self._lease.proof._asdict())
         with open_channel(address) as channel:
             heartbeat = rpc.ClientsStub(channel).Heartbeat
             while not self._ended.wait(BEAT_SECONDS):
                 began = time.monotonic()
                 with contextlib.suppress(LoraServerError):
-                    call(heartbeat, pb.HeartbeatRequest(proof=proof), server=address, seconds=60.0)
+                    self._lease.calls.sign(request := pb.HeartbeatRequest())
+                    call(heartbeat, request, server=address, seconds=60.0)
                 self.slowest = max(self.slowest, time.monotonic() - began)
 
     def lost(self) -> bool:
-        """Whether its lease is."""
         try:
             self._lease.check()
             self._lease.acquire([])
@@ -67,7 +67,6 @@ class Bystander:
         return False
 
     def close(self) -> None:
-        """It leaves."""
         self._ended.set()
         self._thread.join(60)
         self._lease.leave()
@@ -99,7 +98,6 @@ def add_many(address: str, source: str, count: int) -> Counter[str]:
 
 
 def join_many(address: str, shard: int, count: int) -> Counter[str]:
-    """While that process is stopped."""
     process = psutil.Process(shard)
     with stubs(address, rpc.ClientsStub) as each:
         os.kill(process.pid, signal.SIGSTOP)
@@ -112,20 +110,20 @@ def join_many(address: str, shard: int, count: int) -> Counter[str]:
         return outcomes(calls, address)
 
 
-def shards(server: RunningServer) -> list[int]:
-    """Their processes."""
-    with open_channel(server.address) as channel:
-        return [one.pid for one in rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=60).shards]
+def beside(count: int, address: str, flood: Callable[[], Counter[str]]) -> dict[str, Any]:
+    """A flood beside so many clients that only hold their leases."""
+    bystanders = [Bystander(address) for _ in range(count)]
+    began = time.monotonic()
+    found = flood()
+    spent, lost = time.monotonic() - began, sum(one.lost() for one in bystanders)
+    slowest = max(one.slowest for one in bystanders)
+    for one in bystanders:
+        one.close()
+    return {**found, "seconds": spent, "slowest_heartbeat": slowest, "leases_lost": lost}
 
 
 def main() -> None:
-    """One line per flood."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adds", type=int, default=1000)
-    parser.add_argument("--joins", type=int, default=100)
-    parser.add_argument("--bystanders", type=int, default=10)
-    parser.add_argument("--json", action="store_true")
-    options, rows = parser.parse_args(), []
+    given, rows = harness.flags(__doc__, adds=1000, joins=100, bystanders=10), []
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = tiny.make_model("mixtral")
@@ -133,31 +131,18 @@ def main() -> None:
         tiny.make_adapter(model, root / "law", lora_rank=4, seed=1, targets="all")
         flags = ["--base-model", str(root / "base"), "--layout", "ep1-pp2", "--adapter-root", str(root)]
         with running_server(root / "log", flags) as server:
+            shard = harness.status(server.address).shards[0].pid
             floods = {
-                f"{options.adds} adds": lambda: add_many(server.address, str(root / "law"), options.adds),
-                f"{options.joins} joins, a shard stopped for {STOPPED_SECONDS:g} s": lambda: join_many(
-                    server.address, shards(server)[0], options.joins
+                f"{given.adds} adds": partial(add_many, server.address, str(root / "law"), given.adds),
+                f"{given.joins} joins, a shard stopped for {STOPPED_SECONDS:g} s": partial(
+                    join_many, server.address, shard, given.joins
                 ),
             }
             for name, flood in floods.items():
-                bystanders = [Bystander(server.address) for _ in range(options.bystanders)]
-                began = time.monotonic()
-                found = flood()
-                spent, lost = time.monotonic() - began, sum(one.lost() for one in bystanders)
-                slowest = max(one.slowest for one in bystanders)
-                for one in bystanders:
-                    one.close()
-                rows.append(
-                    {"flood": name, **found, "seconds": spent, "slowest_heartbeat": slowest, "leases_lost": lost}
-                )
-                print(
-                    f"{name}: {dict(found)} in {spent:.1f} s; slowest heartbeat {slowest:.2f} s; "
-                    f"leases lost {lost} of {len(bystanders)}",
-                    file=sys.stderr if options.json else sys.stdout,
-                    flush=True,
-                )
-    if options.json:
-        print(json.dumps(rows, indent=2))
+                rows.append({"flood": name, **beside(given.bystanders, server.address, flood)})
+                print(rows[-1], file=sys.stderr, flush=True)
+    title = f"Beside {given.bystanders} clients"
+    harness.show(given, rows, harness.table(title, rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -10,26 +10,19 @@ by the engine's own thread: what disaggregation itself costs, or gains by overla
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from bench import harness
 from client_connector.transformers import attach
 from lora_server import logs, spec
 from lora_server.daemon.inproc import InprocServer
-from lora_server.demo import tiny
-from lora_server.demo.launch import running_server
 
 NUM_SEQUENCES, NUM_ADAPTERS, RANKS, PROMPT = 32, 16, (8, 16, 32, 64), 8
 TOY: dict[str, Any] = {}
@@ -55,25 +48,18 @@ class Case:
     """A model, its adapters on disk, and 32 prompts."""
 
     def __init__(self, work: Path, overrides: dict[str, Any], targets: str, new_tokens: int) -> None:
-        self.base, self.adapters, self.new_tokens, self.targets = work / "base", work / "adapters", new_tokens, targets
-        self.model = tiny.make_model("mixtral", **overrides)
-        tiny.save_model(self.model, self.base)
-        self.paths = {f"tenant-{i:02d}": self.adapters / f"tenant-{i:02d}" for i in range(NUM_ADAPTERS)}
-        for index, path in enumerate(self.paths.values()):
-            rank = RANKS[index % len(RANKS)]
-            tiny.make_adapter(self.model, path, lora_rank=rank, seed=index, targets=targets)
-        self.names = [list(self.paths)[i % NUM_ADAPTERS] for i in range(NUM_SEQUENCES)]
+        self.new_tokens, self.targets = new_tokens, targets
+        names = [f"tenant-{i:02d}" for i in range(NUM_ADAPTERS)]
+        adapters = {name: {"lora_rank": RANKS[i % len(RANKS)], "targets": targets} for i, name in enumerate(names)}
+        self.model = harness.make(work, "mixtral", adapters, **overrides)
+        self.paths = {name: work / "adapters" / name for name in names}
+        self.names = [names[i % NUM_ADAPTERS] for i in range(NUM_SEQUENCES)]
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(3, 250, (NUM_SEQUENCES, PROMPT), generator=generator)
 
     def tokens_per_s(self, generate: Callable[[], None], runs: int = 3) -> float:
         """Best of some runs."""
-        seconds = []
-        for _ in range(runs):
-            began = time.perf_counter()
-            generate()
-            seconds.append(time.perf_counter() - began)
-        return NUM_SEQUENCES * self.new_tokens / min(seconds)
+        return NUM_SEQUENCES * self.new_tokens / harness.least_s(runs, generate)
 
     def generate(self, model: Any, ids: torch.Tensor, **more: Any) -> torch.Tensor:
         """Greedy, a fixed number of tokens."""
@@ -114,61 +100,37 @@ class Case:
 
 
 def measure(layout: str, transport: str) -> list[dict[str, Any]]:
-    """One row per case."""
     rows = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("generating", total=4 * len(CASES))
-        for name, overrides, targets, new_tokens in CASES:
-            with tempfile.TemporaryDirectory() as scratch:
-                case = Case(Path(scratch), overrides, targets, new_tokens)
-                progress.advance(task)
-                flags = ["--base-model", str(case.base), "--adapters", str(case.adapters), "--layout", layout]
-                with running_server(Path(scratch) / "log", flags) as server:
-                    ours, tokens = case.attached(server.address, transport)
-                progress.advance(task)
-                local = InprocServer(spec.load(case.base), case.paths, layout=layout)
-                inproc, _ = case.attached(local, transport)
-                local.close()
-                progress.advance(task)
-                peft, expected = case.peft()
-                progress.advance(task)
-            rows.append(
-                {
-                    "case": name,
-                    "tokens_per_s": ours,
-                    "inproc_tokens_per_s": inproc,
-                    "peft_tokens_per_s": peft,
-                    "to_peft": ours / peft,
-                    "to_inproc": ours / inproc,
-                    "tokens_equal": float((tokens == expected).float().mean()),
-                }
-            )
+    for name, overrides, targets, new_tokens in harness.progress(CASES, "generating"):
+        with tempfile.TemporaryDirectory() as scratch:
+            case = Case(Path(scratch), overrides, targets, new_tokens)
+            with harness.serving(Path(scratch), "--layout", layout) as server:
+                ours, tokens = case.attached(server.address, transport)
+            local = InprocServer(spec.load(Path(scratch) / "base"), case.paths, layout=layout)
+            inproc, _ = case.attached(local, transport)
+            local.close()
+            peft, expected = case.peft()
+        speeds = {"tokens_per_s": ours, "inproc_tokens_per_s": inproc, "peft_tokens_per_s": peft}
+        equal = float((tokens == expected).float().mean())
+        rows.append({"case": name, **speeds, "to_peft": ours / peft, "to_inproc": ours / inproc, "tokens_equal": equal})
     return rows
 
 
+COLUMNS = (
+    "case {case} | server {tokens_per_s:,.0f} | in-process {inproc_tokens_per_s:,.0f} | "
+    "PEFT {peft_tokens_per_s:,.0f} | server / PEFT {to_peft:.2f} | server / in-process {to_inproc:.2f} | "
+    "tokens = PEFT's {tokens_equal:.1%}"
+)
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--layout", default="ep1-pp1")
-    parser.add_argument("--transport", default="auto")
-    arguments = parser.parse_args()
+    given = harness.flags(__doc__, layout="ep1-pp1", transport="auto")
     warnings.simplefilter("ignore")
     logs.configure(logging.WARNING)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    rows = measure(arguments.layout, arguments.transport)
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table(title=f"Tokens/s, {NUM_SEQUENCES} sequences, {NUM_ADAPTERS} adapters, {arguments.layout}")
-    for column in ("case", "server", "in-process", "PEFT", "server / PEFT", "server / in-process", "tokens = PEFT's"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    for row in rows:
-        speeds = (f"{row[key]:,.0f}" for key in ("tokens_per_s", "inproc_tokens_per_s", "peft_tokens_per_s"))
-        ratios = (f"{row['to_peft']:.2f}", f"{row['to_inproc']:.2f}", f"{row['tokens_equal']:.1%}")
-        table.add_row(row["case"], *speeds, *ratios)
-    Console().print(table)
+    harness.one_thread()
+    rows = measure(given.layout, given.transport)
+    title = f"Tokens/s, {NUM_SEQUENCES} sequences, {NUM_ADAPTERS} adapters, {given.layout}"
+    harness.show(given, rows, harness.table(title, rows, COLUMNS))
 
 
 if __name__ == "__main__":

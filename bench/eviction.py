@@ -13,22 +13,19 @@ Zipf 1.2. Traces that are not there are left out.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
-import json
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from lora_server.memory.entry import Demand, Entry, Source
+from bench import harness
+from lora_server.memory.entry import AdapterEntry, Footprint, Source
 from lora_server.memory.eviction import POLICIES, Policy, may_go, victims
+from lora_server.memory.want import Reason, Want
 from provisioning.workload import servegen, traces
 from provisioning.workload.requests import Lengths, Requests
 
@@ -48,32 +45,29 @@ SERVEGEN_START, SERVEGEN_RATE = 36_000.0, 1.0  # ten in the morning; requests/s
 
 @dataclass
 class Outcome:
-    """Of one trace, pool and policy."""
-
     hits: int = 0
     waits: list[float] = field(default_factory=list)  # of requests whose adapter was not there
     nbytes: int = 0
 
 
 class Simulation:
-    """One shard's memory, in virtual time."""
-
     def __init__(self, requests: Requests, capacity: int, policy: Policy) -> None:
         dice = np.random.default_rng(0)
         sizes = dice.choice(RANKS, requests.num_adapters) * BYTES_PER_RANK
-        self._entries = [Entry(i, Source(Path(), "", ""), (0,), i, nbytes=int(size)) for i, size in enumerate(sizes)]
+        self._entries = [
+            AdapterEntry(i, Source(Path(), "", ""), (0,), i, Footprint(int(size))) for i, size in enumerate(sizes)
+        ]
         self._requests, self._free, self._policy = requests, capacity, policy
-        self._resident: set[Entry] = set()
+        self._resident: set[AdapterEntry] = set()
         self._running = [0] * len(self._entries)
-        self._waiting: dict[Entry, list[int]] = {}  # requests, for adapters that are not there
-        self._queue: deque[Entry] = deque()
-        self._loading: Entry | None = None
+        self._waiting: dict[AdapterEntry, list[int]] = {}  # requests, for adapters that are not there
+        self._queue: deque[AdapterEntry] = deque()
+        self._loading: AdapterEntry | None = None
         self._events: list[tuple[float, int, str, int]] = []
         self._ids = itertools.count()
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Until every request has had its adapter."""
         for index, arrival in enumerate(self._requests.arrival_s.tolist()):
             self._at(arrival, "arrives", index)
         while self._events:
@@ -92,15 +86,16 @@ class Simulation:
             self._begin(now, entry, index)
             return
         if entry not in self._waiting:
-            self._waiting[entry], entry.active = [], True
-            entry.demands["requests"] = Demand(now, float("inf"))
+            self._waiting[entry] = []
+            _activate(entry, True)
+            entry.wants["requests"] = Want(Reason.STEP, "requests", now)
             if entry is not self._loading:
                 self._queue.append(entry)
         self._waiting[entry].append(index)
 
-    def _begin(self, now: float, entry: Entry, index: int) -> None:
+    def _begin(self, now: float, entry: AdapterEntry, index: int) -> None:
         self._running[entry.handle] += 1
-        entry.active = True
+        _activate(entry, True)
         end = now + int(self._requests.output_tokens[index]) * TOKEN_SECONDS
         for second in np.arange(now, end, 1.0).tolist():
             self._at(second, "used", entry.handle)
@@ -111,7 +106,7 @@ class Simulation:
 
     def _ends(self, now: float, handle: int) -> None:
         self._running[handle] -= 1
-        self._entries[handle].active = self._running[handle] > 0
+        _activate(self._entries[handle], self._running[handle] > 0)
         self._entries[handle].usage.count(now)
 
     def _load(self, now: float) -> None:
@@ -121,37 +116,43 @@ class Simulation:
         for entry in self._queue:
             if self._make_room(entry, now):
                 self._queue.remove(entry)
-                self._loading, entry.began = entry, now
-                self._free -= entry.nbytes
-                self.outcome.nbytes += entry.nbytes
-                self._at(now + OPEN_SECONDS + entry.nbytes / LINK_BYTES, "there", entry.handle)
+                self._loading, entry.progress.began = entry, now
+                self._free -= entry.footprint.nbytes
+                self.outcome.nbytes += entry.footprint.nbytes
+                self._at(now + OPEN_SECONDS + entry.footprint.nbytes / LINK_BYTES, "there", entry.handle)
                 return
 
-    def _make_room(self, entry: Entry, now: float) -> bool:
-        missing = entry.nbytes - self._free
+    def _make_room(self, entry: AdapterEntry, now: float) -> bool:
+        missing = entry.footprint.nbytes - self._free
         if missing > 0:
             resident = [one for one in self._resident if may_go(one, entry, now)]
-            chosen = victims(missing, resident, lambda one: one.nbytes, self._policy)
+            chosen = victims(missing, resident, lambda one: one.footprint.nbytes, self._policy)
             for one in chosen or ():
                 self._resident.remove(one)
-                one.ready.clear()
-                self._free += one.nbytes
+                one.copies.ready.clear()
+                self._free += one.footprint.nbytes
             return chosen is not None
         return True
 
     def _there(self, now: float, handle: int) -> None:
         entry, self._loading = self._entries[handle], None
-        entry.ready.add(0)
-        entry.arrived(now)
-        entry.demands.clear()
+        entry.copies.ready.add(0)
+        entry.note_layer(now)
+        del entry.wants["requests"]
         self._resident.add(entry)
         for index in self._waiting.pop(entry):
             self.outcome.waits.append(now - float(self._requests.arrival_s[index]))
             self._begin(now, entry, index)
 
 
+def _activate(entry: AdapterEntry, active: bool) -> None:
+    if active:
+        entry.wants[Reason.ACTIVE] = Want(Reason.ACTIVE, Reason.ACTIVE)
+    else:
+        entry.wants.pop(Reason.ACTIVE, None)
+
+
 def requests_of(path: Path, num: int, adapters: int) -> Requests:
-    """The first of a trace."""
     if path.is_dir():
         found = servegen.load(path).requests(
             start_s=SERVEGEN_START, span_s=num / SERVEGEN_RATE, seed=0, rate=SERVEGEN_RATE, lengths=Lengths()
@@ -190,31 +191,22 @@ def measure(directory: Path, num: int, adapters: int) -> list[dict[str, Any]]:
     there = {name: directory / file for name, file in FILES.items() if (directory / file).exists()}
     for name, path in there.items():
         requests = requests_of(path, num, adapters)
-        for pool, policy in track(list(itertools.product(POOLS, POLICIES)), name, console=Console(stderr=True)):
+        for pool, policy in harness.progress(itertools.product(POOLS, POLICIES), name):
             rows.append({"trace": name} | simulate(requests, pool, policy))
     return rows
 
 
+COLUMNS = (
+    "trace {trace} | pool {pool:.0%} | GB {pool_gb:.1f} | policy {policy} | hit rate {hit_rate:.3f} | "
+    "cold, all {cold_seconds:,.0f} | cold, p99 {cold_p99_s:.2f} | loaded GB {loaded_gb:,.0f}"
+)
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--traces", type=Path, default=Path("shared/traces"))
-    parser.add_argument("--requests", type=int, default=1500)
-    parser.add_argument("--adapters", type=int, default=256)
-    options = parser.parse_args()
-    rows = measure(options.traces, options.requests, options.adapters)
-    if options.json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table(title=f"{options.requests:,} requests; cold waits in seconds", title_justify="left")
-    for column in ("trace", "pool", "GB", "policy", "hit rate", "cold, all", "cold, p99", "loaded GB"):
-        table.add_column(column, justify="left" if column in ("trace", "policy") else "right")
-    for row in rows:
-        cells = [f"{row['cold_seconds']:,.0f}", f"{row['cold_p99_s']:.2f}", f"{row['loaded_gb']:,.0f}"]
-        share = f"{row['pool']:.0%}", f"{row['pool_gb']:.1f}", row["policy"]
-        table.add_row(row["trace"], *share, f"{row['hit_rate']:.3f}", *cells)
-    Console().print(table)
+    given = harness.flags(__doc__, traces=Path("shared/traces"), requests=1500, adapters=256)
+    rows = measure(given.traces, given.requests, given.adapters)
+    title = f"{given.requests:,} requests; cold waits in seconds"
+    harness.show(given, rows, harness.table(title, rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,6 @@ def tree_bytes() -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in it."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -192,7 +191,6 @@ def small(folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--python", help=f"a Python {carried.PYTHON}, to check imports with")
@@ -228,7 +226,6 @@ def run(given: argparse.Namespace) -> None:
 
 
 def report(out: Path, wheels: list[Path], found: dict[str, Any]) -> None:
-    """Sizes, and what was imported."""
     for path in wheels:
         print(f"{path.stat().st_size / 2**20:7.2f} MiB  {path.name}")
     print(f"{folder_bytes(out) / 2**20:7.2f} MiB  {out} in all, beside {tree_bytes() / 2**20:.2f} MiB of sources")

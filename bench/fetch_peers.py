@@ -84,7 +84,6 @@ def collect(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     manifest = collect(parser.parse_args().out)

@@ -12,15 +12,15 @@ import re
 import struct
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from bench import gpu_ptx
 from bench.gpu_run.state import ROOT
-from kernels_cuda.build import DTYPES, KERNELS, STANDARD, read_source
+from kernels_cuda.build import DTYPES, KERNELS, read_source
 from kernels_cuda.residency import SERVE_WARPS, Block, fit
 from lora_server.transport.gpu import nvshmem_build
-from lora_server.transport.gpu.nvshmem_build import STATE, BuildError
+from lora_server.transport.gpu.nvshmem_build import STATE, Compiled
 from lora_server.transport.gpu.source import FILES, ONE_WARP, SERVES
 
 
@@ -39,7 +39,6 @@ class Gpu(NamedTuple):
 
     @property
     def serving(self) -> Gpu:
-        """The same for a kernel that serves."""
         return self._replace(warps=SERVE_WARPS)
 
 
@@ -62,7 +61,7 @@ PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
 BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone
 OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}
 REGISTERS = 65536  # of a multiprocessor
-SERVE_SHARED_BYTES = 178_816  # of a block that serves; a test compares it with heuristics.choose
+SERVE_SHARED_BYTES = 182_912  # of a block that serves; a test compares it with heuristics.choose
 CLIENTS = {"link.cu": 256, "put.cu": 0}  # their blocks, of so much shared memory, find room beside one that serves
 MOST_CODE_BYTES = {"lora_step": 170_000, "shrink": 80_000, "expand": 110_000}  # a sixth more than CUDA 13.0 makes
 CALL_FRAME = 8  # bytes: NVSHMEM's put is a function of its library, and no part of the kernel
@@ -74,8 +73,6 @@ USAGE = re.compile(
 
 
 class Usage(NamedTuple):
-    """What the assembler says of a kernel."""
-
     kernel: str
     stack: int
     spill_stores: int
@@ -84,31 +81,25 @@ class Usage(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One source for one GPU."""
-
     name: str
     gpu: str
     nvshmem: bool = False
 
     @property
     def kernels(self) -> set[str]:
-        """Those that must be there."""
         return (EVERYWHERE | PROTOCOL)[self.name] | (BEYOND.get(self.name, set()) if self.nvshmem else set())
 
     @property
     def variant(self) -> Gpu:
-        """What it is compiled with."""
         gpu = GPUS[self.gpu]
         return gpu.serving if self.name in SERVES else gpu
 
     def block(self, usage: Usage) -> Block:
-        """One of its blocks."""
         if self.name in SERVES:
             return Block(SERVE_WARPS + 1, usage.registers, SERVE_SHARED_BYTES)
         return Block(1 if usage.kernel in ONE_WARP else self.variant.warps, usage.registers, CLIENTS[self.name])
 
     def complaints(self, usage: Usage, code_bytes: int) -> list[str]:
-        """What is wrong with one of them."""
         frame = CALL_FRAME if self.nvshmem else 0
         registers = REGISTERS // (32 * (self.variant.warps + (self.name in SERVES)))
         most = MOST_CODE_BYTES.get(usage.kernel.rpartition("_")[0], sys.maxsize)
@@ -125,28 +116,13 @@ JOBS = [Job(name, gpu) for name in EVERYWHERE for gpu in GPUS]
 JOBS += [Job(name, HOPPER, nvshmem) for name in PROTOCOL for nvshmem in (False, True)]
 
 
-def compiled(job: Job) -> tuple[bytes, str]:
-    """Machine code of one source, and what the compiler said. Raises BuildError with its words."""
-    from cuda.bindings import nvrtc
-
+def compiled(job: Job) -> Compiled:
+    """Raises BuildError with the compiler's words."""
     source = read_source(job.name, FILES | {name: path.read_text() for name, path in OTHERS.items()})
     options = ["--ptxas-options=-v", *job.variant.defines]
     if job.nvshmem:
         return nvshmem_build.compiled(source, GPUS[job.gpu].arch, [*options, "-DNVSHMEM=1"])
-    options += [STANDARD, f"-arch={GPUS[job.gpu].arch}"]
-    _, program = nvrtc.nvrtcCreateProgram(source.encode(), job.name.encode(), 0, [], [])
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    said = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
-    if int(error):
-        raise BuildError(said[:2000])
-    return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), said
-
-
-def _text(size_of: Callable[[object], tuple[object, int]], get: Callable[[object, bytes], object], of: object) -> bytes:
-    _, size = size_of(of)
-    text = b" " * size
-    get(of, text)
-    return text
+    return nvshmem_build.compiled_alone(source, GPUS[job.gpu].arch, options)
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:
@@ -176,7 +152,7 @@ def crowded(usages: dict[Job, list[Usage]]) -> list[str]:
 def build(job: Job) -> tuple[list[Usage], list[str]]:
     """What a source's kernels take, and what is wrong with them once linked; a line for each goes to stdout."""
     began = time.monotonic()
-    code, said = compiled(job)
+    code, said, ptx = compiled(job)
     wrong = [f"{job}: {line}" for line in said.splitlines() if "warning" in line and not job.nvshmem]
     sizes = code_bytes(code)
     if job.nvshmem:
@@ -187,6 +163,11 @@ def build(job: Job) -> tuple[list[Usage], list[str]]:
     kernels = [usage for usage in usages if usage.kernel in job.kernels]
     for usage in kernels:
         wrong += job.complaints(usage, sizes.get(usage.kernel, 0))
+    threads = 32 * (job.variant.warps + (job.name in SERVES))
+    texts = gpu_ptx.kernels(ptx)
+    for kernel in job.kernels if job.name != "push_pull.cu" else ():
+        its = gpu_ptx.complaints(kernel, texts.get(kernel, ""), bool(job.variant.bulk_copy), job.variant.warps, threads)
+        wrong += [f"{job}: {kernel}: {complaint}" for complaint in its]
     missing = job.kernels - {usage.kernel for usage in kernels if usage.kernel.encode() in code}
     wrong += [f"{job}: no {kernel} in the module" for kernel in sorted(missing)]
     registers = ", ".join(f"{usage.kernel} {usage.registers}" for usage in sorted(kernels))
@@ -197,7 +178,6 @@ def build(job: Job) -> tuple[list[Usage], list[str]]:
 
 
 def main() -> int:
-    """All of them, or some."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=[*EVERYWHERE, *PROTOCOL], help="one source")
     only = parser.parse_args().only

@@ -22,7 +22,6 @@ DEEPER = ("grpc_health.v1.health", "grpc_reflection.v1alpha.reflection", "nvshme
 
 
 def carried(site: Path) -> list[str]:
-    """The modules at the top of a folder."""
     found = []
     for path in sorted(site.iterdir()):
         if (path / "__init__.py").exists() or path.suffix == ".py":
@@ -38,7 +37,6 @@ def sources(root: Path, package: str) -> list[Path]:
 
 
 def modules(root: Path) -> list[str]:
-    """Of our packages: every one."""
     files = [path for package in PACKAGES for path in sources(root, package)]
     parts = [path.relative_to(root).with_suffix("").parts for path in files]
     return [".".join(one[:-1] if one[-1] == "__init__" else one) for one in parts if one[-1] != "__main__"]
@@ -60,7 +58,6 @@ def attempt(name: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Entry point."""
     root, site = Path(sys.argv[1]), Path(sys.argv[2])
     sys.path[:0] = [str(root), str(site)]
     warnings.simplefilter("ignore")

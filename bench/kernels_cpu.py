@@ -12,9 +12,6 @@ add to the result.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +19,7 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from bench import harness
 from bench.kernels.draws import Draw, distinct_pairs, draw
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model, Site
 from bench.kernels.report import text_table
@@ -34,17 +32,7 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of |error| / |result|; th
 
 def read_gbps(tensor: torch.Tensor) -> float:
     """Bytes per ns of a reduction over a tensor that should be far larger than the caches."""
-    return tensor.nbytes / best_s(tensor.max, 1) / 1e9
-
-
-def best_s(run: Callable[[], object], rounds: int) -> float:
-    """The shortest of several runs: what others do on the machine only ever adds to it."""
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return tensor.nbytes / harness.least_s(1, tensor.max) / 1e9
 
 
 def blocks_of(model: Model, site: Site, step: Draw, dtype: torch.dtype) -> dict[tuple[int, int], Block]:
@@ -106,7 +94,6 @@ def paths(site: Site, step: Step, out: torch.Tensor, adapters: list[int]) -> dic
 
 
 def exact(step: Step, out: torch.Tensor) -> torch.Tensor:
-    """The result in float64."""
     wanted = torch.zeros(out.shape, dtype=torch.float64)
     assert step.in_map_N is not None
     for block, first, size in step.segments:
@@ -122,7 +109,6 @@ def exact(step: Step, out: torch.Tensor) -> torch.Tensor:
 def site_rows(
     model: Model, site: Site, tokens: int, dtype: torch.dtype, rounds: int, read_bytes: int = READ_BYTES
 ) -> list[dict[str, Any]]:
-    """One row per path of a site."""
     drawn = draw(model, tokens, 0)
     blocks = blocks_of(model, site, drawn, dtype)
     directory = np.array([(adapter, 0, 1) for adapter in range(NUM_ADAPTERS)], np.int32)
@@ -157,7 +143,7 @@ def site_rows(
     for _ in range(rounds):
         gbps = max(gbps, read_gbps(large))
         for name, run in compared.items():
-            seconds[name] = min(seconds[name], best_s(run, 1))
+            seconds[name] = min(seconds[name], harness.least_s(1, run))
     return [
         {
             "site": site.name,
@@ -175,19 +161,13 @@ def site_rows(
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    given = harness.flags(__doc__, tokens=64, dtypes="float32,bfloat16", rounds=15)
     model = MODELS["mixtral-8x7b"]
     rows: list[dict[str, Any]] = []
-    for dtype in (getattr(torch, name) for name in arguments.dtypes.split(",")):
+    for dtype in (getattr(torch, name) for name in given.dtypes.split(",")):
         for site in model.sites:
-            rows += site_rows(model, site, arguments.tokens, dtype, arguments.rounds)
-    print(json.dumps(rows, indent=2) if arguments.json else text_table(list(rows[0]), [list(r.values()) for r in rows]))
+            rows += site_rows(model, site, given.tokens, dtype, given.rounds)
+    harness.show(given, rows, text_table(list(rows[0]), [list(row.values()) for row in rows]))
 
 
 if __name__ == "__main__":

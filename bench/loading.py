@@ -13,12 +13,9 @@ the other) in three kinds of windows that take turns:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,15 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from bench import harness
 from bench.memory_client import Caller
 from lora_server import spec
 from lora_server.adapters import open_adapter
-from lora_server.demo import children, tiny
-from lora_server.demo.launch import running_server
 from lora_server.memory.entry import Source
 from lora_server.memory.mapped import MappedPool
 from lora_server.memory.on_cpu import CpuTier
@@ -43,9 +36,6 @@ from lora_server.memory.store import WeightStore
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from lora_server.transport.session import Held
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.rpc import open_channel
 
 GEOMETRIES = {
     "mixtral": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_local_experts": 8},
@@ -58,10 +48,8 @@ SITE = Site(0, "gate_up")
 
 def make(kind: str, work: Path) -> int:
     """A model and its adapters; returns the bytes of one of them in memory, at the most."""
-    model = tiny.make_model(kind, **GEOMETRIES[kind])
-    tiny.save_model(model, work / "base")
-    for seed in range(ADAPTERS):
-        tiny.make_adapter(model, work / "adapters" / f"a{seed}", lora_rank=RANK, seed=seed, targets="experts")
+    adapters = {f"a{seed}": {"lora_rank": RANK, "targets": "experts"} for seed in range(ADAPTERS)}
+    harness.make(work, kind, adapters, **GEOMETRIES[kind])
     (weights,) = (work / "adapters" / "a0").glob("*.safetensors")
     return weights.stat().st_size
 
@@ -85,7 +73,7 @@ def load_apart(work: Path, pool: int) -> None:
     for handle, path in enumerate(paths, start=1):
         with open_adapter(path, model) as adapter:
             source = Source(path, adapter.version(), adapter.stamp)
-        store.load(handle, source, lambda error: None, eager=False)
+        store.adapters.load(handle, source, lambda error: None, eager=False)
     for handle in itertools.cycle(range(1, len(paths) + 1)):
         while (pins := store.pin([handle], 0, "us", time.monotonic() + 60)) is None:
             time.sleep(1e-3)
@@ -103,9 +91,7 @@ def window(caller: Caller, held: Held, seconds: float) -> list[float]:
 
 
 def loaded_bytes(address: str) -> int:
-    """By the shard since its start."""
-    with open_channel(address) as channel:
-        (shard,) = rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10).shards
+    (shard,) = harness.status(address).shards
     return int(shard.stats.loaded_bytes)
 
 
@@ -115,8 +101,7 @@ def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
         work = Path(scratch)
         size = make(kind, work)
         pool = round(size * (RESIDENT + 0.5))
-        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), "--device-pool", str(pool)]
-        with running_server(work / "log", flags) as server:
+        with harness.serving(work, "--device-pool", str(pool)) as server:
             caller = Caller(server.address, ROWS, 0)
             held = caller.hold("a0")
             window(caller, held, 2.0)
@@ -126,7 +111,7 @@ def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
             }
             times: dict[str, list[float]] = {"alone": [], "loading": [], "apart": []}
             moved = 0
-            for _ in track(range(windows), kind, console=Console(stderr=True)):
+            for _ in harness.progress(range(windows), kind):
                 for name, seen in times.items():
                     if name in neighbours:
                         neighbours[name].send_signal(signal.SIGCONT)
@@ -149,36 +134,27 @@ def measure(kind: str, windows: int, seconds: float) -> dict[str, Any]:
 
 def _child(call: str) -> subprocess.Popen[bytes]:
     """Stopped, once its first load is through."""
-    command = [sys.executable, "-c", f"import pathlib; import bench.loading as b; b.{call}"]
-    process = subprocess.Popen(children.own(command), stdout=subprocess.PIPE)
+    process = harness.python(f"import pathlib; import bench.loading as b; b.{call}")
     assert process.stdout is not None
-    process.stdout.readline()
     threading.Thread(target=process.stdout.read, daemon=True).start()
     process.send_signal(signal.SIGSTOP)
     return process
 
 
+COLUMNS = "model {model} | windows {name} | p50 {p50:.2f} | p90 {p90:.2f} | p99 {p99:.2f} | p99 / alone {ratio:.2f}"
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    rows = [measure(kind, arguments.windows, arguments.seconds) for kind in GEOMETRIES]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table(title=f"Steps of {ROWS} rows of a resident adapter, ms", title_justify="left")
-    for column in ("model", "windows", "p50", "p90", "p99", "p99 / alone"):
-        table.add_column(column, justify="left" if column in ("model", "windows") else "right")
-    for row in rows:
-        for name in ("alone", "loading", "apart"):
-            times = [f"{row[f'{name}_{quantile}_ms']:.2f}" for quantile in ("p50", "p90", "p99")]
-            table.add_row(row["model"], name, *times, f"{row[f'{name}_ratio']:.2f}")
-    Console().print(table)
+    given = harness.flags(__doc__, windows=6, seconds=3.0)
+    harness.one_thread()
+    rows = [measure(kind, given.windows, given.seconds) for kind in GEOMETRIES]
+    lines = [
+        {"model": row["model"], "name": name, "ratio": row[f"{name}_ratio"]}
+        | {quantile: row[f"{name}_{quantile}_ms"] for quantile in ("p50", "p90", "p99")}
+        for row in rows
+        for name in ("alone", "loading", "apart")
+    ]
+    harness.show(given, rows, harness.table(f"Steps of {ROWS} rows of a resident adapter, ms", lines, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ with a single adapter registered.
 
 from __future__ import annotations
 
-import argparse
-import json
+import contextlib
 import logging
 import os
 import signal
@@ -18,21 +17,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from bench import harness
 from client_connector.transformers import attach
 from lora_server import logs
-from lora_server.demo import tiny
-from lora_server.demo.launch import RunningServer, running_server
-from lora_server.errors import LoraServerError
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.listing import all_pages
-from lora_server.wire.rpc import open_channel
+from lora_server.demo.launch import RunningServer
 
 CONTENTS = 20
 POOL = "1MiB"
@@ -41,55 +35,26 @@ PATIENCE = 600.0
 
 def make(root: Path, count: int) -> torch.nn.Module:
     """A tiny model, and adapters of a few contents, linked."""
-    model = tiny.make_model("mixtral")
-    tiny.save_model(model, root / "base")
-    for seed in range(min(CONTENTS, count)):
-        tiny.make_adapter(model, root / "contents" / str(seed), lora_rank=4, seed=seed, targets="all")
+    contents = {f"content-{seed}": {"lora_rank": 4, "targets": "all"} for seed in range(min(CONTENTS, count))}
+    model = harness.make(root, "mixtral", contents)
+    (root / "adapters").rename(root / "contents")
     for number in range(count):
         target = root / "adapters" / f"a{number:05}"
         target.mkdir(parents=True)
-        for file in (root / "contents" / str(number % CONTENTS)).iterdir():
-            os.link(file, target / file.name)
+        for file in (root / "contents" / f"content-{number % CONTENTS}").iterdir():
+            (target / file.name).hardlink_to(file)
     return model
 
 
-def status(server: RunningServer) -> pb.StatusReply:
-    """As the controller says it."""
-    with open_channel(server.address) as channel:
-        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=60)
+def seconds_until(condition: Callable[[], object]) -> float:
+    """How long it took; an error counts as "not yet"."""
 
+    def holds() -> object:
+        with contextlib.suppress(Exception):
+            return condition()
+        return False
 
-def seconds_until(condition: Callable[[], bool]) -> float:
-    """How long it took."""
-    began = time.monotonic()
-    while True:
-        try:
-            if condition():
-                return time.monotonic() - began
-        except Exception as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-        if time.monotonic() - began > PATIENCE:
-            raise LoraServerError(f"bench: not within {PATIENCE:g} s")
-        time.sleep(0.05)
-
-
-def is_up(shard: pb.ShardStatus, before: int) -> bool:
-    """In another process than before."""
-    return shard.state == "up" and shard.pid not in (0, before)
-
-
-def is_known(server: RunningServer, pid: int) -> Callable[[], bool]:
-    """Whether another process is the shard, and has heard of all adapters: none is loading."""
-
-    def known() -> bool:
-        if status(server).shards[0].pid in (0, pid):
-            return False
-        with open_channel(server.address) as channel:
-            listed = all_pages(partial(rpc.AdaptersStub(channel).List, timeout=60))
-        return all(one.state != "loading" for one in listed.adapters)
-
-    return known
+    return harness.until(holds, "what is waited for", PATIENCE)
 
 
 def step_ms(server: RunningServer, model: torch.nn.Module) -> float:
@@ -109,47 +74,44 @@ def measure(count: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         model = make(root, count)
-        flags = ["--base-model", str(root / "base"), "--adapters", str(root / "adapters"), "--layout", "ep1-pp1"]
         began = time.monotonic()
-        with running_server(root / "log", [*flags, "--device-pool", POOL]) as server, torch.no_grad():
-            found = {"ready": time.monotonic() - began}
-            found["step ms"] = step_ms(server, model)
+        with harness.serving(root, "--layout", "ep1-pp1", "--device-pool", POOL) as server, torch.no_grad():
+
+            def status() -> Any:
+                return harness.status(server.address)
+
+            def others() -> list[Any]:
+                """The shards that are up and are no process of before."""
+                return [one for one in status().shards if one.state == "up" and one.pid not in (0, shard)]
+
+            found = {"ready": time.monotonic() - began, "step ms": step_ms(server, model)}
             began = time.monotonic()
-            subprocess.run(
-                [sys.executable, "-m", "lora_server", "adapters", "list", "--server", server.address],
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
+            command = [sys.executable, "-m", "lora_server", "adapters", "list", "--server", server.address]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
             found["list"] = time.monotonic() - began
-            shard = status(server).shards[0].pid
-            before = psutil.Process(status(server).pid).memory_info().rss
+            shard, controller = status().shards[0].pid, status().pid
+            before = psutil.Process(controller).memory_info().rss
             os.kill(shard, signal.SIGKILL)
-            found["shard up"] = seconds_until(lambda: is_up(status(server).shards[0], shard))
-            found["shard knows all"] = found["shard up"] + seconds_until(is_known(server, shard))
-            new = psutil.Process(status(server).shards[0].pid).cpu_times()
+            found["shard up"] = seconds_until(others)
+            found["shard knows all"] = found["shard up"] + seconds_until(
+                lambda: others() and all(one.state != "loading" for one in harness.listed(server.address))
+            )
+            new = psutil.Process(status().shards[0].pid).cpu_times()
             found["its CPU"] = new.user + new.system
-            controller = status(server).pid
             os.kill(controller, signal.SIGKILL)
             found["controller back"] = seconds_until(
-                lambda: server.get("/readyz")[0] == 200 and status(server).pid != controller
+                lambda: server.get("/readyz")[0] == 200 and status().pid != controller
             )
             found["controller MB"] = before / 1e6
         return found
 
 
 def main() -> None:
-    """Both, beside each other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--adapters", type=int, default=5000)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    given = harness.flags(__doc__, adapters=5000)
     logs.configure(logging.WARNING)
-    few, many = measure(1), measure(options.adapters)
-    if options.json:
-        print(json.dumps({"1": few, str(options.adapters): many}, indent=2))
-        return
-    for name, value in many.items():
-        print(f"{name:>18} {few[name]:8.2f} {value:8.2f}")
+    few, many = measure(1), measure(given.adapters)
+    lines = [f"{name:>18} {few[name]:8.2f} {value:8.2f}" for name, value in many.items()]
+    harness.show(given, {"1": few, str(given.adapters): many}, *lines)
 
 
 if __name__ == "__main__":

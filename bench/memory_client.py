@@ -45,11 +45,23 @@ class Oracle:
                     ]
 
     def delta(self, site: Site, expert: int, x_TK: torch.Tensor) -> torch.Tensor:
-        """What an expert adds to rows."""
         out_TO = torch.zeros(len(x_TK), self._spec.out_width(site), dtype=torch.float64)
         for scale, begin, a, b in self._blocks.get((site, expert), ()):
             out_TO[:, begin : begin + len(b)] += scale * (x_TK.double() @ a.T) @ b.T
         return out_TO
+
+
+@dataclass
+class Drawn:
+    site: Site
+    batch: Batch
+    x: torch.Tensor
+    experts_Tk: torch.Tensor
+    is_routed: bool
+
+    @property
+    def by_entry(self) -> bool:
+        return self.is_routed and self.site.projection == "down"
 
 
 class Caller:
@@ -66,33 +78,41 @@ class Caller:
         (held,) = self.client.acquire([name])
         return held
 
-    def step(self, held: Held, site: Site, oracle: Oracle | None = None) -> float:
-        """One exchange; with an oracle the largest error, as a share of the largest value."""
-        x, worst = torch.randn(self._rows, self.spec.in_width(site), generator=self._random), [0.0, 1e-30]
-        batch, rows = Batch.of([held] * self._rows, None, decode=True), self.client.terms.max_step_rows
+    def draw(self, held: Held, site: Site, *, decode: bool = True) -> Drawn:
+        """Random rows of one adapter, and at an expert's site its experts."""
+        x, batch = torch.randn(self._rows, self.spec.in_width(site), generator=self._random), [held] * self._rows
+        experts_Tk = torch.zeros(self._rows, 1, dtype=torch.int64)
         is_routed = site.projection in ("gate_up", "down") and self.spec.experts_at(site) > 1
         if is_routed:
             experts_Tk = torch.rand(self._rows, self.spec.experts, generator=self._random).topk(self.spec.top_k).indices
-            by_entry = site.projection == "down"
-            x = x.repeat_interleave(self.spec.top_k, 0) if by_entry else x
-            owners_E = torch.tensor(self.client.placement.owners(site))
-            messages = route_experts(batch, experts_Tk, owners_E, rows)
+            x = x.repeat_interleave(self.spec.top_k, 0) if site.projection == "down" else x
+        return Drawn(site, Batch.of(batch, None, decode=decode), x, experts_Tk, is_routed)
+
+    def exchange(self, drawn: Drawn, then: Callable[[Message, torch.Tensor], None] = lambda *_: None) -> None:
+        placement, rows, site = self.client.placement, self.client.terms.max_step_rows, drawn.site
+        if drawn.is_routed:
+            owners_E = torch.tensor(placement.owners(site))
+            messages = route_experts(drawn.batch, drawn.experts_Tk, owners_E, rows)
         else:
-            experts_Tk, by_entry = torch.zeros(self._rows, 1, dtype=torch.int64), False
-            messages = route_dense(batch, self.client.placement.owner(site), rows)
+            messages = route_dense(drawn.batch, placement.owner(site), rows)
+        given = Activations(x=drawn.x, decode=drawn.batch.decode, by_entry=drawn.by_entry)
+        self.client.start(HostPacker(self.client.terms, site, given), messages).finish(then)
+
+    def step(self, held: Held, site: Site, oracle: Oracle | None = None) -> float:
+        """One exchange; with an oracle the largest error, as a share of the largest value."""
+        drawn, worst = self.draw(held, site), [0.0, 1e-30]
+        experts_Tk, x = drawn.experts_Tk, drawn.x
 
         def check(message: Message, delta_NO: torch.Tensor) -> None:
-            if oracle is None:
-                return
+            assert oracle is not None
             top_k, entries = experts_Tk.shape[1], message.entries_N
             for expert in experts_Tk.reshape(-1)[entries].unique().tolist():
                 mine = experts_Tk.reshape(-1)[entries] == expert
-                right = oracle.delta(site, expert, x[entries[mine] if by_entry else entries[mine] // top_k])
+                right = oracle.delta(site, expert, x[entries[mine] if drawn.by_entry else entries[mine] // top_k])
                 worst[0] = max(worst[0], float((delta_NO[mine] - right).abs().max()))
                 worst[1] = max(worst[1], float(right.abs().max()))
 
-        given = Activations(x=x, decode=True, by_entry=by_entry)
-        self.client.start(HostPacker(self.client.terms, site, given), messages).finish(check)
+        self.exchange(drawn, check if oracle is not None else lambda *_: None)
         return worst[0] / worst[1]
 
 
@@ -125,7 +145,6 @@ class Seen:
 
 
 def zipf(count: int, exponent: float) -> np.ndarray:
-    """Popularity of the first, second, ..."""
     weights = np.arange(1, count + 1) ** -exponent
     return weights / weights.sum()
 

@@ -3,19 +3,18 @@
     python -m bench.memory_soak [--json] [--adapters N] [--pool N] [--engines N] [--steps N] [--kills N] [--calm S]
                                 [--host-pool N]
 
-One `lora-server serve` process over shared memory; the adapters are links to twenty of mixed ranks and sites, their
-popularity is Zipf 1.2, and --device-pool holds --pool of them. Every engine is a process that compares each of its
-steps with the same product in float64. What processes of the server hold (resident memory, descriptors, shared memory)
-is read all the time, and compared between the first and the last tenth after a warm-up of a quarter. With --kills the
-shard is killed by SIGKILL that often at seeded moments while it loads, each time after it has run for --calm seconds
-(its successor is forked, with its imports behind it); back means that every engine has had a right answer since.
-Nothing may be wrong; steps that were cut off by a kill fail, by name.
+--pool and --host-pool are in mean adapters. One `lora-server serve` process over shared memory; the adapters are
+links to twenty of mixed ranks and sites, their popularity is Zipf 1.2, and --device-pool holds --pool of them. Every
+engine is a process that compares each of its steps with the same product in float64. What processes of the server
+hold (resident memory, descriptors, shared memory) is read all the time, and compared between the first and the last
+tenth after a warm-up of a quarter. With --kills the shard is killed by SIGKILL that often at seeded moments while it
+loads, each time after it has run for --calm seconds (its successor is forked, with its imports behind it); back means
+that every engine has had a right answer since. Nothing may be wrong; steps that were cut off by a kill fail, by name.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,11 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from bench import harness
 from bench.memory_client import Job, Seen
 from lora_server.demo import children, tiny
-from lora_server.demo.launch import RunningServer, running_server
-from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.listing import all_pages
-from lora_server.wire.rpc import open_channel
+from lora_server.demo.launch import RunningServer
 
 CONTENTS = 20
 TARGETS = ("attention", "experts", "down", "all")
@@ -68,12 +62,6 @@ def make(work: Path, adapters: int) -> tuple[list[str], dict[str, str], int]:
     return names, sources, round(statistics.mean(sizes))
 
 
-def status(address: str) -> pb.StatusReply:
-    """Of the server; raises grpc.RpcError."""
-    with open_channel(address) as channel:
-        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=10)
-
-
 class Engine:
     """A process of bench.memory_client, whose newest line a thread reads."""
 
@@ -92,12 +80,10 @@ class Engine:
             self.seen = msgspec.json.decode(line, type=Seen)
 
     def enough(self) -> None:
-        """It may end when its steps are done."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 
     def stop(self) -> None:
-        """Whether it is done or not."""
         children.stop(self.process)
         self._reader.join()
         for pipe in (self.process.stdin, self.process.stdout, self._log):
@@ -140,13 +126,13 @@ class Held:
 def kill(server: RunningServer, engines: list[Engine], dice: random.Random, calm: float) -> dict[str, float]:
     """SIGKILL at a random moment while it loads; seconds until it is up, and until all engines had a right answer."""
     time.sleep(calm + dice.uniform(0.2, 1.5))
-    (shard,) = status(server.address).shards
+    (shard,) = harness.status(server.address).shards
     os.kill(shard.pid, signal.SIGKILL)
     killed, up = time.time(), 0.0
     running = [engine for engine in engines if not engine.seen.done]
     while any(engine.seen.last_right < killed + 0.001 for engine in running if engine.process.poll() is None):
         if not up:
-            (now,) = status(server.address).shards
+            (now,) = harness.status(server.address).shards
             up = time.time() if now.state == "up" and now.pid != shard.pid else 0.0
         if time.time() > killed + 60:
             raise TimeoutError(f"no right answer within 60 s of a kill: {server.tail()}")
@@ -155,15 +141,13 @@ def kill(server: RunningServer, engines: list[Engine], dice: random.Random, calm
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All of it."""
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         names, sources, mean = make(work, options.adapters)
-        flags = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters")]
-        flags += ["--device-pool", str(mean * options.pool), "--host-pool", str(mean * options.host_pool)]
+        flags = ["--device-pool", str(mean * options.pool), "--host-pool", str(mean * options.host_pool)]
         flags += ["--eviction", options.eviction]
-        with running_server(work / "log", flags) as server:
-            (began_pid,) = [shard.pid for shard in status(server.address).shards]
+        with harness.serving(work, *flags) as server:
+            (began_pid,) = [shard.pid for shard in harness.status(server.address).shards]
             engines = [
                 Engine(
                     Job(server.address, names, sources, options.steps // options.engines, seed),
@@ -230,12 +214,11 @@ def _watch(server: RunningServer, engines: list[Engine], options: argparse.Names
 def _after(address: str, pid: int) -> dict[str, Any]:
     """Once everybody has left: leases, and what the pools hold beside what is said to be in them."""
     deadline = time.time() + 30
-    while (reply := status(address)).clients and time.time() < deadline:
+    while (reply := harness.status(address)).clients and time.time() < deadline:
         time.sleep(0.2)
     time.sleep(1.5)  # the next report
-    with open_channel(address) as channel:
-        listed = all_pages(partial(rpc.AdaptersStub(channel).List, timeout=30)).adapters
-    (shard,) = status(address).shards
+    listed = harness.listed(address)
+    (shard,) = harness.status(address).shards
     return {
         "leases_left": reply.clients,
         "holders_left": sum(one.holders for one in listed),
@@ -251,35 +234,31 @@ def _after(address: str, pid: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point; exits with 1 if an answer was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--adapters", type=int, default=2000)
-    parser.add_argument("--pool", type=int, default=100, help="mean adapters that the device pool holds")
-    parser.add_argument("--host-pool", type=int, default=0, help="likewise of the host pool")
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--calm", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eviction", default="lru")
-    options = parser.parse_args()
+    given = harness.flags(
+        __doc__,
+        adapters=2000,
+        pool=100,
+        host_pool=0,
+        engines=4,
+        steps=20_000,
+        kills=0,
+        calm=0.0,
+        seed=0,
+        eviction="lru",
+    )
     torch.set_grad_enabled(False)
-    found = measure(options)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        table = Table("what", "seen", title=f"{options.adapters:,} adapters, a pool for {options.pool}")
-        for key, value in found.items():
-            if key == "kills":
-                for name in ("up_s", "right_s"):
-                    times = sorted(one[name] for one in value) or [0.0]
-                    table.add_row(
-                        f"{len(value)} kills: {name}", f"median {statistics.median(times):.2f}, most {times[-1]:.2f}"
-                    )
-            else:
-                table.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
-        Console().print(table)
+    found = measure(given)
+    lines = [
+        {"what": key, "seen": f"{value:,.3f}" if isinstance(value, float) else str(value)}
+        for key, value in found.items()
+        if key != "kills"
+    ]
+    for name in ("up_s", "right_s"):
+        times = sorted(one[name] for one in found["kills"]) or [0.0]
+        seen = f"median {statistics.median(times):.2f}, most {times[-1]:.2f}"
+        lines.append({"what": f"{len(found['kills'])} kills: {name}", "seen": seen})
+    title = f"{given.adapters:,} adapters, a pool for {given.pool}"
+    harness.show(given, found, harness.table(title, lines, "what {what} | seen {seen}"))
     sys.exit(bool(found["wrong"]))
 
 

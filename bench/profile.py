@@ -1,8 +1,10 @@
 """Measure the terms of the latency model on this machine, as a profile that `provision --profile` takes.
 
     python -m bench.profile --out profile.json
+    python -m bench.profile --gpu-run bench/out/gpu_run/H200 --out profile.json
 
-A real server and a real engine process decode; receive, compute and send are those of the slowest
+The second reads what `make gpu` found: compute, by its stage `headline`, of the kernels alone. In the first a real
+server and a real engine process decode; receive, compute and send are those of the slowest
 shard, in us of one layer with gate_up and down together, and base_ffn is the engine's own expert GEMMs.
 The figures are of this machine's CPUs and of a small model: they show the planner with measured
 terms, and are no substitute for measuring the hardware that a plan is for.
@@ -22,16 +24,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from bench.gpu_run import record
 from lora_server.demo import tiny
 from lora_server.demo.engine import Job, Sequence, Times
 from lora_server.demo.launch import finish_engine, running_server, start_engine
+from lora_server.errors import ConfigError
+from provisioning.model.hardware import GPUS
 
 EPS, BATCHES, NUM_ADAPTERS, LORA_RANK, NEW_TOKENS = (1, 2, 4), (8, 16, 32), 16, 16, 12
 GEOMETRY = {"hidden_size": 256, "intermediate_size": 512}
 
 
 def decode_times(work: Path, ep: int, batch: int) -> Times:
-    """One server in layout ep-pp1, one engine."""
     rng = np.random.default_rng(0)
     names = [f"tenant-{index % NUM_ADAPTERS:02d}" for index in range(batch)]
     sequences = [Sequence(rng.integers(3, 250, 8).tolist(), name) for name in names]
@@ -42,7 +46,6 @@ def decode_times(work: Path, ep: int, batch: int) -> Times:
 
 
 def measure() -> dict[str, Any]:
-    """The whole profile."""
     terms: dict[str, list[dict[str, Any]]] = {"receive": [], "compute": [], "send": [], "base_ffn": []}
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
@@ -58,15 +61,31 @@ def measure() -> dict[str, Any]:
                 terms[term].append({"ep": ep, "batch": batch, "us": round(us, 1)})
             if ep == EPS[0]:
                 terms["base_ffn"].append({"batch": batch, "us": round(times.moe, 1)})
-    return {"source": f"{platform.machine()}_cpu_{time.strftime('%Y-%m-%d')}", "terms": terms}
+    of = {"model": "tiny-mixtral", "gpu": "cpu", "lora_rank": LORA_RANK, "wire": "exact", "transport": "shm"}
+    return {"source": f"{platform.machine()}_cpu_{time.strftime('%Y-%m-%d')}", "of": of, "terms": terms}
+
+
+def of_gpu_run(folder: Path, transport: str) -> dict[str, Any]:
+    """The compute terms that `make gpu` measured. Raises ConfigError where the stage did not come to them."""
+    lines = record.read(folder / "headline.jsonl")
+    cells, machines = record.picked(lines, "headline"), record.picked(lines, "hardware")
+    name = str(machines[-1]["gpu"]).lower() if machines else ""
+    gpu = next((known for known in GPUS if known.split("-")[0] in name), None)
+    if not cells or gpu is None:
+        raise ConfigError(f"--gpu-run: {folder}: got GPU {name!r} and {len(cells)} cells of headline; run make gpu")
+    of = {"model": "mixtral-8x7b", "gpu": gpu, "lora_rank": 64, "wire": "exact", "transport": transport}
+    compute = [{"ep": 4, "batch": cell["tokens"], "us": cell["us"]} for cell in cells]
+    return {"source": f"make gpu, headline, {name}: kernels alone", "of": of, "terms": {"compute": compute}}
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gpu-run", type=Path, help="a GPU's folder of bench/out/gpu_run")
+    parser.add_argument("--transport", default="gpu", help="whose kernels these are (default: gpu)")
     arguments = parser.parse_args()
-    arguments.out.write_text(json.dumps(measure(), indent=2) + "\n")
+    found = measure() if arguments.gpu_run is None else of_gpu_run(arguments.gpu_run, arguments.transport)
+    arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

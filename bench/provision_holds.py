@@ -26,7 +26,8 @@ import numpy as np
 from provisioning.iar.models import offered_curve
 from provisioning.plan.candidates import Candidate
 from provisioning.plan.choice import smallest
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.flags import PlanFlags
+from provisioning.plan.scenario import scenario
 from provisioning.plan.verify import disaggregated, verify
 from provisioning.simulation.measure import Estimate, measured
 from provisioning.simulation.run import System, run
@@ -55,7 +56,6 @@ def stationary(quick: bool) -> Iterator[tuple[Any, ...]]:
 
 
 def simulated(popularity: Any, load: float, slots: int) -> Estimate:
-    """Poisson arrivals, log-normal lengths, seeds 700 to 704."""
     workload, rates = Workload(popularity=popularity, lengths=Lengths(mean_tokens=300)), []
     for seed in range(700, 705):
         requests = workload.sample(rate=load / 0.3, num_requests=int(30_000 + 20 * load), seed=seed)
@@ -65,8 +65,7 @@ def simulated(popularity: Any, load: float, slots: int) -> Estimate:
 
 
 def planned(trace: Path, seed: int, **adapters: Any) -> Candidate | None:
-    """The plan for a trace, five seeds."""
-    flags = Flags(slo=SLO, model="qwen3-30b-a3b", lora_rank=32, gpu="hopper-96", trace=trace, seed=seed, **adapters)
+    flags = PlanFlags(slo=SLO, model="qwen3-30b-a3b", lora_rank=32, gpu="hopper-96", trace=trace, seed=seed, **adapters)
     asked = scenario(replace(flags, instances=4, batch_size=LOAD / 4))
     return verify(asked, smallest(asked), 5).choice.chosen
 
@@ -96,7 +95,6 @@ def traces(directory: Path, work: Path, quick: bool) -> Iterator[tuple[str, Path
 
 
 def row(name: str, file: Path, seed: int, adapters: dict[str, Any]) -> str:
-    """A line of the second table."""
     calls = load_trace(
         file, ZipfAdapters(num_adapters=adapters.get("adapters", 1), skew=adapters.get("zipf", 0), seed=seed)
     ).trace

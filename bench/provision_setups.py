@@ -95,7 +95,6 @@ class Setup:
         return TABLE_3[self.model][1]
 
     def cache_slots(self) -> int:
-        """Of the server, or of one coupled instance."""
         if self.slots is not None:
             return self.slots
         if self.layout is not None:

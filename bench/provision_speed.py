@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from provisioning.iar import immediate_admissibility, min_cache_slots
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.flags import PlanFlags
+from provisioning.plan.scenario import scenario
 from provisioning.report.result import answer
 from provisioning.simulation.run import System, assign_greedily, run
 from provisioning.workload.workload import Workload, zipf
@@ -50,12 +51,14 @@ def main() -> None:
     )
     timed("1,000,000 requests, 1,000 adapters, 4 instances", lambda: run(requests, system))
     for model in ("gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "scaled-moe", "dbrx"):
-        flags = Flags(slo=SLO, model=model, adapters=512, instances=4, batch_size=64.0)
+        flags = PlanFlags(slo=SLO, model=model, adapters=512, instances=4, batch_size=64.0)
         timed(f"plan {model}, five seeds", lambda flags=flags: answer(scenario(flags), seeds=5))
         timed(f"plan {model}, model only", lambda flags=flags: answer(scenario(flags), seeds=0))
-    flags = Flags(slo=SLO, model="qwen3-30b-a3b", adapters=2000, zipf=0.6, instances=4, batch_size=64.0, burst_cv=12.0)
+    flags = PlanFlags(
+        slo=SLO, model="qwen3-30b-a3b", adapters=2000, zipf=0.6, instances=4, batch_size=64.0, burst_cv=12.0
+    )
     timed("plan qwen3-30b-a3b, bursts of CV 12, refuted", lambda: answer(scenario(flags), seeds=5))
-    flags = Flags(slo=SLO, model="qwen3-30b-a3b", adapters=200, zipf=1.6, instances=6, batch_size=250.0)
+    flags = PlanFlags(slo=SLO, model="qwen3-30b-a3b", adapters=200, zipf=1.6, instances=6, batch_size=250.0)
     timed("plan qwen3-30b-a3b, below the model", lambda: answer(scenario(flags), seeds=5))
 
 

@@ -13,9 +13,7 @@ the whole the 10th percentile, which others on the machine disturb less:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,17 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from bench import harness
 from bench.kernels.draws import NUM_DRAWS, draws
 from bench.kernels.models import MODELS, NUM_ADAPTERS, Model
 from client_connector.packing import Activations, HostPacker
 from client_connector.routing import Batch, route_experts
 from kernels_cuda.tables import PackedSegments
 from lora_server.errors import UnknownAdapterError
-from lora_server.memory.entry import Entry, Source, State
+from lora_server.memory.entry import LayerState, Source
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.memory.store import WeightStore
@@ -81,10 +77,12 @@ class Listed(WeightStore):
             self._list(handle, model)
 
     def _list(self, handle: int, model: Model) -> None:
-        entry = self._entries[handle] = Entry(handle, Source(Path(), "", ""), self._layers, handle, size=0)
-        entry.ready.update(self._layers)
+        entry = self._table.add(handle, Source(Path(), "", ""))
+        entry.footprint.size = 0
+        entry.copies.ready.update(self._table.layers)
+        self._table.complete.add(handle)
         shape, blocks_E2 = model.sites[0].shape, self.table.directory.absent(SITE)
-        row = self.table.add_row(0, shape)
+        row = self.table.rows.add(0, shape)
         blocks_E2[:, 0], blocks_E2[:, 1] = row, np.arange(len(blocks_E2)) * shape.num_tiles
         self.table.directory.put(self.table.directory.allocate(handle), {SITE: blocks_E2})
         for expert in range(len(blocks_E2)):
@@ -92,7 +90,7 @@ class Listed(WeightStore):
 
     def is_ready(self, handle: int, layer: int) -> bool:
         """One by one, a segment's state is looked up like this."""
-        return self.state(handle, layer) is State.READY
+        return self.report.state(handle, layer) is LayerState.READY
 
 
 class Case:
@@ -103,7 +101,7 @@ class Case:
         self.spec = dataclasses.replace(PRESETS[name], layers=1, moe_layers=(0,))
         self.max_step_rows, self.client, self.epoch = most, 1, 1
         self.store = Listed(self.model, self.spec)
-        self.compute = DeviceCompute(lambda *_: None, self.store.table.table, self.spec, DTYPE, most)
+        self.compute = DeviceCompute(lambda *_: None, self.store.table.rows.table, self.spec, DTYPE, most)
         port = Port(RegionLayout.for_model(self.spec, most, NUM_DRAWS))
         port.grant(Grant(self.client, self.epoch, b""))
         port.hold(self.client, range(1, NUM_ADAPTERS + 1))
@@ -178,7 +176,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     """Medians of both ways, in microseconds by phase."""
     case = Case(name)
     spent: dict[str, list[np.ndarray]] = {way: [] for way in WAYS}
-    for _ in track(range(rounds), name, console=Console(stderr=True)):
+    for _ in harness.progress(range(rounds), name):
         tables: dict[str, list[torch.Tensor]] = {}
         for way, run in WAYS.items():
             for seq in [*case.seqs] * PASSES:
@@ -198,26 +196,15 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    rows = [measure(name, arguments.rounds) for name in NAMES]
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table(title=f"From header to the kernels' table, {TOKENS} tokens, median us", title_justify="left")
-    for column in ("model", "segments", "way", *PHASES, "all", "all, p10", "one by one / at once"):
-        table.add_column(column, justify="left" if column in ("model", "way") else "right")
-    for row in rows:
-        for way in WAYS:
-            cells = [f"{row[way][f'{phase}_us']:.1f}" for phase in (*PHASES, "total", "p10")]
-            ratio = f"{row['ratio']:.1f}" if way == "at once" else ""
-            table.add_row(row["model"], f"{row['segments']:,.0f}", way, *cells, ratio)
-    Console().print(table)
+    given = harness.flags(__doc__, rounds=5)
+    harness.one_thread()
+    rows = [measure(name, given.rounds) for name in NAMES]
+    lines = [{**row, "way": way, **row[way]} for row in rows for way in WAYS]
+    phases = " | ".join(f"{phase} {{{phase}_us:.1f}}" for phase in PHASES)
+    columns = "model {model} | segments {segments:,.0f} | way {way} | " + phases
+    columns += " | all {total_us:.1f} | all, p10 {p10_us:.1f} | one by one / at once {ratio:.1f}"
+    title = f"From header to the kernels' table, {TOKENS} tokens, median us"
+    harness.show(given, rows, harness.table(title, lines, columns))
 
 
 if __name__ == "__main__":

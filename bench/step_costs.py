@@ -12,13 +12,10 @@ depend on the machine at all.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import resource
 import statistics
-import struct
 import sys
 import tempfile
 import threading
@@ -28,10 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
+from bench import harness
+from bench.step_client import StepClient
 from kernels_cuda import cpu
 from lora_server.adapters import open_adapter
 from lora_server.demo import tiny
@@ -45,14 +41,12 @@ from lora_server.shard.compute import HostCompute
 from lora_server.shard.coordination import Independent
 from lora_server.shard.loop import Shard
 from lora_server.shard.schedule import PendingStep
-from lora_server.spec import PROJECTIONS, ModelSpec, Site, from_config
+from lora_server.spec import ModelSpec, Site, from_config
 from lora_server.transport.base import Grant, Port
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.shm_listener import ShmListener
-from lora_server.wire import slot
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
-from lora_server.wire.slot import RequestHeader
 
 ENTRIES, DEPTH, STEPS = 8, 2, 10  # STEPS: of one way in one round
 HANDLE, SITE = 70_000, Site(0, "gate_up")
@@ -61,31 +55,6 @@ POOL_BYTES, LOAD_SECONDS = 64 << 20, 600.0
 MODEL = {"hidden_size": 1024, "intermediate_size": 2048}  # a step of which takes a while, beside tiny-mixtral's
 
 T = TypeVar("T")
-
-
-class Client:
-    """`push` is a step of two experts, the same again and again."""
-
-    def __init__(self, listener: ShmListener, port: Port, number: int, spec: ModelSpec) -> None:
-        port.grant(Grant(number, 1, b"key", "acme"))
-        port.hold(number, [HANDLE])
-        self.link, self.seq = ShmLink(listener.address, Hello(number, 1, b"key"), 0), 0
-        width, half = spec.in_width(SITE), ENTRIES // 2
-        at = slot.request_offsets(2, ENTRIES, 0, ENTRIES * width * 4)
-        for memory in (self.link.region.request(seq) for seq in range(DEPTH)):
-            struct.pack_into("<8I", memory, at.segments, HANDLE, 0, 0, half, HANDLE, 1, half, half)
-        self._header = RequestHeader(
-            step_class=slot.DECODE, flags=0, client=number, epoch=1, seq=0, slot=0, layer=0,
-            projection=PROJECTIONS.index(SITE.projection), dtype=0, num_rows=ENTRIES, num_entries=ENTRIES,
-            num_segments=2, num_out_rows=ENTRIES, in_begin=0, in_end=width, windows=((0, spec.out_width(SITE)),),
-            payload_bytes=at.end - slot.HEADER_BYTES, budget_us=60_000_000, pushed_ns=0,
-        )  # fmt: skip
-        self.nbytes = at.end
-
-    def push(self) -> None:
-        self.seq += 1
-        self._header._replace(seq=self.seq, slot=self.seq % DEPTH).pack_into(self.link.region.request(self.seq))
-        self.link.push(self.seq, self.nbytes)
 
 
 class Case:
@@ -100,8 +69,7 @@ class Case:
         self.listener = ShmListener(port, Path(self._directory.name) / "shard")
         kernel = HostCompute(cpu.lora_parts)
         self.shard = Shard(0, spec, 2 * ENTRIES, port, self.store, Independent(), kernel)
-        self.client = Client(self.listener, port, 1, spec)
-        self._idle = [Client(self.listener, port, number + 2, spec) for number in range(idle)]
+        self.client, *self._idle = (self._client(port, number + 1, spec) for number in range(idle + 1))
         for one in (*self._idle, self.client):
             self._step(one)
 
@@ -110,14 +78,22 @@ class Case:
             source = Source(path, opened.version(), opened.stamp)
         known, failed = threading.Semaphore(0), list[object]()
         for number in range(count):
-            self.store.load(HANDLE + number, source, lambda error: (failed.append(error), known.release()), number == 0)
+            self.store.adapters.load(
+                HANDLE + number, source, lambda error: (failed.append(error), known.release()), number == 0
+            )
             if number == 0:
                 known.acquire(timeout=LOAD_SECONDS)
         for _ in range(count - 1):
             known.acquire(timeout=LOAD_SECONDS)
         assert failed == [None] * count, failed
 
-    def _step(self, client: Client) -> None:
+    def _client(self, port: Port, number: int, spec: ModelSpec) -> StepClient:
+        port.grant(Grant(number, 1, b"key", "acme"))
+        port.hold(number, [HANDLE])
+        link = ShmLink(self.listener.address, Hello(number, 1, b"key"), 0)
+        return StepClient(link, number, spec, SITE, ENTRIES, handle=HANDLE, depth=DEPTH)
+
+    def _step(self, client: StepClient) -> None:
         client.push()
         while client.link.responded() < client.seq:
             self.shard.serve_once()
@@ -159,8 +135,6 @@ class Case:
 
 
 class Ratio(NamedTuple):
-    """Of one way to the first."""
-
     way: str
     microseconds: float
     ratio: float
@@ -181,7 +155,7 @@ def measure(ways: dict[str, Way], rounds: int, dice: random.Random, what: str) -
     first = next(iter(ways))
     ways = {**ways, "again": ways[first]}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in track(range(rounds), what, console=Console(stderr=True)):
+    for _ in harness.progress(range(rounds), what):
         for way in dice.sample(sorted(ways), len(ways)):
             times[way].append(ways[way].nanoseconds())
     found = []
@@ -197,15 +171,15 @@ def measure(ways: dict[str, Way], rounds: int, dice: random.Random, what: str) -
 
 def without_check(case: Case) -> Way:
     """As it is, but that nobody looks whether the client may use what its step names."""
-    shard: Any = case.shard
+    receiver: Any = case.shard.receiver
 
     def without(work: Callable[[], T]) -> Callable[[], T]:
         def done() -> T:
-            shard._recheck = lambda step: pin(case.shard, step)
+            receiver._recheck = lambda step: pin(case.shard, step)
             try:
                 return work()
             finally:
-                del shard._recheck
+                del receiver._recheck
 
         return done
 
@@ -213,7 +187,6 @@ def without_check(case: Case) -> Way:
 
 
 def pin(shard: Shard, step: PendingStep) -> None:
-    """What is left of Shard._recheck."""
     try:
         step.pin = shard.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
     except LoraServerError as error:
@@ -236,7 +209,6 @@ def cases(made: dict[str, Case], rounds: int, dice: random.Random, what: str) ->
 
 
 def small_and_larger(root: Path) -> dict[str, tuple[ModelSpec, Path]]:
-    """Two models, and an adapter of each."""
     found = {}
     for name, sizes in (("tiny", {}), ("larger", MODEL)):
         model = tiny.make_model("mixtral", **sizes)
@@ -245,14 +217,15 @@ def small_and_larger(root: Path) -> dict[str, tuple[ModelSpec, Path]]:
     return found
 
 
+COLUMNS = (
+    "what {what} | way {way} | µs of CPU per step {microseconds:.1f} | ratio {ratio:.3f} | "
+    "95 % interval {low:.3f} to {high:.3f} | calls {calls:d}"
+)
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--json", action="store_true")
-    arguments, dice = parser.parse_args(), random.Random(20261122)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
+    given, dice = harness.flags(__doc__, rounds=1000), random.Random(20261122)
+    harness.one_thread()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     found: dict[str, list[Ratio]] = {}
@@ -260,21 +233,15 @@ def main() -> None:
         models = small_and_larger(Path(root))
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
         for name, (spec, adapter) in models.items():
-            found[f"the check, {name} model"] = checks(spec, adapter, arguments.rounds, dice)
+            found[f"the check, {name} model"] = checks(spec, adapter, given.rounds, dice)
         spec, adapter = models["tiny"]
         idle = {f"{number} idle clients": Case(spec, adapter, idle=number) for number in IDLE}
-        found["idle clients"] = cases(idle, arguments.rounds, dice, "idle clients")
+        found["idle clients"] = cases(idle, given.rounds, dice, "idle clients")
         many = {f"{number:,} adapters": Case(spec, adapter, registered=number) for number in REGISTERED}
-        found["adapters registered"] = cases(many, arguments.rounds, dice, "adapters")
-    if arguments.json:
-        print(json.dumps({what: [one._asdict() for one in its] for what, its in found.items()}, indent=2))
-        return
-    table = Table("what", "way", "µs of CPU per step", "ratio", "95 % interval", "calls")
-    for what, its in found.items():
-        for one in its:
-            interval = f"{one.low:.3f} to {one.high:.3f}"
-            table.add_row(what, one.way, f"{one.microseconds:.1f}", f"{one.ratio:.3f}", interval, str(one.calls))
-    Console(width=120).print(table)
+        found["adapters registered"] = cases(many, given.rounds, dice, "adapters")
+    rows = {what: [one._asdict() for one in its] for what, its in found.items()}
+    lines = [{"what": what, **one} for what, its in rows.items() for one in its]
+    harness.show(given, rows, harness.table("", lines, COLUMNS), width=120)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What encryption costs a step over TCP: in the clear and over TLS, by turns in one run.
 
-    python -m bench.tls [--json] [--rounds N]
+    python -m bench.tls [--json] [--rounds N]        N of the smallest size; fewer of larger ones
 
 Steps: one process pushes so many bytes, another answers with as many; medians. The floor, by turns with them, is
 AES-256-GCM alone, on one core in records of 16 KB: what goes either way is encrypted once and decrypted once.
@@ -9,23 +9,18 @@ Records: CPU time of one thread for 16 KB, which other load of the machine chang
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import socket
 import statistics
 import sys
-import threading
 import time
 from multiprocessing.connection import Connection as Pipe
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from bench.transport import DEADLINE_SECONDS, SPAWN, WARM_UP, end_with_parent
+from bench import harness
+from bench.transport import DEADLINE_SECONDS, SIZES, WARM_UP, end_with_parent, spawned
 from lora_server.access.certificate import shard_certificate
 from lora_server.daemon.shard_main import SWITCH_SECONDS
 from lora_server.transport.base import Grant, Port
@@ -35,7 +30,6 @@ from lora_server.transport.tls import RECORD_BYTES, Stream, connect
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout
 
-SIZES = (16 << 10, 256 << 10, 4 << 20)
 TOGETHER = 4  # records
 
 
@@ -44,7 +38,7 @@ TOGETHER = 4  # records
 
 def _shard(nbytes: int, steps: int, pipe: Pipe) -> None:
     """The other process: a shard's loop, reached in the clear and over TLS."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     sys.setswitchinterval(SWITCH_SECONDS)
     port = Port(RegionLayout(depth=4, request_bytes=nbytes, response_bytes=nbytes))
     for client in (1, 2):
@@ -65,44 +59,35 @@ def _shard(nbytes: int, steps: int, pipe: Pipe) -> None:
 
 def step(nbytes: int, rounds: int) -> dict[str, float]:
     """Medians in the clear, over TLS, and of the floor."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_shard, args=(nbytes, 2 * rounds, theirs))
-    process.start()
-    (clear, encrypted), certificate = ours.recv()
-    links = TcpLink(clear, Hello(1, 1, b"key"), 0), TcpLink(encrypted, Hello(2, 1, b"key"), 0, certificate=certificate)
     payload, times_ns, floor = os.urandom(nbytes), (list[int](), list[int](), list[int]()), Floor()
-    for seq in range(1, rounds + 1):
-        for link, times in zip(links, times_ns[:2], strict=True):
-            link.region.request(seq)[:nbytes] = payload
+    with spawned(_shard, nbytes, 2 * rounds) as ((clear, encrypted), own):
+        links = TcpLink(clear, Hello(1, 1, b"key"), 0), TcpLink(encrypted, Hello(2, 1, b"key"), 0, certificate=own)
+        for seq in range(1, rounds + 1):
+            for link, times in zip(links, times_ns[:2], strict=True):
+                link.region.request(seq)[:nbytes] = payload
+                began_ns = time.monotonic_ns()
+                link.push(seq, nbytes)
+                link.wait(seq, time.monotonic() + DEADLINE_SECONDS)
+                times.append(time.monotonic_ns() - began_ns)
             began_ns = time.monotonic_ns()
-            link.push(seq, nbytes)
-            link.wait(seq, time.monotonic() + DEADLINE_SECONDS)
-            times.append(time.monotonic_ns() - began_ns)
-        began_ns = time.monotonic_ns()
-        for _ in range(2 * nbytes // RECORD_BYTES):
-            floor.decrypt(floor.encrypt())
-        times_ns[2].append(time.monotonic_ns() - began_ns)
-    for link in links:
-        link.close()
-    ours.send("done")
-    process.join()
+            for _ in range(2 * nbytes // RECORD_BYTES):
+                floor.decrypt(floor.encrypt())
+            times_ns[2].append(time.monotonic_ns() - began_ns)
+        for link in links:
+            link.close()
     clear_us, tls_us, floor_us = (statistics.median(times[int(rounds * WARM_UP) :]) / 1e3 for times in times_ns)
     aes = 4 * nbytes / floor_us / 1e3
     return {"nbytes": nbytes, "clear_us": clear_us, "tls_us": tls_us, "floor_us": floor_us, "aes_gbytes_per_s": aes}
 
 
 class Floor:
-    """The arithmetic of one record."""
-
     def __init__(self) -> None:
         self._cipher, self._record, self._nonce = AESGCM(os.urandom(32)), os.urandom(RECORD_BYTES), bytes(12)
 
     def encrypt(self) -> bytes:
-        """It."""
         return self._cipher.encrypt(self._nonce, self._record, None)
 
     def decrypt(self, encrypted: bytes) -> bytes:
-        """It."""
         return self._cipher.decrypt(self._nonce, encrypted, None)
 
 
@@ -158,30 +143,23 @@ def record(rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
+STEPS = (
+    "bytes each way {nbytes:,} | clear {clear_us:.1f} | TLS {tls_us:.1f} | ratio {ratio:.2f}x | "
+    "floor {floor_us:.1f} | AES-GCM GB/s {aes_gbytes_per_s:.2f}"
+)
+RECORDS = "{name} | sent {sent_us:.1f} | received {received_us:.1f}"
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3000, help="of the smallest size; fewer of larger ones")
-    arguments = parser.parse_args()
-    sizes = track(SIZES, "stepping", console=Console(stderr=True))
-    steps = [step(nbytes, max(100, arguments.rounds * SIZES[0] // nbytes)) for nbytes in sizes]
-    records = record(arguments.rounds)
-    if arguments.json:
-        print(json.dumps({"steps": steps, "records": records}, indent=2))
-        return
-    table = Table(title="A step over TCP, median us", title_justify="left")
-    for column in ("bytes each way", "clear", "TLS", "ratio", "floor", "AES-GCM GB/s"):
-        table.add_column(column, justify="right")
-    for row in steps:
-        times = [f"{row[name]:.1f}" for name in ("clear_us", "tls_us")]
-        ratio, floor = f"{row['tls_us'] / row['clear_us']:.2f}x", f"{row['floor_us']:.1f}"
-        table.add_row(f"{row['nbytes']:,}", *times, ratio, floor, f"{row['aes_gbytes_per_s']:.2f}")
-    Console().print(table)
-    table = Table("", "sent", "received", title="16 KB, CPU us of one thread", title_justify="left")
-    for name, times in records.items():
-        table.add_row(name, *(f"{times[f'{way}_us']:.1f}" for way in ("sent", "received")))
-    Console().print(table)
+    given = harness.flags(__doc__, rounds=3000)
+    sizes = harness.progress(SIZES, "stepping")
+    steps = [step(nbytes, max(100, given.rounds * SIZES[0] // nbytes)) for nbytes in sizes]
+    records = record(given.rounds)
+    lines = [{**row, "ratio": row["tls_us"] / row["clear_us"]} for row in steps]
+    found = {"steps": steps, "records": records}
+    parts = [{"name": name, **times} for name, times in records.items()]
+    steps_table = harness.table("A step over TCP, median us", lines, STEPS)
+    harness.show(given, found, steps_table, harness.table("16 KB, CPU us of one thread", parts, RECORDS))
 
 
 if __name__ == "__main__":

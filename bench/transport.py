@@ -10,9 +10,8 @@ there is a compiler. Medians; the rounds of all paths and sizes follow each othe
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import ctypes
-import json
 import mmap
 import multiprocessing
 import os
@@ -23,14 +22,12 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
+from bench import harness
 from lora_server.transport.base import Grant, Link, Port
 from lora_server.transport.shm import ShmLink, create_memory
 from lora_server.transport.shm_listener import ShmListener
@@ -57,7 +54,7 @@ def _median_us(times_ns: list[int]) -> float:
 
 def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
     """The other process: a shard's receive loop that answers with when it saw the push."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     port = Port(RegionLayout(depth=4, request_bytes=nbytes, response_bytes=4096))
     port.grant(Grant(HELLO.client, HELLO.epoch, HELLO.key))
     with tempfile.TemporaryDirectory() as directory:
@@ -77,33 +74,37 @@ def _shard(transport: str, nbytes: int, rounds: int, pipe: Pipe) -> None:
         listener.close()
 
 
+@contextlib.contextmanager
+def spawned(shard: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Run `shard(*arguments, pipe)` in a process of its own until the block ends; gives what it sends first."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=shard, args=(*arguments, theirs))
+    process.start()
+    yield ours.recv()
+    ours.send("done")
+    process.join()
+
+
 def end_with_parent() -> None:
-    """In a process of SPAWN's: it would poll for ever."""
+    """For a process of SPAWN's, which would poll for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def one_way_us(transport: str, nbytes: int, rounds: int) -> tuple[float, float]:
     """Medians of our own push, and of a pull by turns: from before either's first byte to when the shard's loop sees
     the payload."""
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_shard, args=(transport, nbytes, 3 * rounds, theirs))
-    process.start()
-    address = ours.recv()
-    link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else TcpLink(address, HELLO, 0)
-    payload = memoryview(os.urandom(nbytes))
-    pushed_ns, pulled_ns = list[int](), list[int]()
-    for seq in range(1, 3 * rounds, 3):
-        began_ns = time.monotonic_ns()
-        pushed_ns.append(_seen_ns(link, seq, payload) - began_ns)
-        began_ns = time.monotonic_ns()
-        _seen_ns(link, seq + 1, payload[:HEADER_BYTES])  # its answer asks for the rest
-        pulled_ns.append(_seen_ns(link, seq + 2, payload) - began_ns)
-    link.close()
-    ours.send("done")
-    process.join()
+    pushed_ns, pulled_ns, payload = list[int](), list[int](), memoryview(os.urandom(nbytes))
+    with spawned(_shard, transport, nbytes, 3 * rounds) as address:
+        link: Link = ShmLink(address, HELLO, 0) if transport == "shm" else TcpLink(address, HELLO, 0)
+        for seq in range(1, 3 * rounds, 3):
+            began_ns = time.monotonic_ns()
+            pushed_ns.append(_seen_ns(link, seq, payload) - began_ns)
+            began_ns = time.monotonic_ns()
+            _seen_ns(link, seq + 1, payload[:HEADER_BYTES])  # its answer asks for the rest
+            pulled_ns.append(_seen_ns(link, seq + 2, payload) - began_ns)
+        link.close()
     return _median_us(pushed_ns), _median_us(pulled_ns)
 
 
@@ -133,7 +134,7 @@ class _Floor:
 
 
 def _floor_partner(library: str, path: str, nbytes: int, rounds: int) -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     with open(path, "r+b") as file:  # noqa: PTH123
         floor = _Floor(library, memoryview(mmap.mmap(file.fileno(), 4096 + nbytes)), nbytes)
     for seq in range(1, rounds + 1):
@@ -172,11 +173,10 @@ def compile_floor(directory: str) -> str | None:
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """One row per size."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         library = compile_floor(directory)
-        for nbytes in track(SIZES, "pushing", console=Console(stderr=True)):
+        for nbytes in harness.progress(SIZES, "pushing"):
             row: dict[str, Any] = {"nbytes": nbytes}
             if library is not None:
                 row["c_us"] = floor_us(library, nbytes, rounds)
@@ -189,28 +189,17 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+COLUMNS = (
+    "bytes {nbytes:,} | C {c_us:.2f} | shm {shm_us:.1f} ({shm_ratio:.1f}x) | pull {shm_pull:.2f}x | "
+    "tcp {tcp_us:.1f} ({tcp_ratio:.1f}x) | pull {tcp_pull:.2f}x"
+)
+
+
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=2000)
-    arguments = parser.parse_args()
-    rows = measure(arguments.rounds)
-    if arguments.json:
-        print(json.dumps(rows, indent=2))
-        return
-    table = Table(title="One-way push, median us (ratio to C memcpy + flag); a pull / that", title_justify="left")
-    for column in ("bytes", "C", "shm", "pull", "tcp", "pull"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = []
-        for one in ("shm", "tcp"):
-            cells += [
-                f"{row[f'{one}_us']:.1f} ({row.get(f'{one}_ratio', float('nan')):.1f}x)",
-                f"{row[f'{one}_pull']:.2f}x",
-            ]
-        table.add_row(f"{row['nbytes']:,}", f"{row.get('c_us', float('nan')):.2f}", *cells)
-    Console().print(table)
+    given = harness.flags(__doc__, rounds=2000)
+    rows = measure(given.rounds)
+    title = "One-way push, median us (ratio to C memcpy + flag); a pull / that"
+    harness.show(given, rows, harness.table(title, rows, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -11,23 +11,21 @@ Conversion: microseconds of one core, beside a copy of the rows.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import tempfile
-import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from typing_extensions import override
 
+from bench import harness
 from client_connector.transformers import attach
 from kernels_cuda import cpu
 from kernels_cuda.ops import Step
@@ -45,6 +43,13 @@ NUM_SEQUENCES, PROMPT, NEW_TOKENS = 32, 16, 32
 ADAPTERS = ((8, "all"), (16, "all"), (32, "all"), (64, "all"))
 WIDER = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 512}  # the demo's
 CONVERTED = ((8, 4096), (128, 4096), (256, 14336))
+AGREED = (
+    "model {kind} | engine and wire {name} | tokens that agree {agree:.1%} | log p moved, mean {mean:.4f} | "
+    "largest {largest:.3f} | bytes {bytes:,}"
+)
+CONVERSION = (
+    "rows {rows:,} | width {width:,} | copy {copy_us:,.0f} | quantise {quantise_us:,.0f} | expand {expand_us:,.0f}"
+)
 
 
 class Compared(HostCompute):
@@ -70,27 +75,21 @@ class Compared(HostCompute):
         squares[1] += float(out_UO.float().square().sum())
 
     def errors(self) -> dict[str, float]:
-        """Of each projection."""
         return {name: (error / delta) ** 0.5 for name, (error, delta) in sorted(self.squares.items())}
 
 
 def travelled(x_TK: torch.Tensor) -> torch.Tensor:
-    """Rows as they are at the other end."""
     codes_TK, scales_T = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn), torch.empty(len(x_TK))
     e4m3.quantise(x_TK, codes_TK, scales_T)
     return e4m3.expand(codes_TK, scales_T)
 
 
 class Case:
-    """A model, its adapters on disk, and prompts."""
-
     def __init__(self, kind: str, work: Path) -> None:
-        self.model = tiny.make_model(kind, **(WIDER if kind == "mixtral" else {}))
-        tiny.save_model(self.model, work / "base")
+        rows = {f"tenant-{i}": {"lora_rank": rank, "targets": targets} for i, (rank, targets) in enumerate(ADAPTERS)}
+        self.model = harness.make(work, kind, rows, **(WIDER if kind == "mixtral" else {}))
         self.spec = spec.load(work / "base")
-        self.paths = {f"tenant-{i}": work / f"tenant-{i}" for i in range(len(ADAPTERS))}
-        for seed, ((rank, targets), path) in enumerate(zip(ADAPTERS, self.paths.values(), strict=True)):
-            tiny.make_adapter(self.model, path, lora_rank=rank, seed=seed, targets=targets)
+        self.paths = {name: work / "adapters" / name for name in rows}
         self.names = [list(self.paths)[i % len(ADAPTERS)] for i in range(NUM_SEQUENCES)]
         self.ids = torch.randint(3, 250, (NUM_SEQUENCES, PROMPT), generator=torch.Generator().manual_seed(0))
 
@@ -119,9 +118,6 @@ class Case:
         }
 
     def attached(self, wire: Any, make_backend: Any = backends.host) -> Any:
-        """The model behind a server of its own."""
-        from contextlib import ExitStack
-
         stack = ExitStack()
         self.server = InprocServer(self.spec, self.paths, wire=wire, make_backend=make_backend)
         stack.callback(self.server.close)
@@ -157,77 +153,44 @@ def conversion(rounds: int) -> list[dict[str, float]]:
     for rows, width in CONVERTED:
         x_TK = torch.randn(rows, width).bfloat16()
         codes_TK, scales_T = torch.empty(rows, width, dtype=torch.float8_e4m3fn), torch.empty(rows)
-        found.append(
-            {
-                "rows": rows,
-                "width": width,
-                "copy_us": _least_us(rounds, lambda x=x_TK: x.clone()),
-                "quantise_us": _least_us(rounds, lambda x=x_TK, c=codes_TK, s=scales_T: e4m3.quantise(x, c, s)),
-                "expand_us": _least_us(rounds, lambda c=codes_TK, s=scales_T: e4m3.expand(c, s)),
-            }
-        )
+        found.append({
+            "rows": rows,
+            "width": width,
+            "copy_us": 1e6 * harness.least_s(rounds, x_TK.clone),
+            "quantise_us": 1e6 * harness.least_s(rounds, partial(e4m3.quantise, x_TK, codes_TK, scales_T)),
+            "expand_us": 1e6 * harness.least_s(rounds, partial(e4m3.expand, codes_TK, scales_T)),
+        })  # fmt: skip
     return found
 
 
-def _least_us(rounds: int, call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return min(times) * 1e6
-
-
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=30, help="of the conversion's timing")
-    arguments = parser.parse_args()
+    given = harness.flags(__doc__, rounds=30)
     warnings.simplefilter("ignore")
     logs.configure(logging.WARNING)
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
+    harness.one_thread()
     cases = {}
-    for kind in track(tiny.KINDS, "generating", console=Console(stderr=True)):
+    for kind in harness.progress(tiny.KINDS, "generating"):
         with tempfile.TemporaryDirectory() as scratch:
             cases[kind] = Case(kind, Path(scratch)).run()
-    times = conversion(arguments.rounds)
-    if arguments.json:
-        print(json.dumps({"cases": cases, "conversion": times}, indent=2))
-        return
-    _print(cases, times)
+    times = conversion(given.rounds)
+    harness.show(given, {"cases": cases, "conversion": times}, *tables(cases, times))
 
 
-def _print(cases: dict[str, Any], times: list[dict[str, float]]) -> None:
-    console = Console()
-    table = Table(
-        title=f"{NUM_SEQUENCES} sequences of {NEW_TOKENS} tokens, {len(ADAPTERS)} adapters, beside exact float32"
-    )
-    for column in ("model", "engine and wire", "tokens that agree", "|log p| moved, mean", "largest", "bytes"):
-        table.add_column(column, justify="left" if column in ("model", "engine and wire") else "right")
+def tables(cases: dict[str, Any], times: list[dict[str, float]]) -> list[Table]:
     said = {"e4m3": "float32, e4m3", "bfloat16": "bfloat16, exact", "base": "float32, no adapter"}
-    for kind, case in cases.items():
-        for key, name in said.items():
-            one, nbytes = case[key], case["bytes"].get(key)
-            table.add_row(
-                kind, name, f"{one['agree']:.1%}", f"{one['mean']:.4f}", f"{one['largest']:.3f}",
-                f"{nbytes:,}" if nbytes else "",
-            )  # fmt: skip
-    console.print(table)
-    errors = Table(title="Relative error of deltas")
-    names = sorted({name for case in cases.values() for name in case["errors"]})
-    for column in ("model", *names):
-        errors.add_column(column, justify="right")
-    for kind, case in cases.items():
-        errors.add_row(kind, *(f"{case['errors'].get(name, float('nan')):.2%}" for name in names))
-    console.print(errors)
-    speed = Table(title="Conversion of bfloat16 rows, us, one core")
-    for column in ("rows", "width", "copy", "quantise", "expand"):
-        speed.add_column(column, justify="right")
-    for one in times:
-        speed.add_row(*(f"{value:,.0f}" for value in one.values()))
-    console.print(speed)
+    agreed = [
+        {"kind": kind, "name": name, **case[key], "bytes": case["bytes"].get(key, float("nan"))}
+        for kind, case in cases.items()
+        for key, name in said.items()
+    ]
+    errors = [{"kind": kind, **case["errors"]} for kind, case in cases.items()]
+    columns = [f"{name} {{{name}:.2%}}" for name in sorted({one for case in cases.values() for one in case["errors"]})]
+    title = f"{NUM_SEQUENCES} sequences of {NEW_TOKENS} tokens, {len(ADAPTERS)} adapters, beside exact float32"
+    return [
+        harness.table(title, agreed, AGREED),
+        harness.table("Relative error of deltas", errors, " | ".join(["model {kind}", *columns])),
+        harness.table("Conversion of bfloat16 rows, us, one core", times, CONVERSION),
+    ]
 
 
 if __name__ == "__main__":

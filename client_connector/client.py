@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from client_connector.exchange import Exchange, StepTimes
-from client_connector.lanes import Lane
+from client_connector.exchange import Exchange, Lane, StepTimes
 from client_connector.packing import Activations, HostPacker, M, Packer
-from client_connector.retry import while_away
+from client_connector.reconnect import while_away
 from client_connector.routing import in_step, probe_messages
 from lora_server import __version__, telemetry
 from lora_server.errors import GeometryMismatchError, LoraServerError
@@ -29,13 +28,13 @@ TIMEOUT_SECONDS = 30.0
 class Client:
     """A joined client; `timeout_seconds` bounds a join, and a step.
 
-    After a broken step, `recover` joins anew; adapters must then be held again.
+    After a broken step, `recover` joins again; adapters must then be acquired again.
     """
 
     def __init__(
         self, server: Server, timeout_seconds: float = TIMEOUT_SECONDS, first_seconds: float | None = None
     ) -> None:
-        """`first_seconds`: for the first join, where that waits for others than the server."""
+        """`first_seconds` bounds the first join, which over nvshmem waits for other engines, too."""
         self._server = server
         self.timeout_seconds = timeout_seconds
         self.observe: Callable[[StepTimes], None] | None = None
@@ -52,18 +51,18 @@ class Client:
 
     @property
     def broken(self) -> LoraServerError | None:
-        """Why no step can be started in this session; None while it is good."""
+        """The reason why no step can be started in this session; None while it is good."""
         for lane in self.lanes:
             if lane.broken is not None:
                 return lane.broken
         return self._given_up
 
     def give_up(self, error: LoraServerError) -> None:
-        """Nothing is to be started any more in this session."""
+        """Start no further steps in this session."""
         self._given_up = self._given_up or error
 
     def lost(self) -> LoraServerError | None:
-        """What broke the session, if anything did: a step, a shard's death, the end of the lease."""
+        """Look for what broke the session: a failed step, a dead shard, an expired lease."""
         try:
             self.session.check()
             for link in self.session.links:
@@ -73,11 +72,11 @@ class Client:
         return self.broken
 
     def deadline(self) -> float:
-        """Until when (time.monotonic()) something may take that begins now."""
+        """Return the deadline (time.monotonic()) of a call that begins now."""
         return time.monotonic() + self.timeout_seconds
 
     def recover(self, deadline: float | None = None) -> bool:
-        """Join anew if a step broke the session or its lease is gone; whether it did."""
+        """Join again if a step broke the session or its lease is gone; return whether it did."""
         if self.lost() is None:
             return False
         served, deadline = self.terms.spec, self.deadline() if deadline is None else deadline
@@ -93,7 +92,7 @@ class Client:
         return True
 
     def described(self) -> dict[str, str | int]:
-        """For the log of an engine that has joined: who speaks with whom, about what, and how."""
+        """Describe the session for an engine's log."""
         return {
             "connector": __version__,
             "server": self._server.address,
@@ -105,8 +104,7 @@ class Client:
         }
 
     def acquire(self, names: Sequence[str], deadline: float | None = None) -> list[Held]:
-        """Hold adapters and tell the server that they are needed soon; waits for a place, and for a controller that
-        restarts."""
+        """Acquire and prefetch adapters; waits for capacity, and for a controller that restarts."""
         deadline = self.deadline() if deadline is None else deadline
         retry = while_away(deadline - time.monotonic())
         with telemetry.span("lora.acquire", adapters=", ".join(names)):
@@ -115,7 +113,7 @@ class Client:
         return held
 
     def release(self, held: Sequence[Held]) -> None:
-        """Let go of adapters."""
+        """Release adapters."""
         if held and self.broken is None:
             self.session.release([one.handle for one in held])
 
@@ -124,11 +122,11 @@ class Client:
         self.session.leave()
 
     def takes(self, device: torch.device) -> bool:
-        """Whether every shard takes activations from a device without their visiting the host."""
+        """Return whether every shard takes activations from a device without a copy to the host."""
         return self._device is not None and self._device == device
 
     def start(self, packer: Packer[M], messages: Sequence[M]) -> Exchange:
-        """Push what fits; the rest follows while `finish` consumes. Raises StepError."""
+        """Push as many messages as fit; `finish` pushes the rest. Raises StepError."""
         if (broken := self.broken) is not None:
             raise broken
         if self.terms.coordination == "leader":
@@ -139,10 +137,7 @@ class Client:
         return exchange
 
     def probe(self, like: Exchange, handle: int) -> None:
-        """One row of zeros through one adapter, as in another exchange, on every shard with a part of that site.
-
-        Raises the adapter's error.
-        """
+        """Send a row of zeros through one adapter, at the site of another exchange; raises the adapter's error."""
         given = like.packer.given
         one = Activations(x=torch.zeros_like(given.x[:1]), decode=True, window=given.window)
         messages = probe_messages(self.placement, like.site, handle)
@@ -150,7 +145,7 @@ class Client:
 
 
 def by_value(values: Mapping[int, object], what: str) -> str:
-    """What all have, or who has which: `shm`, or `shard 0, 1: shm; shard 2, 3: tcp`."""
+    """Describe one value for all, or each with its indices: `shm`, or `shard 0, 1: shm; shard 2, 3: tcp`."""
     holders: dict[str, list[int]] = {}
     for index, value in values.items():
         holders.setdefault(str(value), []).append(index)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from client_connector.retry import while_busy
-from lora_server.errors import LoraServerError
+from client_connector.reconnect import while_busy
+from lora_server.errors import ConfigError, LoraServerError, UnauthenticatedError
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.credentials import Credentials
+from lora_server.wire.credentials import Credentials, of_environment
 from lora_server.wire.listing import all_pages
 from lora_server.wire.rpc import call, open_channel
 
 ADD_SECONDS, BRING_SECONDS, READY_SECONDS = 120.0, 120.0, 0.5
 
 
-class Directory:
+class AdapterDirectory:
     """Adapters of the server at HOST:PORT. Needs no lease. Without credentials it shows those of the environment."""
 
     def __init__(self, address: str, credentials: Credentials | None = None, timings: Timings = DEFAULTS) -> None:
@@ -30,14 +32,16 @@ class Directory:
         return call(method, request, server=self._address, seconds=self._seconds if seconds is None else seconds)
 
     def get(self, name: str, on_behalf_of: str = "") -> pb.Adapter:
-        """A listed adapter, as a tenant means it; one that the server is just bringing is waited for. Raises
-        UnknownAdapterError with the reason, ServerUnavailableError."""
+        """Look up an adapter by a tenant's name for it; waits while the server fetches it.
+
+        Raises UnknownAdapterError with the reason, ServerUnavailableError.
+        """
         request = pb.GetAdapterRequest(name=name, on_behalf_of=on_behalf_of)
         found: pb.Adapter = self._while_busy(self._call, self._adapters.Get, request)
         return found
 
     def list(self, on_behalf_of: str = "") -> list[pb.Adapter]:
-        """All of them, or those that a tenant sees, by name. Raises ServerUnavailableError."""
+        """List all adapters, or those that a tenant sees, by name. Raises ServerUnavailableError."""
 
         def ask(request: pb.ListAdaptersRequest) -> pb.ListAdaptersReply:
             request.on_behalf_of = on_behalf_of
@@ -47,23 +51,32 @@ class Directory:
         return list(all_pages(ask).adapters)
 
     def who(self, token: str) -> pb.Caller:
-        """Whose token it is. Raises UnauthenticatedError, ServerUnavailableError."""
-        caller: pb.Caller = self._call(self._access.WhoIs, pb.WhoIsRequest(token=token))
+        """Look up the owner of a token. Raises UnauthenticatedError, ServerUnavailableError."""
+        own = of_environment() if self._credentials is None else self._credentials
+        try:
+            shown = replace(own, token=token, token_file=None).authorization("Access/WhoIs").removeprefix("Bearer ")
+        except ConfigError as error:
+            raise UnauthenticatedError(str(error)) from None
+        if not bounds.fits(shown):
+            raise UnauthenticatedError(f"got {len(shown)} characters, expected a token, ls_ID_SECRET")
+        caller: pb.Caller = self._call(self._access.WhoIs, pb.WhoIsRequest(token=shown))
         return caller
 
     def add(self, name: str, uri: str) -> pb.Adapter:
-        """Validate and load on every shard; raises AdapterError. Same name and content: what is there."""
+        """Validate an adapter and load it on every shard, unless it is there; raises AdapterError."""
         request = pb.AddAdapterRequest(name=name, uri=uri, wait_seconds=ADD_SECONDS)
         added: pb.Adapter = self._call(self._adapters.Add, request, ADD_SECONDS + self._seconds)
         return added
 
     def remove(self, name: str) -> None:
-        """Unlist; its weights go when the last holder has released them."""
+        """Unlist an adapter; its weights are freed with the last release."""
         self._call(self._adapters.Remove, pb.RemoveAdapterRequest(name=name))
 
     def ready(self) -> bool:
-        """Whether the server answers, and all its shards are up; asked without patience. On a connection made now: an
-        older one says for a moment more that nobody is there."""
+        """Return whether the server answers at once, with all shards up.
+
+        Opens a connection of its own: an older one reports an outage for a moment longer.
+        """
         channel = open_channel(self._address, self._credentials, apart=True)
         try:
             return bool(self._call(rpc.ServerStub(channel).Status, pb.StatusRequest(), READY_SECONDS).ready)
@@ -73,5 +86,5 @@ class Directory:
             channel.close()
 
     def close(self) -> None:
-        """Give the connection up."""
+        """Close the connection."""
         self._channel.close()

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from client_connector.lanes import Lane
 from client_connector.packing import Packer, read_failure
 from client_connector.routing import Message
 from lora_server.errors import LoraServerError, StepError
 from lora_server.spec import Site
+from lora_server.transport.base import Link
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """When things happened to one message; nanoseconds of time.monotonic_ns(), per host."""
+    """Times of one message; nanoseconds of time.monotonic_ns(), per host."""
 
     site: Site
     decode: bool
@@ -43,6 +43,39 @@ class GemmTimes:
     decode: bool
     began_ns: int
     ended_ns: int
+
+
+class Lane:
+    """One link and its sequence. Used by one thread at a time.
+
+    As a context manager: an error inside means that client and shard may no longer agree on seqs, so
+    the lane is broken, and with it the session.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.shard = link.shard
+        self.depth = link.region.layout.depth
+        self.pushed = 0
+        self.consumed = 0  # newest seq whose response was consumed
+        self.broken: LoraServerError | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.broken is None:
+            self.broken = (
+                error
+                if isinstance(error, StepError)
+                else StepError(f"an earlier step was interrupted by {error!r}; the next request joins anew")
+            )
+
+    def drain(self, deadline: float) -> None:
+        """Consume what a failed exchange left behind."""
+        if self.consumed < self.pushed:
+            self.link.wait(self.pushed, deadline)
+            self.consumed = self.pushed
 
 
 class _Flying(NamedTuple):
@@ -68,13 +101,13 @@ class Exchange(Started):
 
     @property
     def site(self) -> Site:
-        """Where in the model."""
+        """The site in the model."""
         return self.packer.site
 
     def queue(self, messages: Sequence[Any]) -> list[Lane]:
-        """Line up messages that the packer knows; the lanes that have some, ready to be pushed on, once per free slot.
+        """Queue messages for the packer; return the lanes to push on, each once per free slot.
 
-        Consumes what a failed exchange left behind.
+        Consumes answers that a failed exchange left behind.
         """
         for message in messages:
             self._queues.setdefault(message.shard, deque()).append(message)
@@ -87,7 +120,7 @@ class Exchange(Started):
         return ready
 
     def push(self, lane: Lane) -> None:
-        """The lane's next message."""
+        """Push the lane's next message."""
         with lane:
             message, budget_us = self._queues[lane.shard].popleft(), round((self.deadline - time.monotonic()) * 1e6)
             sent = self.packer.write_request(lane.link, lane.pushed + 1, message, max(0, budget_us))
@@ -96,7 +129,7 @@ class Exchange(Started):
             self._flying.append(_Flying(lane, message, sent))
 
     def finish(self, add: Callable[[Message, torch.Tensor], None]) -> None:
-        """Wait for every delta and hand it to `add`, which must copy what it keeps.
+        """Wait for every delta and pass it to `add`, which must copy what it keeps.
 
         Raises the error that a shard answered with, or StepError (which breaks the session).
         """
@@ -123,7 +156,7 @@ class Exchange(Started):
                 self.push(lane)
 
     def _failure(self, lane: Lane, seq: int, header: ResponseHeader) -> LoraServerError:
-        """What the shard answered. If chunks stay unsent, a leader's stage no longer counts alike: join anew."""
+        """Read the shard's error. Unsent chunks break the lane in leader mode, where peers count steps alike."""
         error = read_failure(lane.link, seq, header)
         if self.packer.terms.coordination == "leader" and any(self._queues.values()):
             lane.broken = StepError(f"{self.site}: chunks stayed unsent ({error}); the next request joins anew")

@@ -33,15 +33,6 @@ class ForwardPass:
         self.observe_gemm: Callable[[GemmTimes], None] | None = None
         self._owners: dict[tuple[Terms, int], torch.Tensor] = {}
 
-    @property
-    def active(self) -> bool:
-        """Whether a pass with adapter rows is under way."""
-        return self.batch is not None
-
-    def acts_at(self, site: Site) -> bool:
-        """Whether the batch has a delta there."""
-        return self.batch is not None and self.batch.at(site) is not None
-
     def start_dense(self, site: Site, x_TK: torch.Tensor, window: Window | None = None) -> Started | None:
         """Push the rows of a site with one weight for all rows; None where the batch has no delta."""
         batch = self.batch.at(site) if self.batch is not None else None
@@ -75,22 +66,18 @@ class ForwardPass:
             return None
         try:
             given = Activations(x=x, decode=batch.decode, by_entry=weights is not None, weights=weights, window=window)
-            if self.client.takes(x.device) and fits(batch, self.client.terms.spec.experts):
-                return self._start_here(batch, site, experts_Tk, given)
-            return self._start_on_host(batch, site, experts_Tk, given)
+            client, terms = self.client, self.client.terms
+            if not (client.takes(x.device) and fits(batch, terms.spec.experts)):
+                return self._start_on_host(batch, site, experts_Tk, given)
+            weights_Tk = None if weights is None else weights.view(experts_Tk.shape)
+            chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, terms.max_step_rows)
+            return client.start(RoutedPacker(terms, site, given), chunks)
         except LoraServerError as error:
             self.failed(error, None)
             return None
 
-    def _start_here(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange:
-        """Routed where the activations are."""
-        weights_Tk = None if given.weights is None else given.weights.view(experts_Tk.shape)
-        client = self.client
-        chunks = chunks_of(batch, client.placement, site, experts_Tk, weights_Tk, client.terms.max_step_rows)
-        return client.start(RoutedPacker(client.terms, site, given), chunks)
-
     def _start_on_host(self, batch: Batch, site: Site, experts_Tk: torch.Tensor, given: Activations) -> Exchange | None:
-        """Routed on the host, which waits for the device where there is one."""
+        """Route on the host, which waits for the device if there is one."""
         owners, limit = self._owners_of(site.layer), self.client.terms.max_step_rows
         messages = route_experts(batch, experts_Tk.cpu().long(), owners, limit)
         if not messages:
@@ -100,7 +87,7 @@ class ForwardPass:
         return self.client.start(HostPacker(self.client.terms, site, given), messages)
 
     def finish(self, exchange: Started | None, add: Callable[[Message, torch.Tensor], None]) -> None:
-        """Wait for the deltas of a site and hand them to `add`, which must copy what it keeps."""
+        """Wait for the deltas of a site and pass them to `add`, which must copy what it keeps."""
         if exchange is None or self.batch is None:
             return
         assert isinstance(exchange, Exchange)
@@ -110,16 +97,16 @@ class ForwardPass:
             self.failed(error, exchange)
 
     def failed(self, error: LoraServerError, exchange: Exchange | None) -> None:
-        """A site's exchange could not be started, or, if it is given, finished."""
+        """Handle an error of starting an exchange, or of finishing it if it is given."""
         raise error
 
     def staged(self, x: torch.Tensor) -> torch.Tensor:
-        """Where the transport takes activations from."""
+        """Copy activations to where the transport takes them from."""
         return x
 
     def _owners_of(self, layer: int) -> torch.Tensor:
-        """Shard of each expert of a layer; int64."""
-        key = (self.client.terms, layer)  # after joining anew the layout may be another
+        """Return the shard of each expert of a layer; int64."""
+        key = (self.client.terms, layer)  # a session that was joined again may have another layout
         if key not in self._owners:
             self._owners[key] = torch.tensor(self.client.placement.owners(Site(layer, "gate_up")))
         return self._owners[key]

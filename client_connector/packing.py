@@ -1,4 +1,4 @@
-"""From tensors to the bytes of a slot, and from a response's bytes to tensors; the shard's side is
+"""Packs tensors into the bytes of a slot and reads responses; the shard's side is
 lora_server.shard.request.
 
 Shapes: T rows of the engine's activations, M rows of them in one message, N entries of one message,
@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What an engine gives at a site, and what it wants back.
+    """The input of an engine at a site, and the form of the deltas.
 
     x: one row per engine row [T, K]; or, with `by_entry`, one per entry (indexed by `Message.entries_N`).
     With `weights` (float32, indexed alike) the deltas come back weighted and summed per row of the
@@ -57,7 +57,7 @@ M = TypeVar("M")
 
 
 def code_of(terms: Terms, dtype: torch.dtype) -> int:
-    """The code of the rows that travel, for an engine's of this dtype."""
+    """Return the dtype code of rows on the wire, for an engine's rows of this dtype."""
     return slot.E4M3 if terms.wire == "e4m3" else DTYPE_CODES[dtype]
 
 
@@ -72,11 +72,11 @@ class Packer(ABC, Generic[M]):
 
     @abstractmethod
     def write_request(self, link: Link, seq: int, message: M, budget_us: int) -> RequestHeader:
-        """The step `seq`, but for its signal; returns the header. Raises ProtocolError."""
+        """Write the step `seq`, but not its signal; return the header. Raises ProtocolError."""
 
     @abstractmethod
     def settled(self, link: Link, message: M, sent: RequestHeader) -> tuple[Message, RequestHeader]:
-        """A message and its header as they went out, once the answer is there."""
+        """Return a message and its header as they were sent, once the answer is there."""
 
     def header(
         self,
@@ -87,7 +87,7 @@ class Packer(ABC, Generic[M]):
         counts: tuple[int, int, int, int] = (0, 0, 0, 0),
         payload_bytes: int = 0,
     ) -> RequestHeader:
-        """Of one message; `counts`: rows, entries, segments, rows out."""
+        """Make a message's header; `counts`: rows, entries, segments, rows out."""
         rows, entries, segments, out_rows = counts
         return RequestHeader(
             step_class=slot.DECODE if self.given.decode else slot.PREFILL,
@@ -112,7 +112,7 @@ class Packer(ABC, Generic[M]):
         )
 
     def read_response(self, link: Link, sent: RequestHeader) -> ResponseHeader:
-        """The header of an answer, which must be the one to this request; raises ProtocolError."""
+        """Read the header of the answer to this request; raises ProtocolError if it answers another."""
         header = ResponseHeader.unpack_from(link.region.response(sent.seq))
         expected = (sent.client, sent.epoch, sent.seq, sent.num_out_rows, sent.out_width, sent.dtype)
         got = (header.client, header.epoch, header.seq, header.num_rows, header.width, header.dtype)
@@ -125,11 +125,11 @@ class Packer(ABC, Generic[M]):
 
 
 class HostPacker(Packer[Message]):
-    """Of messages that were routed on the host."""
+    """Packs messages that were routed on the host."""
 
     @override
     def write_request(self, link: Link, seq: int, message: Message, budget_us: int) -> RequestHeader:
-        """Header, segments, maps and rows."""
+        """Write header, segments, maps and rows."""
         memory, x = link.region.request(seq), self.x
         combine = self.given.weights is not None and message.map_N is not None
         shared = not self.given.by_entry and message.map_N is not None
@@ -166,7 +166,7 @@ class HostPacker(Packer[Message]):
 
 
 def read_failure(link: Link, seq: int, header: ResponseHeader) -> LoraServerError:
-    """What a shard answered instead of rows."""
+    """Read the error that a shard answered with."""
     payload = link.region.response(seq)[slot.HEADER_BYTES : slot.HEADER_BYTES + header.payload_bytes]
     code, _, message = bytes(payload).decode(errors="replace").partition("\n")
     return rebuild(code, message)

@@ -1,4 +1,4 @@
-"""Prefetches on their way to the controller: calls that nobody waits for, one at a time, the newest in line."""
+"""Sends prefetches to the controller: one call at a time, of which only the newest waits for its turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PrefetchSender:
         self._next: pb.PrefetchRequest | None = None
 
     def send(self, request: pb.PrefetchRequest) -> None:
-        """A hint: what does not get through is asked for by the step itself."""
+        """Send a hint; if it is lost, the step itself asks for the weights."""
         with self._lock:
             self._next = request
             if not self._busy and not self._closed:
@@ -40,6 +40,6 @@ class PrefetchSender:
                 self._start()
 
     def close(self) -> None:
-        """Before its channel is; idempotent."""
+        """Stop before the channel closes; idempotent."""
         with self._lock:
             self._closed = True

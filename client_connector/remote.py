@@ -7,15 +7,16 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from typing_extensions import override
 
+from client_connector.lease import Holdings, LeaseCalls
 from client_connector.prefetch import PrefetchSender
-from client_connector.retry import while_away
+from client_connector.reconnect import while_away
+from client_connector.world import gathered
 from lora_server import telemetry
 from lora_server.errors import (
     AdmissionError,
@@ -28,27 +29,34 @@ from lora_server.placement import Layout
 from lora_server.spec import PROJECTIONS, Invocation, ModelSpec, Site
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
-from lora_server.transport.connect import agreed_wire, check_transport, check_wire, connect, tell_far
+from lora_server.transport.connect import (
+    agreed_wire,
+    check_transport,
+    check_wire,
+    connect,
+    connect_world,
+    place_in_world,
+    tell_far,
+)
 from lora_server.transport.session import MAX_PREFETCHED, Held, Proof, Server, Session, Terms
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
-from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
 from lora_server.wire.messages import Hello
-from lora_server.wire.rpc import call, open_channel
+from lora_server.wire.proofs import lend
 
 JOIN_SECONDS = 30.0
-LEAST_SECONDS = 0.05
 
 
-class Queued(NamedTuple):
-    """No place yet; `held` is what was asked for, as it will be if nobody replaces it."""
+class QueuedAnswer(NamedTuple):
+    """A position in the server's queue; `held` is what a grant will give, unless the adapter is updated before."""
 
     position: int  # from 1 on
     reason: str
     held: list[Held]
 
     def refusal(self, names: Sequence[str]) -> str:
-        """What to say to who cannot wait any longer."""
+        """Explain to a caller that cannot wait longer."""
         return (
             f"adapters {list(names)}: still queued, at position {self.position}: {self.reason}; wait longer "
             "(timeout_seconds), use fewer adapters at once, or start the server with a larger --device-pool"
@@ -71,9 +79,9 @@ class RemoteServer(Server):
     ) -> None:
         """Without `links` a session holds adapters, but cannot push steps. `device`: where activations are.
 
-        `credentials`: what the server is shown; without them, those of the environment.
+        `credentials`: without them, those of the environment.
         `wire`: one of connect.WIRES, that the server must have.
-        `served_names`: under which the engine answers from its base model; the server refuses adapters of such a name.
+        `served_names`: the engine's names of its base model; the server refuses adapters of such a name.
         """
         self.address, self.transport, self.links, self.device = address, check_transport(transport), links, device
         self.served_names, self.wire, self.credentials = served_names, check_wire(wire), credentials
@@ -82,50 +90,44 @@ class RemoteServer(Server):
 
     @override
     def join(self, seconds: float = JOIN_SECONDS) -> RemoteSession:
-        """Tries until all shards are up."""
+        """Join; wait until all shards are up."""
         retry = while_away(seconds, ShardUnavailableError, LeaseError)
         with telemetry.span("lora.join", server=self.address):
             session: RemoteSession = retry(RemoteSession, self, time.monotonic() + seconds)
         return session
 
     def ask_terms(self, seconds: float = JOIN_SECONDS) -> Terms:
-        """What a session would have, before one takes a place that it could not give back."""
-        session = RemoteServer(self.address, links=False, credentials=self.credentials, timings=self.timings).join(
-            seconds
-        )
+        """Return the terms of a session without joining for good: a place in NVSHMEM's world cannot be given back."""
+        server = RemoteServer(self.address, links=False, credentials=self.credentials, timings=self.timings)
+        session = server.join(seconds)
         session.leave()
         return session.terms
 
+    @property
+    def in_world(self) -> bool:
+        """Whether sessions take a place in NVSHMEM's world."""
+        return self.links and self.transport == "nvshmem"
+
 
 class RemoteSession(Session):
-    """A lease on a running server, kept alive by a heartbeat thread. It outlives the server's controller: while
-    that is away steps go on, and one that was restarted is told what is held here."""
+    """A lease on a running server, kept alive by a heartbeat thread. It outlives the server's controller."""
 
     def __init__(self, server: RemoteServer, deadline: float) -> None:
-        """One attempt, until `deadline` (time.monotonic()) at most."""
+        """Join once, by `deadline` (time.monotonic())."""
         self._server, self._timings = server, server.timings
-        self._channel = open_channel(server.address, server.credentials)
-        self._clients = rpc.ClientsStub(self._channel)
-        self._left = threading.Event()
-        self._lost: LoraServerError | None = None
-        self._prefetches = PrefetchSender(self._clients.Prefetch)
-        self._holding: Counter[int] = Counter()  # handle -> times acquired and not released
-        self._unreleased: list[int] = []  # let go while the controller was away
+        self.calls = LeaseCalls(server.address, server.credentials, server.timings)
+        self._holdings = Holdings(self.calls)
+        self._prefetches = PrefetchSender(self.calls.clients.Prefetch)
         self._tickets = itertools.count(1)
-        self._cancelled: list[int] = []  # tickets that the controller still has to hear of
-        self._settled: list[int] = []  # tickets that it may forget
-        self._lock = threading.Lock()  # these five
-        self._telling = threading.Lock()  # one at a time
+        self._left = threading.Event()
         self.links: list[Link] = []
         instance = f"{socket.gethostname()}:{os.getpid()}"
-        request = pb.JoinRequest(instance=instance, served_names=server.served_names)
+        names = [name for name in server.served_names if bounds.fits(name)]  # no adapter can have another
+        request = pb.JoinRequest(instance=instance, served_names=names)
         try:
-            if self._in_world:
-                from client_connector import world
-
-                world.check(server.device)
-                request.place.CopyFrom(world.wanted())
-            lease: pb.Lease = self._call(self._clients.Join, request, self._seconds(deadline))
+            if server.in_world:
+                request.place.CopyFrom(place_in_world(server.device))
+            lease: pb.Lease = self.calls.call(self.calls.clients.Join, request, self.calls.within(deadline))
         except BaseException:
             self._close()
             raise
@@ -135,23 +137,25 @@ class RemoteSession(Session):
             self.leave()
             raise
 
-    @property
-    def _in_world(self) -> bool:
-        return self._server.links and self._server.transport == "nvshmem"
-
     def _connect(self, lease: pb.Lease, deadline: float) -> None:
-        self._proof = pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)  # first: `leave` shows it
-        spec = ModelSpec.from_json(lease.spec_json)
-        layout = Layout.parse(lease.layout)
-        coordination, rows = lease.coordination, lease.max_step_rows
-        hidden = tuple(lease.hidden_adapters)
-        wire = agreed_wire(lease.wire, self._server.wire)
+        self.calls.proof = Proof(lease.client, lease.epoch, lease.key)  # first: `leave` shows it
         self.terms = Terms(
-            lease.client, lease.epoch, spec, layout, coordination, rows, lease.server, hidden, lease.adapters, wire
+            lease.client,
+            lease.epoch,
+            ModelSpec.from_json(lease.spec_json),
+            Layout.parse(lease.layout),
+            lease.coordination,
+            lease.max_step_rows,
+            lease.server,
+            tuple(lease.hidden_adapters),
+            lease.adapters,
+            agreed_wire(lease.wire, self._server.wire),
         )
         threading.Thread(target=self._heartbeat, args=(lease.lease_seconds,), name="heartbeat", daemon=True).start()
-        if self._in_world:
-            self._connect_world(lease, deadline)
+        if self._server.in_world:
+            calls = self.calls
+            place = gathered(lease.place, lambda: calls.place(deadline), lambda: calls.status().reason, deadline)
+            self.links += connect_world(place, self.terms, self._server.device, lambda: self.calls.lost is None)
             return
         hello = Hello(lease.client, lease.epoch, lease.key)
         endpoints = sorted(lease.endpoints, key=lambda endpoint: endpoint.shard) if self._server.links else []
@@ -159,82 +163,26 @@ class RemoteSession(Session):
             tell_far(endpoints)
         transport, device = self._server.transport, self._server.device
         for endpoint in endpoints:
-            seconds = min(self._timings.handshake, self._seconds(deadline))
+            seconds = min(self._timings.handshake, self.calls.within(deadline))
             self.links.append(connect(endpoint, hello, transport, device, seconds, self._timings))
-
-    def _connect_world(self, lease: pb.Lease, deadline: float) -> None:
-        from client_connector import world
-
-        request = pb.WorldRequest(proof=self._proof)
-
-        def ask() -> pb.Place:
-            place: pb.Place = self._call(self._clients.World, request, self._seconds(deadline))
-            return place
-
-        def missing() -> str:
-            status = rpc.ServerStub(self._channel).Status
-            return str(self._call(status, pb.StatusRequest(), self._timings.release).reason)
-
-        place = world.gathered(lease.place, ask, missing, deadline)
-        entered = world.enter(place, self.terms, self._server.device)
-        for link in world.links(entered, lease, lambda: self._lost is None):
-            self.links.append(link)
-
-    def _call(self, method: Any, request: Any, seconds: float | None = None) -> Any:
-        seconds = self._timings.call if seconds is None else seconds
-        return call(method, request, server=self._server.address, seconds=seconds)
-
-    def _seconds(self, deadline: float) -> float:
-        """Seconds for a call that has to end by then, and soon anyway; some, so that the server can say why it
-        cannot."""
-        return min(self._timings.call, max(deadline - time.monotonic(), LEAST_SECONDS))
 
     def _heartbeat(self, lease_seconds: float) -> None:
         while not self._left.wait(min(lease_seconds / 4, self._timings.heartbeat)):
             try:
-                settled = list(self._settled)
-                beat = pb.HeartbeatRequest(proof=self._proof, settled=settled)
-                reply = self._call(self._clients.Heartbeat, beat, lease_seconds / 2)
-                self._tell(reply.forgot, self._timings.call)
-                with self._lock:
-                    del self._settled[: len(settled)]
+                forgot = self._holdings.beat(lease_seconds / 2)
+                self._holdings.report(self._timings.call, all_held=forgot)
             except LeaseError as error:
-                self._lost = error
+                self.calls.lost = error
                 return
-            except LoraServerError:  # it may come back: only the server itself ends a lease
+            except LoraServerError:  # the controller may come back: only the server itself ends a lease
                 continue
-
-    def _tell(self, forgot: bool, seconds: float) -> None:
-        """What is held, to a controller that does not know; what was let go or cancelled, to one that was away."""
-        deadline = time.monotonic() + seconds
-        if not self._telling.acquire(timeout=seconds):
-            raise ServerUnavailableError(f"server {self._server.address}: an earlier call is not answered yet")
-        try:
-            with self._lock:
-                holding, unreleased, cancelled = list(self._holding.elements()), [*self._unreleased], [*self._cancelled]
-            if forgot:
-                restore = pb.RestoreRequest(proof=self._proof, handles=holding)
-                self._call(self._clients.Restore, restore, self._seconds(deadline))
-            elif unreleased:
-                release = pb.ReleaseRequest(proof=self._proof, handles=unreleased)
-                self._call(self._clients.Release, release, self._seconds(deadline))
-            with self._lock:
-                del self._unreleased[: len(unreleased)]
-            if cancelled:
-                cancel = pb.CancelRequest(proof=self._proof, tickets=cancelled)
-                self._call(self._clients.Cancel, cancel, self._seconds(deadline))
-                with self._lock:
-                    del self._cancelled[: len(cancelled)]
-                    self._settled += cancelled
-        finally:
-            self._telling.release()
 
     @override
     def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
         ticket = self.ticket()
         try:
-            seconds = self._seconds(deadline or float("inf"))
-            while isinstance(answer := self.ask(ticket, names, seconds), Queued):
+            seconds = self.calls.within(deadline or float("inf"))
+            while isinstance(answer := self.ask(ticket, names, seconds), QueuedAnswer):
                 left = deadline - time.monotonic()
                 if left <= 0 or (not self.wait([ticket], left) and time.monotonic() >= deadline):
                     raise AdmissionError(answer.refusal(names))
@@ -244,115 +192,98 @@ class RemoteSession(Session):
             raise
 
     def ticket(self) -> int:
-        """For a new request; whoever asked with it and did not get an answer cancels it."""
+        """Number a new request. A caller that asked with a ticket and got no final answer cancels it."""
         return next(self._tickets)
 
     def ask(
         self, ticket: int, names: Sequence[str], seconds: float | None = None, on_behalf_of: str = ""
-    ) -> list[Held] | Queued:
-        """Hold adapters, or be queued for them; to be asked again with the same ticket until it is not queued.
+    ) -> list[Held] | QueuedAnswer:
+        """Acquire adapters or queue for them; ask again with the same ticket until the answer is not a QueuedAnswer.
 
-        `on_behalf_of`: the tenant whose request it is.
+        `on_behalf_of`: the tenant of the request.
         """
-        request = pb.AcquireRequest(proof=self._proof, names=names, ticket=ticket, on_behalf_of=on_behalf_of)
+        request = pb.AcquireRequest(names=names, ticket=ticket, on_behalf_of=on_behalf_of)
         try:
-            reply = self._call(self._clients.Acquire, request, seconds)
+            reply = self.calls.call(self.calls.clients.Acquire, request, seconds)
         except LeaseError as error:
-            self._lost = error
+            self.calls.lost = error
             raise
         except ServerUnavailableError:
             raise
         except LoraServerError:
-            with self._lock:
-                self._settled.append(ticket)
+            self._holdings.add(ticket, ())
             raise
         held = [_held(one) for one in reply.adapters]
         if reply.position:
-            return Queued(reply.position, reply.reason, held)
-        with self._lock:
-            self._holding.update(one.handle for one in held)
-            self._settled.append(ticket)
+            return QueuedAnswer(reply.position, reply.reason, held)
+        self._holdings.add(ticket, [one.handle for one in held])
         return held
 
     def wait(self, tickets: Sequence[int], seconds: float) -> list[int]:
-        """Those of these that are not queued any more, as soon as there is one; none after a while."""
+        """Return the tickets that left the queue, as soon as there is one; none after `seconds`, or sooner."""
         began = time.monotonic()
-        request = pb.AwaitRequest(proof=self._proof, tickets=tickets, seconds=seconds)
-        reply = self._call(self._clients.Await, request)
-        if (
-            not reply.tickets and time.monotonic() - began < self._timings.queue_look
-        ):  # more clients wait than it has threads for
-            self._left.wait(min(seconds, self._timings.queue_look))
+        request = pb.AwaitRequest(tickets=tickets, seconds=min(seconds, self._timings.call))
+        reply = self.calls.call(self.calls.clients.Await, request)
+        if not reply.tickets and time.monotonic() - began < self._timings.queue_look:
+            self._left.wait(min(seconds, self._timings.queue_look))  # the controller had no thread left to wait in
         return list(reply.tickets)
 
     def cancel(self, ticket: int) -> None:
-        """Nobody waits for this ticket's answer; a controller that is away is told later."""
-        if self._left.is_set():
-            return
-        with self._lock:
-            self._cancelled.append(ticket)
-        self._try_to_tell()
+        """Cancel a ticket; a controller that is away hears of it later."""
+        if not self._left.is_set():
+            self._holdings.cancel(ticket)
+            self._holdings.try_report(self._timings.release)
 
     @property
     @override
     def proof(self) -> Proof:
-        return Proof(self._proof.client, self._proof.epoch, self._proof.key)
+        return self.calls.proof
 
     @override
     def borrow(self, holder: Proof) -> None:
-        lender = pb.Proof(client=holder.client, epoch=holder.epoch, key=holder.key)
-        self._call(self._clients.Borrow, pb.BorrowRequest(proof=self._proof, holder=lender))
+        lent = lend(holder.key, self.proof.client, self.proof.epoch)
+        lender = pb.Proof(client=holder.client, epoch=holder.epoch, mac=lent)
+        self.calls.call(self.calls.clients.Borrow, pb.BorrowRequest(holder=lender))
 
     @override
     def release(self, handles: Sequence[int]) -> None:
-        """A lease that is gone holds nothing; a controller that is away is told later."""
-        if self._left.is_set():
-            return
-        with self._lock:
-            self._holding.subtract(handles)
-            self._holding = +self._holding
-            self._unreleased += handles
-        self._try_to_tell()
-
-    def _try_to_tell(self) -> None:
-        try:
-            self._tell(forgot=False, seconds=self._timings.release)
-        except LeaseError as error:
-            self._lost = self._lost or error
-        except LoraServerError:
-            return  # the next heartbeat tells it
+        """Release handles; a controller that is away hears of it later. A lease that is gone holds nothing."""
+        if not self._left.is_set():
+            self._holdings.release(handles)
+            self._holdings.try_report(self._timings.release)
 
     @override
     def prefetch(self, expected: Mapping[int, float]) -> None:
         first = islice(expected.items(), MAX_PREFETCHED)
         needs = [pb.Need(handle=handle, in_us=int(seconds * 1e6)) for handle, seconds in first]
-        self._prefetches.send(pb.PrefetchRequest(proof=self._proof, needs=needs))
+        request = pb.PrefetchRequest(needs=needs)
+        self.calls.sign(request)
+        self._prefetches.send(request)
 
     @override
     def check(self) -> None:
-        if self._lost is not None:
-            raise LeaseError(str(self._lost))
+        if self.calls.lost is not None:
+            raise LeaseError(str(self.calls.lost))
 
     @override
     def leave(self) -> None:
-        """Gives up what is here first; a server that is away notices by itself."""
+        """Close the links, then give the lease back; a server that is away lets it expire."""
         if self._left.is_set():
             return
         self._left.set()
         for link in self.links:
             link.close()
-        unanswered = any(link.unanswered for link in self.links)
-        request = pb.LeaveRequest(proof=self._proof, unanswered=unanswered)
+        request = pb.LeaveRequest(unanswered=any(link.unanswered for link in self.links))
         try:
-            self._call(self._clients.Leave, request, self._timings.release)
+            self.calls.call(self.calls.clients.Leave, request, self._timings.release)
         except LoraServerError as error:
-            self._lost = self._lost or error
+            self.calls.lost = self.calls.lost or error
         self._close()
 
     def _close(self) -> None:
         self._left.set()
         self._prefetches.close()
-        self._channel.close()
+        self.calls.close()
 
 
 def _held(one: pb.HeldAdapter) -> Held:

@@ -1,4 +1,4 @@
-"""Expert sites of an engine on a GPU: routed there, so that no site waits for the host to learn who goes where.
+"""Routes the expert sites of an engine on its GPU, so that no site waits for the host to read the routing.
 
 The host knows which rows have adapters, and cuts chunks by tokens so that any routing fits a message. How many
 entries a shard gets, which rows, and in which order, only the device knows, until the answer is there.
@@ -24,7 +24,7 @@ from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
 
-class Chunk(NamedTuple):
+class RoutedChunk(NamedTuple):
     """One push to one shard: tokens [first, first + tokens) of the engine's rows."""
 
     shard: int
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
 
 
 def fits(batch: Batch, num_experts: int) -> bool:
-    """Whether the kernel can tell so many (adapter, expert) apart."""
+    """Return whether the kernel can tell so many (adapter, expert) pairs apart."""
     return len(batch.held) * num_experts < MAX_KEYS
 
 
@@ -44,8 +44,8 @@ def chunks_of(
     experts_Tk: torch.Tensor,
     weights_Tk: torch.Tensor | None,
     max_entries: int,
-) -> list[Chunk]:
-    """By shard, then chunk; all tensors on the device. experts_Tk: any that a shard does not have are nowhere."""
+) -> list[RoutedChunk]:
+    """List chunks by shard, all tensors on the device. Expert ids outside a shard's range are dropped there."""
     tokens, top_k = experts_Tk.shape
     _, adapters_T, directory = batch.on(experts_Tk.device, tokens)
     experts_Tk = experts_Tk.int().contiguous()
@@ -57,16 +57,16 @@ def chunks_of(
             part = slice(first, first + size)
             weights = None if weights_Tk is None else weights_Tk[part]
             choice = Choice(experts_Tk[part], weights, adapters_T[part], directory, placement.spec.experts, own)
-            chunks.append(Chunk(shard, first, choice))
+            chunks.append(RoutedChunk(shard, first, choice))
     return chunks
 
 
-class RoutedPacker(Packer[Chunk]):
+class RoutedPacker(Packer[RoutedChunk]):
     """One expert site of one engine step; x [T, K], or, by entry, [T * k, K]."""
 
     @override
-    def write_request(self, link: Link, seq: int, message: Chunk, budget_us: int) -> RequestHeader:
-        """The header without its counts: the device adds them."""
+    def write_request(self, link: Link, seq: int, message: RoutedChunk, budget_us: int) -> RequestHeader:
+        """Write the header without its counts, which the device adds."""
         by_entry, (tokens, top_k) = self.given.by_entry, message.choice.experts_Tk.shape
         header = self.header(link, seq, slot.HAS_OUT_MAP if by_entry else slot.HAS_IN_MAP, budget_us)
         header.pack_into(link.region.request(seq))
@@ -76,8 +76,8 @@ class RoutedPacker(Packer[Chunk]):
         return header
 
     @override
-    def settled(self, link: Link, message: Chunk, sent: RequestHeader) -> tuple[Message, RequestHeader]:
-        """Rows and entries stay on the device; their counts are read where the device wrote them."""
+    def settled(self, link: Link, message: RoutedChunk, sent: RequestHeader) -> tuple[Message, RequestHeader]:
+        """Read the counts that the device wrote; rows and entries stay there."""
         sent = RequestHeader.unpack_from(link.region.request(sent.seq))
         route, top_k = link.routed(sent.seq), message.choice.experts_Tk.shape[1]
         assert route.token_M is not None

@@ -1,4 +1,4 @@
-"""Which rows go to which shard, in which order: from a batch of adapters to messages.
+"""Routes the rows of a batch of adapters to shards, as messages.
 
 Shapes: T rows of the engine's activations, R of them that have an adapter (sorted by handle, once
 per engine step), k experts per row, N entries = (row, expert) pairs of one message in S segments.
@@ -40,7 +40,7 @@ NO_SEGMENTS = np.empty((0, 4), np.int32)
 
 
 def empty_message(shard: int) -> Message:
-    """No rows: the peers of a stage count the same steps."""
+    """Make a message without rows, with which the peers of a stage count the same steps."""
     return Message(shard, NO_SEGMENTS, EMPTY, None, EMPTY)
 
 
@@ -53,13 +53,13 @@ class Tables(NamedTuple):
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """To a device without waiting for it."""
+    """Copy to a device without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R beside it."""
+    """The adapters of one engine step. rows_R: int64 engine rows sorted by handle; handles_R: their handles."""
 
     rows_R: torch.Tensor
     handles_R: torch.Tensor
@@ -70,7 +70,7 @@ class Batch:
 
     @classmethod
     def of(cls, held_T: Sequence[Held | None], keep_T: torch.Tensor | None, decode: bool) -> Batch:
-        """One adapter, or None, per engine row; rows outside `keep_T` (bool, padding is False) are left out."""
+        """Make a batch from one adapter, or None, per engine row; rows outside `keep_T` (bool) are left out."""
         handles = torch.tensor([-1 if held is None else held.handle for held in held_T], dtype=torch.int64)
         if keep_T is not None:
             handles = torch.where(keep_T, handles, -1)
@@ -81,7 +81,7 @@ class Batch:
 
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[Held, int, int]], decode: bool) -> Batch | None:
-        """From (adapter, first row, rows) of sequences whose rows lie together; None without rows."""
+        """Make a batch from (adapter, first row, rows) of sequences whose rows are consecutive; None without rows."""
         ordered = sorted((run for run in runs if run[2] > 0), key=lambda run: run[0].handle)
         if not ordered:
             return None
@@ -92,7 +92,7 @@ class Batch:
         return cls(rows, handles.repeat_interleave(counts), tuple(unique.values()), decode)
 
     def at(self, site: Site) -> Batch | None:
-        """The part of the batch whose adapters have a delta at `site`; None if there is none."""
+        """Return the part of the batch whose adapters have a delta at `site`; None if there is none."""
         inside = [held for held in self.held if site in held.sites]
         if not inside or not len(self.rows_R):
             return None
@@ -106,7 +106,7 @@ class Batch:
         return self._parts[part]
 
     def on(self, device: torch.device, num_rows: int) -> Tables:
-        """The batch in a device's memory, for engine activations of `num_rows` rows; sent there once."""
+        """Copy the batch to a device, once, for engine activations of `num_rows` rows."""
         if (device, num_rows) not in self._tables:
             self._tables[device, num_rows] = self._on(device, num_rows)
         return self._tables[device, num_rows]
@@ -121,7 +121,7 @@ class Batch:
 
 
 def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor | None = None) -> list[Message]:
-    """Messages of a site with one weight for every row: entry i is row i. rows_R: the batch's, on a device."""
+    """Route a site with one weight for every row: entry i is row i. rows_R: the batch's, on a device."""
     rows_R = batch.rows_R if rows_R is None else rows_R
     messages = []
     for first in range(0, len(rows_R), max_entries):
@@ -133,7 +133,7 @@ def route_dense(batch: Batch, shard: int, max_entries: int, rows_R: torch.Tensor
 
 
 def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor, max_entries: int) -> list[Message]:
-    """Messages of an expert site, by shard, then chunk. experts_Tk: int64; E or more means no expert.
+    """Route an expert site, by shard, then chunk. experts_Tk: int64; E or more means no expert.
 
     owners_E: int64 shard of each expert. Within a message entries are sorted by (handle, expert, row).
     """
@@ -164,7 +164,7 @@ def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor
 
 
 def _segments(handle_S: torch.Tensor, expert_S: npt.NDArray[np.int64] | int, count_S: torch.Tensor) -> Ints:
-    """[S, 4]. NumPy's calls cost less than torch's where a decode step has a handful."""
+    """Return [S, 4], by NumPy, whose calls cost less than torch's for the few segments of a decode step."""
     segments_S4, entries_S = np.empty((len(count_S), 4), np.int32), count_S.numpy()
     segments_S4[:, 0], segments_S4[:, 1] = handle_S.numpy(), expert_S
     segments_S4[:, 2], segments_S4[:, 3] = entries_S.cumsum() - entries_S, entries_S
@@ -172,7 +172,7 @@ def _segments(handle_S: torch.Tensor, expert_S: npt.NDArray[np.int64] | int, cou
 
 
 def probe_messages(placement: Placement, site: Site, handle: int) -> list[Message]:
-    """One row, through one expert of each shard of the stage that has some of the site."""
+    """Make messages of one row, through one expert of each shard of the stage that has some of the site."""
     row = torch.zeros(1, dtype=torch.int64)
     own = {shard: placement.experts(site, shard) for shard in placement.layout.stage_shards(site.layer)}
     return [
@@ -183,7 +183,7 @@ def probe_messages(placement: Placement, site: Site, handle: int) -> list[Messag
 
 
 def in_step(messages: Sequence[Any], stage: range) -> list[Any]:
-    """Leader mode: every shard of the stage gets the same number of messages, if only empty ones.
+    """Pad with empty messages: in leader mode every shard of the stage gets the same number.
 
     Chunks that a device routes are as many for each already.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lora_server.errors import ConfigError
 
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 _HOST_PORT = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s]+):([0-9]{1,5})")
 _NAME = re.compile(r"([\w-]+\.)*(?![0-9]+$)[\w-]+", re.ASCII)  # a last part of digits alone is a mistyped address
 
@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
     def local(self) -> Address:
         """How processes of the same host reach it."""
-        return self._replace(host=_ANY.get(self.host, self.host))
+        return self._replace(host=ANY.get(self.host, self.host))
 
     def is_loopback(self) -> bool:
         """Whether processes of this host alone reach it."""
@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
     def meets(self, other: Address) -> bool:
         """Whether nobody could listen at both; names are taken as they are."""
-        return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(_ANY)))
+        return 0 < self.port == other.port and (self.host == other.host or bool({self.host, other.host} & set(ANY)))
 
     def __str__(self) -> str:
         return f"{bracketed(self.host)}:{self.port}"

@@ -1,7 +1,7 @@
 """Every error a user can meet, in one tree; each has a stable `code` that travels on the wire.
 
 LoraServerError
-├── ConfigError              a flag, a file or a layout that cannot be used
+├── ConfigError              a flag, a file, a layout or a request's field that cannot be used
 ├── AdapterError
 │   ├── AdapterFormatError   the files of an adapter are not what they must be
 │   ├── UnknownAdapterError  no adapter of that name (or handle) is registered
@@ -34,7 +34,7 @@ class LoraServerError(Exception):
 
 
 class ConfigError(LoraServerError):
-    """A flag, a file or a layout that cannot be used."""
+    """A flag, a file, a layout or a field of a request that cannot be used."""
 
     code = "config"
 

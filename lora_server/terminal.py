@@ -1,21 +1,20 @@
-"""Text for people. In a terminal it fits the width, and no word is broken; in a pipe every row is one line.
+"""Text for people: in a terminal it fits the width and breaks no word; in a pipe every row is one line.
 
 Colours are those that read on a light and on a dark background; none with NO_COLOR, or in a pipe.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 WIDE = 100_000  # a pipe
-NARROWEST = 12  # of a column that is wrapped
 GAP = 2
 COLOURS = {
     **dict.fromkeys(("ready", "up", "ok", "equal"), "green"),
@@ -25,7 +24,7 @@ COLOURS = {
 
 
 def open_console(stderr: bool = False) -> Console:
-    """Of stdout, or stderr."""
+    """Open stdout, or stderr, without a limit to the width where it is a pipe."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=True)
     return Console(
         stderr=stderr,
@@ -37,8 +36,9 @@ def open_console(stderr: bool = False) -> Console:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Lines of at most `width`, broken at spaces. What alone is longer, a path say, has lines of its own, broken
-    after - / _ and the like, and in mid-word only if it has none of them.
+    """Break `text` at spaces into lines of at most `width`.
+
+    A longer word, such as a path, gets lines of its own, broken after - / _ and the like, else in mid-word.
     """
     lines, line = [], ""
     for word in text.split():
@@ -66,41 +66,31 @@ def _break(word: str, width: int) -> list[str]:
 
 
 def say(console: Console, text: str, label: str = "") -> None:
-    """A paragraph, its second line indented; a label in front has its colour."""
+    """Print a paragraph, further lines indented, behind a label in its colour."""
     lines = wrap(f"{label}: {text}" if label else text, console.width - 2)
     shown = Text("\n  ".join(lines))
     shown.stylize(COLOURS.get(label, ""), 0, len(label))
     console.print(shown)
 
 
-def table(console: Console, columns: Mapping[str, str], rows: Sequence[Sequence[str]], wrapped: str) -> None:
-    """`columns`: heading to < or >, how it is aligned. Only `wrapped` gives way where there is no room."""
-    names = list(columns)
-    widths = [max(map(cell_len, cells)) for cells in zip(names, *rows, strict=True)]
-    index = names.index(wrapped)
-    others = sum(widths) - widths[index] + GAP * (len(names) - 1)
-    widths[index] = min(widths[index], max(NARROWEST, cell_len(wrapped), console.width - others))
-    console.print(_line(dict(zip(names, names, strict=True)), widths, columns, "bold"))
+def table(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Collection[str], wrapped: str
+) -> None:
+    """Print rows below their headings. `left` are columns of text; only cells of `wrapped` are broken into lines."""
+    shown = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for name in columns:
+        align: JustifyMethod = "left" if name in left else "right"
+        shown.add_column(name, justify=align, no_wrap=name != wrapped, overflow="fold")
     for row in rows:
-        cells = [[cell] for cell in row]
-        cells[index] = wrap(row[index], widths[index])
-        for line in itertools.zip_longest(*cells, fillvalue=""):
-            console.print(_line(dict(zip(names, line, strict=True)), widths, columns))
-
-
-def _line(cells: Mapping[str, str], widths: Sequence[int], columns: Mapping[str, str], style: str = "") -> Text:
-    line = Text(style=style)
-    for (name, cell), width in zip(cells.items(), widths, strict=True):
-        space = " " * (width - cell_len(cell))
-        line.append(space if columns[name] == ">" else "")
-        line.append(cell, COLOURS.get(cell.split(" ")[0], "") if name == "state" else "")
-        line.append(" " * GAP if columns[name] == ">" else space + " " * GAP)
-    line.rstrip()
-    return line
+        cells = zip(columns, row, strict=True)
+        shown.add_row(
+            *(Text(cell, COLOURS.get(cell.split(" ")[0], "") if name == "state" else "") for name, cell in cells)
+        )
+    console.print(shown, soft_wrap=False)
 
 
 def pairs(console: Console, values: Mapping[str, str]) -> None:
-    """Names and their values below each other; a value that does not fit beside its name is below it."""
+    """Print names and values, one pair per line; a value too long to stand beside its name stands below it."""
     widest = max(map(len, values)) + GAP
     for name, value in values.items():
         if cell_len(value) <= console.width - GAP - widest:
@@ -112,7 +102,7 @@ def pairs(console: Console, values: Mapping[str, str]) -> None:
 
 
 def progress(transient: bool = False) -> Progress:
-    """Bars on stderr, which are gone at the end if they are `transient`."""
+    """Make progress bars on stderr; `transient` ones vanish at the end."""
     bar = BarColumn(style="dim", complete_style="cyan", finished_style="green", pulse_style="cyan")
     columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=open_console(stderr=True), transient=transient)

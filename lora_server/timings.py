@@ -18,6 +18,7 @@ class Timings:
     expected_step: float = 30.0  # a prefetch is dropped so long after the step it was sent for is due
     drain_look: float = 0.05  # between two looks for a restarted shard's successor
     token_look: float = 0.5  # between two looks for changed tokens and tenants
+    audit: float = 2.0  # a change waits so long for its audit entry to be written; then a later flush writes it
     # the controller and its shards
     shard_silence: float = 10.0  # a shard that did not report for so long counts as down
     shard_report: float = 0.5  # between two reports of a shard
@@ -43,10 +44,13 @@ class Timings:
     # connections
     handshake: float = 5.0  # from a connection to a proven lease, whatever the transport
     quarantine: float = 60.0  # device memory of a client that went is kept so long before it is freed
+    certificate_look: float = 10.0  # between two looks at renewed files that could not be used
     world_rest: float = 60.0  # an NVSHMEM place of a client that was cut off stays empty
     region_keep: float = 60.0  # slot memory that no step needed for so long goes back to the system
     send: float = 30.0  # for a shard to accept more bytes over TCP
     first_message: float = 5.0  # from a gRPC call to its first message
+    grpc_idle: float = 60.0  # a gRPC connection without calls ends after so long
+    connection_look: float = 0.25  # between two looks for connections that are too many
     http_request: float = 10.0  # from an HTTP connection, or its last answer, to the next answer
     file_piece: float = 30.0  # for a shard to take a piece of a file from node 0
     node0_away: float = 60.0  # a shard retries to get files while node 0 sends no byte

@@ -38,7 +38,7 @@ def normalised(popularity: Any, name: str = "popularity") -> Floats:
 
 
 def _numbers(popularity: Any) -> Any:
-    """What numpy would take for numbers and is none is refused: text, truth values, the keys of a mapping."""
+    """Refuse what numpy would convert and is no number: text, truth values, the keys of a mapping."""
     if isinstance(popularity, np.ndarray):
         if popularity.dtype.kind not in "iufO":
             raise TypeError(f"of {popularity.dtype}")

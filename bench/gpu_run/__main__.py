@@ -1,8 +1,9 @@
-"""python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--budget SECONDS] [--rehearse] [--out DIR] [--raw DIR]
+"""python -m bench.gpu_run [--list] [--only STAGE,...] [--again] [--budget SECONDS] [--rehearse] [--back DIR] ...
 
 Runs what wants a GPU, stage by stage, and writes after each. A second call goes on where the first one stopped: what
 passed or failed is skipped, what was cut (at its deadline, or with the run) or could not run begins again, and what
 did not fit the budget follows.
+`--back` gets two archives of all that after each stage; where a call finds them it goes on from there.
 Exit status: 0 if every stage passed, 1 if one did not or is left to do, 2 for a wrong flag. See docs/gpu-run.md.
 """
 
@@ -21,15 +22,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu_run import carried, report, runner
+from bench.gpu_run import archive, carried, report, runner
 from bench.gpu_run.stage import NO_GPU, REHEARSED
 from bench.gpu_run.stages import STAGES, Stage, chosen
 from bench.gpu_run.state import Outcome, Results, code_digest
 from lora_server.demo import children
 
 RAW, OUT, CARRIED = Path("bench/out/gpu_run"), Path("bench/results"), Path("bench/out/gpu")
-BUDGET_SECONDS = 570.0
-REHEARSALS_AT_ONCE = 2
+BACK = Path("bench/out/gpu_back")
+BUDGET_SECONDS, PACK_SECONDS = 570.0, 15.0  # of a call; of these for the report and the archives
+REHEARSALS_AT_ONCE = 3  # on two cores: some of them wait for servers
 COLOURS = {"passed": "green", "failed": "red", "unable": "yellow", "cut": "yellow"}
 
 
@@ -45,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="everything up to the GPU; needs none")
     parser.add_argument("--out", type=Path, default=OUT, help="for the report and the kernels' JSON (%(default)s)")
     parser.add_argument("--raw", type=Path, default=RAW, help="for what each stage found (%(default)s)")
+    parser.add_argument("--back", type=Path, default=BACK, help="archives to go on from, and to write (%(default)s)")
     parser.add_argument("--carried", type=Path, default=CARRIED, help="what bench.fetch_gpu collected (%(default)s)")
     given = parser.parse_args(arguments)
     try:
@@ -52,8 +55,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     longest = max(given.stages, key=lambda stage: stage.seconds)
-    if given.budget < longest.seconds and not given.list:
-        parser.error(f"--budget: got {given.budget:g} s, but {longest.name} may take {longest.seconds:g} s: no less")
+    least = longest.seconds + PACK_SECONDS
+    if given.budget < least and not given.list:
+        parser.error(
+            f"--budget: got {given.budget:g} s, expected at least {least:g}: {longest.name} may take "
+            f"{longest.seconds:g} s, and packing {PACK_SECONDS:g} s"
+        )
     return given
 
 
@@ -100,7 +107,7 @@ def rehearse(arguments: argparse.Namespace, console: Console) -> bool:
 
     with ThreadPoolExecutor(REHEARSALS_AT_ONCE) as pool:
         good = True
-        for outcome in pool.map(one, arguments.stages):
+        for outcome in pool.map(one, sorted(arguments.stages, key=lambda stage: -stage.seconds)):
             ready = outcome.ending == "unable" and outcome.reason.startswith((NO_GPU, REHEARSED))
             show(outcome, console, "ready" if ready else "")
             if not ready:
@@ -125,6 +132,11 @@ def prepare(arguments: argparse.Namespace, caches: Path, console: Console) -> di
 def run(arguments: argparse.Namespace, console: Console) -> bool:
     """The stages that are left and fit the budget; whether all that were asked for have passed."""
     began, gpu = time.monotonic(), gpu_name()
+    try:
+        if count := archive.unpack(arguments.back, arguments.raw, arguments.out):
+            console.print(f"going on from {arguments.back}: {count} files unpacked")
+    except ValueError as error:
+        sys.exit(str(error))
     results = Results(arguments.raw / gpu)
     environment = prepare(arguments, results.folder, console)
     more = ("--carried", str(arguments.carried.resolve()))
@@ -132,21 +144,31 @@ def run(arguments: argparse.Namespace, console: Console) -> bool:
     if arguments.again:
         for stage in arguments.stages:
             results.forget(stage.name)
+        save(arguments, results, gpu, console)  # the archive, too, forgets
     waiting = []
     for stage in arguments.stages:
         if results.ended(stage.name):
             continue
-        if time.monotonic() - began + stage.seconds > arguments.budget:
+        if time.monotonic() - began + stage.seconds + PACK_SECONDS > arguments.budget:
             waiting.append(stage.name)
             continue
         show(runner.run(stage, results, environment, code, more), console)
-        report.write(list(STAGES), results, arguments.out, gpu)
+        save(arguments, results, gpu, console)
     if waiting:
         console.print(f"left for the next call: {', '.join(waiting)}")
-    written = report.write(list(STAGES), results, arguments.out, gpu)
-    console.print(f"{written}; what each stage found: {results.folder}")
+    written = save(arguments, results, gpu, console)
+    console.print(f"{written}; what each stage found: {results.folder}; to go on elsewhere: {arguments.back}")
     outcomes = [results.load(stage.name) for stage in arguments.stages]
     return all(outcome is not None and outcome.ending == "passed" for outcome in outcomes)
+
+
+def save(arguments: argparse.Namespace, results: Results, gpu: str, console: Console) -> Path:
+    """Write the report and the archives; return the report's path."""
+    written = report.write(list(STAGES), results, arguments.out, gpu)
+    reports = [written, *sorted(arguments.out.glob(f"kernels_{gpu}_*.json"))]
+    if left := archive.pack(arguments.back, results.folder, reports):
+        console.print(f"no room in {arguments.back} for {', '.join(left)}")
+    return written
 
 
 def main() -> None:

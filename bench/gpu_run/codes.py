@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import shutil
 import statistics
 import tempfile
 import time
@@ -131,7 +130,7 @@ def times(record: Record, lab: Lab, wire: str, rows: int, given: argparse.Namesp
 
 def served(record: Record, checks: Checks, scratch: Path, wire: str, given: argparse.Namespace) -> None:
     """One server, of one wire."""
-    with open_lab(scratch, "cuda", "gpu", wire, given.serve, given.width) as lab:
+    with open_lab(record, scratch, "cuda", "gpu", wire, given.serve, given.width) as lab:
         if wire == "e4m3":
             check(checks, lab, given)
         for rows in given.rows.split(","):
@@ -144,7 +143,7 @@ def work(record: Record, given: argparse.Namespace) -> bool:
     if given.gpu:
         importlib.import_module(given.gpu).use()
     checks = Checks(record)
-    for wire in get_args(slot.Wire):
+    for wire in given.wires.split(","):
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="lora-codes-") as scratch:
             served(record, checks, Path(scratch), wire, given)
@@ -155,18 +154,14 @@ def work(record: Record, given: argparse.Namespace) -> bool:
 # where the GPU is a CPU: the tests' own server, and their GPU for this process
 EMULATED = {
     "device": "cpu", "serve": "tests.support.gpu.gpu_serve", "gpu": "tests.support.gpu.emulated_gpu",
-    "width": 64, "rows": "16", "rounds": 2,
+    "wires": "e4m3", "width": 64, "rows": "16", "rounds": 2,
 }  # fmt: skip
 
 
 def rehearse(record: Record, given: argparse.Namespace) -> None:
     """Plays on this CPU."""
-    if not given.rehearse:
-        return
-    if shutil.which("g++") is None:
-        record.add("absent", what="no g++, which compiles the kernels for this CPU")
-        return
-    stage.play(work, record, given, **EMULATED)
+    if given.rehearse:
+        stage.play_emulated(work, record, given, **EMULATED)
 
 
 if __name__ == "__main__":
@@ -174,6 +169,7 @@ if __name__ == "__main__":
     own.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     own.add_argument("--serve", default="lora_server", help="the server's module")
     own.add_argument("--gpu", default="", help="a module that makes this process's CPU a GPU")
+    own.add_argument("--wires", default=",".join(get_args(slot.Wire)), help="one server after the other")
     own.add_argument("--width", type=int, default=256, help="of the model")
     own.add_argument("--rows", default="16,256", help="of the steps that are timed")
     own.add_argument("--rounds", type=int, default=100, help="of each")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.gpu_run import stage
+from bench.gpu_run.lab import record_starts
 from bench.gpu_run.record import Record
 from client_connector.transformers import attach
 from lora_server.demo import tiny
@@ -25,10 +26,7 @@ from lora_server.demo.engine import load_model
 from lora_server.demo.launch import running_server
 from lora_server.errors import LoraServerError
 
-OVERRIDES: dict[str, Any] = {
-    "hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "vocab_size": 2048,
-}  # fmt: skip
+WIDTH, LAYERS, HEAD_DIM, VOCABULARY = 512, 4, 64, 2048
 RANKS = (8, 16, 32, 64)
 SEQUENCES, PROMPT = 16, 24
 TRANSPORTS = "cuda_ipc,shm"
@@ -38,18 +36,22 @@ RATIO, SLACK = 1.5, 1e-3  # of the mean error of logits: ours against PEFT's own
 class Case:
     """A model, adapters and prompts of one length; sequence i has adapter i modulo their number, the last has none."""
 
-    def __init__(self, work: Path, device: torch.device, new_tokens: int) -> None:
+    def __init__(self, work: Path, device: torch.device, new_tokens: int, width: int, layers: int) -> None:
         self.device, self.new_tokens = device, new_tokens
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.base, self.adapters = work / "base", work / "adapters"
-        model = tiny.make_model("mixtral", **OVERRIDES)
+        heads = width // HEAD_DIM
+        model = tiny.make_model(
+            "mixtral", num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width // 2,
+            num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=HEAD_DIM, vocab_size=VOCABULARY,
+        )  # fmt: skip
         tiny.save_model(model, self.base)
         for seed, lora_rank in enumerate(RANKS):
             tiny.make_adapter(model, self.adapters / f"rank-{lora_rank}", lora_rank=lora_rank, targets="all", seed=seed)
         self.names: list[str | None] = [f"rank-{RANKS[i % len(RANKS)]}" for i in range(SEQUENCES - 1)]
         self.names.append(None)
         generator = torch.Generator().manual_seed(9)
-        self.ids = torch.randint(3, OVERRIDES["vocab_size"], (SEQUENCES, PROMPT), generator=generator).to(device)
+        self.ids = torch.randint(3, VOCABULARY, (SEQUENCES, PROMPT), generator=generator).to(device)
 
     def model(self, dtype: torch.dtype) -> Any:
         """The base model on the device."""
@@ -83,7 +85,7 @@ def timed(device: torch.device, into: list[float]) -> Iterator[None]:
 def by_peft(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
     """(logits [B, V] after the prompt, tokens, seconds of generating), adapter after adapter."""
     base = case.model(dtype)
-    logits = torch.empty(SEQUENCES, OVERRIDES["vocab_size"], device=case.device)
+    logits = torch.empty(SEQUENCES, VOCABULARY, device=case.device)
     tokens = torch.empty(SEQUENCES, case.new_tokens, dtype=torch.int64, device=case.device)
     seconds: list[float] = []
     for name, rows in case.groups().items():
@@ -137,7 +139,9 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
     """Whether the answers are PEFT's; speeds are only written down."""
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory(prefix="lora-engine-") as scratch:
-        case = Case(Path(scratch), torch.device(arguments.device), arguments.new_tokens)
+        case = Case(
+            Path(scratch), torch.device(arguments.device), arguments.new_tokens, arguments.width, arguments.layers
+        )
         flags = ["--base-model", str(case.base), "--adapters", str(case.adapters), "--device", arguments.device]
         flags += ["--device-pool", "1GiB", "--max-step-rows", "1024"] if arguments.device == "cuda" else []
         flags += ["--gpu-transport", "gpu"] if "gpu" in arguments.transports.split(",") else []
@@ -147,6 +151,7 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
             good = True
             for transport in arguments.transports.split(","):
                 good = one(case, server.address, transport, peft, exact, record) and good
+            record_starts(record, server.log)
     return good
 
 
@@ -169,7 +174,7 @@ def one(case: Case, address: str, transport: str, peft: Sequence[Any], exact: Se
 def check(record: Record, arguments: argparse.Namespace) -> None:
     """In a rehearsal it plays on this CPU."""
     if arguments.rehearse and arguments.transports == TRANSPORTS:
-        stage.play(work, record, arguments, device="cpu", transports="shm", new_tokens=2)
+        stage.play(work, record, arguments, device="cpu", transports="shm", new_tokens=2, width=128, layers=1)
 
 
 if __name__ == "__main__":
@@ -177,5 +182,7 @@ if __name__ == "__main__":
     own.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     own.add_argument("--transports", default=TRANSPORTS)
     own.add_argument("--new-tokens", type=int, default=48)
+    own.add_argument("--width", type=int, default=WIDTH, help="of the model")
+    own.add_argument("--layers", type=int, default=LAYERS, help="of the model")
     given = own.parse_args()
     stage.main(work, given, modules=("cupy", "peft"), check=check, gpu=given.device == "cuda")

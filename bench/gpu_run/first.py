@@ -1,12 +1,14 @@
 """Stage `first`: a GPU's first minute. A line for each question whose answer decides what the later stages are worth.
 
 versions     driver, CUDA, torch, CuPy, MPS
-registers    of the kernels that serve, put, wait and add, as they were loaded; which do not fit beside one that serves
 beside       which kernels begin while a stand-in of the kernel that serves runs, and how long after it
 streams      on how many of 64 streams a write waits while a kernel runs on another, with 8 and with 32 connections
 slices       how long two processes that share the GPU run in turn
 latencies    loads, fences, and a barrier of all blocks
+registers    of the kernels that serve, put, wait and add, as they were loaded; which do not fit beside one that serves
 headline     the cell of stage `headline`, 128 tokens
+
+Meanwhile the kernels of the last two lines are compiled by other processes.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_build import SERVE_SHARED_BYTES
-from bench.gpu_run import headline, probe, stage
+from bench.gpu_run import headline, probe, registers, stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
 from bench.kernels import measure
-from kernels_cuda.residency import SERVE_WARPS, Block, fit
+from kernels_cuda.residency import SERVE_WARPS
 from lora_server.demo import children
 from lora_server.transport.environment import ENVIRONMENT, prepare_environment
 
@@ -76,31 +78,6 @@ class Kernels:
         values = (int(self.words.data.ptr), int(self.floats.data.ptr), HOLD_NS)
         threads, shared = 32 * (SERVE_WARPS + 1), SERVE_SHARED_BYTES
         self.launch("hold_162", self.multiprocessors, threads, *values, stream=stream, shared_bytes=shared)
-
-
-def registers() -> dict[str, Any]:
-    """Of each kernel as it was loaded; which client kernels do not fit beside which serving kernel."""
-    import torch
-
-    from lora_server.transport.gpu.cuda import CudaGpu
-    from lora_server.transport.gpu.source import ONE_WARP, SERVES
-
-    gpu = CudaGpu(torch.device("cuda", 0))
-    of: dict[str, int] = {}
-    for kernel, source in gpu.kernels.items():
-        if source in (*SERVES, "link.cu", "put.cu"):
-            of[kernel] = int(gpu._function(kernel).num_regs)
-    shared = {source: gpu._shared_bytes(source) for source in set(gpu.kernels.values())}
-
-    def block(kernel: str) -> Block:
-        source = gpu.kernels[kernel]
-        warps = 1 if kernel in ONE_WARP else gpu._variant(source).warps + (source in SERVES)
-        return Block(warps, of[kernel], shared[source])
-
-    serving = [kernel for kernel in of if gpu.kernels[kernel] in SERVES]
-    clients = [kernel for kernel in of if kernel not in serving]
-    crowded = [f"{one} beside {other}" for other in serving for one in clients if not fit([block(other), block(one)])]
-    return {**of, "no_room": crowded}
 
 
 def beside() -> dict[str, Any]:
@@ -280,15 +257,19 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
         print(json.dumps(ALONE[arguments.alone]()))
         return True
     questions: dict[str, Callable[[], Any]] = {
-        "versions": versions, "registers": registers, "beside": beside, "streams": streams, "slices": slices,
-        "latencies": latencies, "headline": lambda: headline_cell(record),
+        "versions": versions, "beside": beside, "streams": streams, "slices": slices, "latencies": latencies,
+        "registers": registers.of_serving, "headline": lambda: headline_cell(record),
     }  # fmt: skip
     found = {}
-    for name, question in questions.items():
-        began = time.monotonic()
-        found[name] = probe.attempt(question)
-        record.add("first", question=name, answer=found[name], seconds=round(time.monotonic() - began, 1))
-        print(f"{name}: {json.dumps(found[name])}", flush=True)
+    with ThreadPoolExecutor() as pool:
+        compiling = [pool.submit(probe.compile_one, name) for name in probe.NEEDED_FIRST]
+        for name, question in questions.items():
+            began = time.monotonic()
+            if name == "registers":
+                record.add("compiled", modules=[future.result() for future in compiling])
+            found[name] = probe.attempt(question)
+            record.add("first", question=name, answer=found[name], seconds=round(time.monotonic() - began, 1))
+            print(f"{name}: {json.dumps(found[name])}", flush=True)
     if any(isinstance(answer, str) for answer in found.values()):
         return False
     return found["headline"]["right"] and not found["registers"]["no_room"]

@@ -156,7 +156,7 @@ def work(record: Record, arguments: argparse.Namespace) -> bool:
     good = True
     with (
         tempfile.TemporaryDirectory(prefix="lora-ipc-") as scratch,
-        open_lab(Path(scratch), arguments.device, arguments.transport) as lab,
+        open_lab(record, Path(scratch), arguments.device, arguments.transport) as lab,
     ):
         witness = lab.start()
         for name in arguments.scenarios.split(","):

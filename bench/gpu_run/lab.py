@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu_run.record import Record
 from bench.gpu_run.spoken import Spoken
 from lora_server.demo import tiny
 from lora_server.demo.launch import RunningServer, running_server
@@ -87,10 +89,19 @@ def make_files(work: Path, width: int = 256) -> tuple[Path, Path]:
     return work / "base", work / "adapters"
 
 
+def record_starts(record: Record, log: Path) -> None:
+    """Record how long each shard took to start, as the server's log says; restarts are lines of their own."""
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{") and '"shard started"' in line:
+            found = json.loads(line)
+            record.add("start", shard=found["shard"], seconds=found["seconds"])
+
+
 @contextlib.contextmanager
 def open_lab(
-    work: Path, device: str, transport: str, wire: str = "exact", serve: str = "lora_server", width: int = 256
-) -> Iterator[Lab]:
+    record: Record, work: Path, device: str, transport: str, wire: str = "exact", serve: str = "lora_server",
+    width: int = 256,
+) -> Iterator[Lab]:  # fmt: skip
     """Everything of it ends with the block. `serve`: the server's module; `width`: of the model."""
     torch.set_grad_enabled(False)
     base, adapters = make_files(work, width)
@@ -104,3 +115,4 @@ def open_lab(
         finally:
             for engine in lab.engines:
                 engine.end()
+            record_starts(record, server.log)

@@ -20,6 +20,7 @@ import torch
 from bench.gpu_run import stage
 from bench.gpu_run.lab import Lab, open_lab
 from bench.gpu_run.record import Checks, Record
+from bench.gpu_run.served import CAPTURE
 from client_connector.client import Client
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
@@ -136,7 +137,7 @@ def captured(layer: Layer) -> torch.cuda.CUDAGraph:
             layer.run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with layer.forward.rehearse(True), torch.cuda.graph(graph):
+    with layer.forward.rehearse(True), torch.cuda.graph(graph, capture_error_mode=CAPTURE):
         layer.run()
     return graph
 
@@ -157,7 +158,10 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 def work(record: Record, arguments: argparse.Namespace) -> bool:
     """Whether every answer is the one that a host's client gets; times are only written down."""
     checks = Checks(record)
-    with tempfile.TemporaryDirectory(prefix="lora-passes-") as scratch, open_lab(Path(scratch), "cuda", "gpu") as lab:
+    with (
+        tempfile.TemporaryDirectory(prefix="lora-passes-") as scratch,
+        open_lab(record, Path(scratch), "cuda", "gpu") as lab,
+    ):
         with by_host(lab) as oracle, by_launches(lab) as layer:
             graph = captured(layer)
             for how, play in (("replayed", graph.replay), ("eager", layer.run)):

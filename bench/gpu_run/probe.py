@@ -1,4 +1,7 @@
-"""Stage `probe`: what this GPU, its driver and its tools can do; then every kernel is compiled into the cache."""
+"""Stage `probe`: what this GPU, its driver and its tools can do; then every kernel is compiled into the cache.
+
+Its registers are read off the loaded modules then.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.gpu_run import latencies, stage, variants
+from bench.gpu_run import latencies, registers, stage, variants
 from bench.gpu_run.record import Record
 from bench.gpu_run.state import ROOT
 from bench.kernels.__main__ import hardware
@@ -41,22 +44,23 @@ ATTRIBUTES = {
     "shared_bytes_per_block": "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
     "l2_bytes": "CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE",
 }
-COMPILE_SECONDS = 65.0
+COMPILE_SECONDS = 100.0
 IPC_BYTES = 4 << 20
-COMPILED = {  # what later stages and the tests launch
-    **{f"{kernel}, {dtype}": f"kernels(device).compile(torch.{dtype}, '{kernel}')"
-       for dtype in ("bfloat16", "float16") for kernel in ("lora_step", "shrink", "expand")},
-    "route": "router(device)",
-    "put": "try_out(torch.cuda.Stream(device), device)",
+COMPILED = {  # what later stages and the tests launch; what takes longest first
     "serve": "CudaGpu(device).compile('serve.cu')",
     "serve, rows in 8 bits": "CudaGpu(device).compile('serve_e4m3.cu')",
-    "link": "CudaGpu(device).compile('link.cu')",
+    **{f"{kernel}, {dtype}": f"kernels(device).compile(torch.{dtype}, '{kernel}')"
+       for kernel in ("lora_step", "expand", "shrink") for dtype in ("bfloat16", "float16")},
     **{variants.name(variant): f"CudaKernels(device, {variant}).compile(torch.bfloat16)"
        for variant in variants.VARIANTS},
     **{f"test {number}": f"CudaKernels(device, {text}).compile(torch.bfloat16)" for number, text in enumerate(
         ("Variant(True, 1)", "Variant(True, 3, 3)", "Variant(False, 2)", "Variant(False, 4, 3)"))},
+    "link": "CudaGpu(device).compile('link.cu')",
+    "put": "try_out(torch.cuda.Stream(device), device)",
+    "route": "router(device)",
 }  # fmt: skip
 NEEDED = ("lora_step, bfloat16", "lora_step, float16", "route", "put", "serve", "link")  # by the server itself
+NEEDED_FIRST = ("serve", "serve, rows in 8 bits", "lora_step, bfloat16", "link", "put", "route")  # by stage `first`
 PRELUDE = """
 import sys, cupy, torch
 from kernels_cuda.cuda import CudaKernels, kernels
@@ -195,6 +199,9 @@ def work(record: Record, _: argparse.Namespace) -> bool:
             must = line["name"] in NEEDED
             good = good and not (must and "reason" in line)
             record.add("compiled", **line, **({"good": "reason" not in line} if must else {}))
+    for name, registers_of in (("serving", registers.of_serving), ("steps", registers.of_steps)):
+        found = attempt(registers_of)
+        record.add("registers", of=name, **(found if isinstance(found, dict) else {"reason": found}))
     return good
 
 

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_run.record import picked
-from bench.gpu_run.stages import Stage
+from bench.gpu_run.stages import STAGES, Stage
 from bench.gpu_run.state import ROOT, Outcome, Results
 from bench.kernels import report as kernels_report
 from bench.kernels.report import text_table
 
 Lines = list[dict[str, Any]]
+SLICED = {stage.name for stage in STAGES if stage.sliced}
+SLICED_NOTE = (
+    "Time-sliced: processes take turns on one GPU, so no time here is a latency of the path (`inproc` has those)."
+)
 CELL = kernels_report.CELL
+Section = Callable[[dict[str, Outcome]], str]
 
 
 def write(stages: Sequence[Stage], results: Results, out: Path, gpu: str) -> Path:
@@ -61,12 +66,16 @@ def kernels_document(outcomes: dict[str, Outcome]) -> dict[str, Any]:
 def text(stages: Sequence[Stage], outcomes: dict[str, Outcome], gpu: str, date: str) -> str:
     """The whole report."""
     parts = [f"# GPU run: {gpu}, {date}", "`python -m bench.gpu_run`; what its stages are: docs/gpu-run.md."]
-    parts += [*_code(outcomes), _stages(stages, outcomes)]
-    for title, section in SECTIONS:
-        if found := section(outcomes):
-            parts += [f"## {title}", found]
+    parts += _code(outcomes)
+    parts += _sections(FIRST, outcomes)
+    parts += [_stages(stages, outcomes), *_sections(SECTIONS, outcomes)]
     parts += [_log(outcome) for outcome in outcomes.values() if outcome.ending in ("failed", "cut")]
     return "\n\n".join(parts) + "\n"
+
+
+def _sections(sections: Sequence[tuple[str, Section]], outcomes: dict[str, Outcome]) -> list[str]:
+    """Those that have something to say, each behind its title."""
+    return [part for title, section in sections if (found := section(outcomes)) for part in (f"## {title}", found)]
 
 
 def _code(outcomes: dict[str, Outcome]) -> list[str]:
@@ -114,9 +123,14 @@ def _facts(stage: str, *kinds: str) -> Callable[[dict[str, Outcome]], str]:
             for name, value in line.items()
             if name != "kind"
         ]
-        return text_table(("what", "found"), rows) if rows else ""
+        return _noted(stage, text_table(("what", "found"), rows)) if rows else ""
 
     return section
+
+
+def _noted(stage: str, table: str) -> str:
+    """Behind a warning, for figures of a stage whose processes share the GPU."""
+    return f"{SLICED_NOTE}\n\n{table}" if stage in SLICED else table
 
 
 def _lines(stage: str, kind: str, columns: Sequence[str]) -> Callable[[dict[str, Outcome]], str]:
@@ -125,7 +139,7 @@ def _lines(stage: str, kind: str, columns: Sequence[str]) -> Callable[[dict[str,
     def section(outcomes: dict[str, Outcome]) -> str:
         found = lines_of(outcomes, stage, kind)
         rows = [[_plain(line.get(column)) for column in columns] for line in found]
-        return text_table(columns, rows) if rows else ""
+        return _noted(stage, text_table(columns, rows)) if rows else ""
 
     return section
 
@@ -170,7 +184,28 @@ def _cells(outcomes: dict[str, Outcome]) -> str:
 
 PUSH_PULL = ("bytes", "raw_put_us", "copy_us", "push_us", "pull_us", "push_over_raw", "pull_over_push", "push_step_us",
              "pull_step_us", "step_pull_over_push")  # fmt: skip
-SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
+
+
+def _starts(outcomes: dict[str, Outcome]) -> str:
+    rows = [
+        (stage, line["shard"], line["seconds"]) for stage in outcomes for line in lines_of(outcomes, stage, "start")
+    ]
+    return text_table(("stage", "shard", "s"), rows) if rows else ""
+
+
+HEADLINE = ("tokens", "us", "paper_us", "target_us", "floor_us", "floor_ratio", "max_rel_err")
+INPROC = ("cell", "us", "p95_us", "warm_us", "put_us", "answer_us", "add_us", "target_us", "max_rel_err", "reason")
+STEPS = ("cell", "steps", "us", "p99_us", "longest_us", "loads", "load_ms")
+FIRST: Sequence[tuple[str, Section]] = (  # what is looked for at once
+    ("The paper's cell, kernels alone", _lines("headline", "headline", HEADLINE)),
+    ("The persistent path, put to add", _lines("inproc", "inproc", INPROC)),
+    ("The first minute", _lines("first", "first", ("question", "answer", "seconds"))),
+)
+SECTIONS: Sequence[tuple[str, Section]] = (
+    ("The persistent path: multiprocessors and adapters", _facts("inproc", "setting")),
+    ("The persistent path, beside loads", _lines("inproc", "steps", STEPS)),
+    ("Starts of shards", _starts),
+    ("Registers, as loaded", _facts("probe", "registers")),
     ("Hardware and driver", _facts("probe", "hardware", "driver", "tools", "memory", "latencies")),
     ("Compiling", _lines("probe", "compiled", ("name", "seconds"))),
     ("Tests", _tests),
@@ -178,7 +213,11 @@ SECTIONS: Sequence[tuple[str, Callable[[dict[str, Outcome]], str]]] = (
     ("Sanitizer", _lines("sanitizer", "check", ("tool", "name", "good", "seconds", "reason"))),
     ("CUDA IPC", _lines("ipc", "scenario", ("name", "good", "found", "reason"))),
     ("Links that no host touches", _lines("ipc-gpu", "scenario", ("name", "good", "found", "reason"))),
-    ("A kernel that serves", _lines("served", "latency", ("what", "median_us", "p95_us"))),
+    (
+        "A kernel that serves, and its client in another process",
+        _lines("served", "latency", ("what", "median_us", "p95_us")),
+    ),
+    ("A serving engine's pass", _lines("passes", "latency", ("what", "median_us"))),
     ("Rows in 8 bits, and exact ones", _lines("codes", "latency", ("what", "median_us"))),
     ("Put, serve, wait", _lines("put", "latency", ("what", "bytes", "median_us", "p95_us"))),
     ("Push and pull", _lines("push-pull", "push_pull", PUSH_PULL)),

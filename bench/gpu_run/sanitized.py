@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from bench.gpu_run import inproc
+from bench.gpu_run.one_cell import MOST_ERROR
 from bench.kernels import correctness, draws, ours
 from bench.kernels.correctness import Case
 from bench.kernels.models import Model
 from kernels_cuda.cuda import kernels
 from kernels_cuda.routing import router
+from lora_server.transport.environment import prepare_environment
+from lora_server.transport.gpu.gpu import Gpu
 
 TINY = Model("tiny", 512, 128, 4, 2, 16)
 TINY_ADAPTERS, TINY_TOKENS = 8, 12
@@ -53,10 +59,30 @@ def routed(combine: bool) -> bool:
     return ours.sampled_error(draw, adapters, 4, 0) < ROUTED_ERROR
 
 
+def served() -> bool:
+    """A kernel that serves, put, wait and add; it leaves at the end. A tool that runs one kernel at a time stops none
+    of them for good, since the one that serves leaves when it is idle."""
+    prepare_environment()
+    return answered(inproc.open_gpu(argparse.Namespace(gpu=""))[0])
+
+
+def answered(gpu: Gpu) -> bool:
+    """Whether one step of the small model, of both sites of a layer, is right."""
+    given = argparse.Namespace(**inproc.EMULATED)
+    with tempfile.TemporaryDirectory(prefix="lora-served-") as scratch:
+        its = inproc.Setting(Path(scratch), gpu, given)
+        try:
+            with its.cell(its.tokens[0]) as cell:
+                return cell.error(cell.drawns[0], cell.run, 0) < MOST_ERROR
+        finally:
+            its.shard.close()
+
+
 CASES: dict[str, Callable[[], bool]] = {
     **{name: partial(step, case) for name, case in STEPS.items()},
     "routed, gate_up": partial(routed, False),
     "routed, down": partial(routed, True),
+    "served": served,
 }
 
 

@@ -19,7 +19,7 @@ from bench.gpu_run.record import Record
 from lora_server.demo import children
 
 TOOLS = ("memcheck", "racecheck")
-KERNELS = ("lora_step", "route")
+KERNELS = ("lora_step", "route", "serve", "link")
 FOUND = 86  # the exit status by which it says that it found something
 AT_ONCE, CASE_SECONDS = 4, 42.0
 REFUSED = "Device not supported"

@@ -61,6 +61,16 @@ def play(
         )
 
 
+def play_emulated(
+    work: Callable[[Record, argparse.Namespace], bool], record: Record, arguments: argparse.Namespace, **instead: object
+) -> None:
+    """As `play`, with kernels that are compiled for this CPU; without a compiler that is recorded as absent."""
+    if shutil.which("g++") is None:
+        record.add("absent", what="no g++, which compiles the kernels for this CPU")
+        return
+    play(work, record, arguments, **instead)
+
+
 def installed(module: str) -> bool:
     """Whether it could be imported, without doing so."""
     try:

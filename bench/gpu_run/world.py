@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import torch
 
 from bench.gpu_run import stage, world_engine
 from bench.gpu_run.engine import RATIO, SLACK, equal, generate
-from bench.gpu_run.lab import LEASE_SECONDS, Lab, make_files, until
+from bench.gpu_run.lab import LEASE_SECONDS, Lab, make_files, record_starts, until
 from bench.gpu_run.nvshmem import ENVIRONMENT
 from bench.gpu_run.record import Record
 from bench.gpu_run.spoken import Spoken
@@ -228,6 +227,7 @@ def work(record: Record, given: argparse.Namespace) -> bool:
             return all(attempt(record, world, name) for name in STEPS)
         finally:
             world.end()
+            record_starts(record, server.log)
             print(server.tail())
 
 
@@ -244,12 +244,8 @@ def check(record: Record, given: argparse.Namespace) -> None:
     world_engine.parse(["model", "127.0.0.1:1", "--device", given.device, "--transport", "nvshmem"])
     if missing := nvshmem_build.missing():
         record.add("absent", what=missing)
-    if not given.rehearse or given.device == "cpu":
-        return
-    if shutil.which("g++") is None:
-        record.add("absent", what="no g++, which compiles the kernels for this CPU")
-        return
-    stage.play(work, record, given, **EMULATED)
+    if given.rehearse and given.device != "cpu":
+        stage.play_emulated(work, record, given, **EMULATED)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ PEERS = ("vllm", "sglang", "punica")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default="64,256,1024")
@@ -140,7 +139,6 @@ def merged(files: list[Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point."""
     arguments = parse()
     if arguments.roofline:
         rows = roofline.table(models_of(arguments.models), tokens_of(arguments.tokens), arguments.gbps)

@@ -39,21 +39,17 @@ class Phase(NamedTuple):
         return int(self.tiles_J.sum()) * TILE_BYTES
 
     def times(self, band: float) -> npt.NDArray[np.float64]:
-        """Of the jobs, in units of TILE_US."""
         return self.tiles_J * (1 + band * (-(-self.rows_J // BAND_ROWS) - 1))
 
     def mean(self, band: float) -> float:
-        """Of the warps' times."""
         return float(self.times(band).sum()) / WORKERS
 
     def slowest(self, cost: Cost, band: float) -> float:
-        """Of the warps' times."""
         through = np.concatenate([[0.0], np.cumsum(self.times(band))])
         return float(np.diff(through[shares(cost(self.rows_J), WORKERS)]).max())
 
 
 def phases(model: Model, site: Site, tokens: int) -> Iterator[tuple[Phase, Phase]]:
-    """Shrink and expand of some draws."""
     shape = site.shape
     tiles = [min(CHUNKS, shape.num_chunks - first) for first in range(0, shape.num_chunks, CHUNKS)]
     per_block = np.repeat(np.array(tiles, np.int64), shape.groups)
@@ -69,7 +65,6 @@ def phases(model: Model, site: Site, tokens: int) -> Iterator[tuple[Phase, Phase
 
 
 def equal(rows_J: Ints) -> Ints:
-    """Shares of equal numbers of jobs."""
     return np.ones_like(rows_J)
 
 

@@ -31,8 +31,6 @@ Launch = Callable[[DeviceStep, torch.Tensor, Workspace, str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One random step."""
-
     in_width: int
     out_width: int
     entries: int
@@ -57,7 +55,6 @@ class Made:
     keep: tuple[object, ...]
 
     def run(self, launch: Launch, kernels: Sequence[str] = ("lora_step",)) -> torch.Tensor:
-        """The result; what nobody writes stays NaN."""
         shape = (self.out_rows, self.step.out_width)
         out = torch.full(shape, float("nan"), dtype=self.step.rows_TK.dtype, device=self.step.rows_TK.device)
         for tensor in (self.workspace.partial, self.workspace.v, self.workspace.delta):

@@ -43,10 +43,8 @@ def draws(model: Model, tokens: int, count: int = NUM_DRAWS) -> list[Draw]:
 
 
 def routed(step: Draw, directory: npt.NDArray[np.int32], num_experts: int) -> routing.Routed:
-    """Its segments and maps, by the slow reference."""
     return routing.reference(*step, directory, num_experts)
 
 
 def distinct_pairs(step: Draw, num_experts: int) -> int:
-    """How many (adapter, expert) pairs it meets."""
     return len(np.unique(step.adapters_T[:, None].astype(np.int64) * num_experts + step.experts_Tk))

@@ -29,7 +29,6 @@ def rows_of(model: Model, site: Site, tokens: int, generator: torch.Generator) -
 
 
 def floor_bytes(model: Model, site: Site, tokens: int) -> list[float]:
-    """What each draw must move at least."""
     return [
         distinct_bytes(model, site, tokens, distinct_pairs(draw, model.num_experts)).total
         for draw in draws(model, tokens)
@@ -78,8 +77,6 @@ def site_result(model: Model, site: Site, tokens: int, adapters: ours.Adapters, 
 
 
 class Gpu:
-    """What every measurement shares."""
-
     def __init__(self, device: torch.device) -> None:
         from bench.kernels.bandwidth import read_gbps
         from kernels_cuda.cuda import kernels

@@ -28,7 +28,6 @@ class Site:
 
     @property
     def shape(self) -> BlockShape:
-        """What one expert's block looks like."""
         pairs = [PairShape(self.lora_rank, i * self.slice_width, self.slice_width, 2.0) for i in range(self.slices)]
         return BlockShape(self.in_width, tuple(pairs))
 

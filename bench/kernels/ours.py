@@ -108,7 +108,6 @@ def device_draw(
 
 
 def workspace_for(model: Model, site: Site, tokens: int, device: torch.device) -> Workspace:
-    """What every draw of a cell fits into."""
     return Workspace.new(
         max_entries=tokens * model.top_k,
         max_rank=site.shape.groups * 16,
@@ -148,7 +147,6 @@ def sampled_error(draw: DeviceDraw, adapters: Adapters, count: int, seed: int) -
 
 
 def delta(block: Block, x: torch.Tensor, site: Site) -> torch.Tensor:
-    """B A x of one row, in float64."""
     out = torch.zeros(site.out_width, dtype=torch.float64, device=x.device)
     for pair in block.pairs:
         rows = slice(pair.out_begin, pair.out_begin + pair.b_OR.shape[0])

@@ -61,7 +61,6 @@ def picked(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    """All of it, to be read."""
     hardware = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     errors = [f"- {line['peer']} at {line['model']} {line['site']}: {line['error']}"
               for line in result["peers"] if "error" in line]  # fmt: skip

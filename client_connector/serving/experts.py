@@ -30,31 +30,33 @@ class RemoteExperts:
         self, x_TH: torch.Tensor, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None
     ) -> Started | None:
         """Push what this rank's experts will read."""
-        if not self.forward.active:
+        if not self.forward.sites.active:
             return None
         experts = self._experts(ids_Tk, expert_map)
-        return self.forward.start_experts(Site(self.layer, "gate_up"), experts, x_TH, None, self.gate_up)
+        return self.forward.sites.start_experts(Site(self.layer, "gate_up"), experts, x_TH, None, self.gate_up)
 
     def finish_gate_up(self, step: Started | None, y: torch.Tensor, interleaved: bool = False) -> None:
         """Add to y [T * k, N], columns [gate | up] or, interleaved, gate and up alternating."""
         half, width = y.shape[1] // 2, self.width
         gate, up = (y[:, 0 : 2 * width : 2], y[:, 1 : 2 * width : 2]) if interleaved else (y[:, :width], y[:, half:])
-        self.forward.add(step, [(gate, 0), (up[:, :width], width)], per_entry=True)
+        self.forward.sites.add(step, [(gate, 0), (up[:, :width], width)], per_entry=True)
 
     def start_down(
         self, x_NI: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor, expert_map: torch.Tensor | None
     ) -> Started | None:
         """Push activations [T * k, >= I], which come back weighted and summed per token."""
-        if not self.forward.active:
+        if not self.forward.sites.active:
             return None
         weights = weights_Tk.reshape(-1).float()
         weights = torch.ones_like(weights) if self.weighted_input else weights
         experts = self._experts(ids_Tk, expert_map)
-        return self.forward.start_experts(Site(self.layer, "down"), experts, x_NI[:, : self.width], weights, self.down)
+        return self.forward.sites.start_experts(
+            Site(self.layer, "down"), experts, x_NI[:, : self.width], weights, self.down
+        )
 
     def finish_down(self, step: Started | None, y_TH: torch.Tensor) -> None:
         """Add to the layer's output."""
-        self.forward.add(step, [(y_TH, 0)])
+        self.forward.sites.add(step, [(y_TH, 0)])
 
     def _experts(self, ids_Tk: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
         """Global ids; under expert parallelism those of other ranks, and padding's -1, become E: not here."""

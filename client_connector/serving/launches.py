@@ -13,7 +13,7 @@ import torch
 
 from client_connector.exchange import Started
 from client_connector.packing import Window
-from client_connector.serving.planned import Part
+from client_connector.serving.sites import Part
 from kernels_cuda.routing import Choice
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu.captured import CapturedSite
@@ -23,7 +23,7 @@ from lora_server.wire.slot import RequestHeader
 NOTHING = range(0)  # the experts of a shard that is sent a step to keep its stage in step: see docs/gpu.md, leader mode
 
 
-class Chunk(NamedTuple):
+class ChunkLaunch(NamedTuple):
     """Rows [first, first + rows) of the engine's step, on each shard that has some of the site."""
 
     first: int
@@ -31,36 +31,42 @@ class Chunk(NamedTuple):
     on: list[tuple[CapturedSite, Choice]]
 
     def put(self) -> None:
-        """Route and put, beside whatever the engine does next."""
+        """Route and put, in parallel to the engine's next work."""
         for site, choice in self.on:
             site.put(choice)
 
 
 @dataclass(frozen=True)
 class Launched(Started):
-    """A site's step under way; the first chunk is. Chunks follow each other, since a link has one route."""
+    """One site's step. The first `depth` chunks are put at once, each other one after the chunk whose slot it takes."""
 
-    chunks: list[Chunk]
+    chunks: list[ChunkLaunch]
     top_k: int
+    depth: int
+
+    def put(self) -> None:
+        """Put the first chunks, in parallel to the engine's next work."""
+        for chunk in self.chunks[: self.depth]:
+            chunk.put()
 
     def add(self, parts: Sequence[Part], per_entry: bool) -> None:
-        """See PlannedPass.add."""
+        """See SiteSteps.add."""
         per_row = self.top_k if per_entry else 1
         for index, chunk in enumerate(self.chunks):
-            if index:
-                chunk.put()
             rows = slice(chunk.first * per_row, (chunk.first + chunk.rows) * per_row)
             for site, choice in chunk.on:
-                site.wait()
                 if choice.among == NOTHING:
+                    site.wait()
                     site.link.queue.lead_engine()  # its failure, too, is known before the next put
                     continue
                 for y, begin in parts:
                     _add_columns(site, y[rows], begin)
+            if index + self.depth < len(self.chunks):
+                self.chunks[index + self.depth].put()
 
 
 def _add_columns(site: CapturedSite, y: torch.Tensor, begin: int) -> None:
-    """Also to columns that do not lie side by side."""
+    """Add to columns, which need not be contiguous."""
     if y.stride(1) == 1:
         site.add_columns(y, begin)
         return
@@ -70,7 +76,7 @@ def _add_columns(site: CapturedSite, y: torch.Tensor, begin: int) -> None:
 
 
 def header_of(site: Site, dtype: int, width: int, by_entry: bool, window: Window) -> RequestHeader:
-    """Of steps of `width` input columns, rows of a dtype by its code, one per token or, by entry, per token and expert.
+    """Make the header of steps with `width` input columns, one row per token or, by entry, per token and expert.
 
     The GPU adds the rest.
     """

@@ -1,8 +1,8 @@
-"""A dense site of a serving engine's worker, also inside torch.compile: opaque ops around the layer's GEMM.
+"""Dense sites of a serving engine's worker: opaque torch ops around a layer's GEMM, also inside torch.compile.
 
     token = push(x, site);  y = W x;  add_(y, x, token, site)
 
-`add_` takes the token, so that it comes behind `push`, and x, so that nobody gets x's memory before its rows are sent.
+`add_` takes the token, so that it runs after `push`, and x, so that x's memory is not reused before its rows are sent.
 Kernels that send and wait by themselves (`launched`) are captured with the rest. A host-side exchange cannot be, so the
 engine then splits its graphs at the ops named in NAMES. In eager mode the same functions are called directly.
 """
@@ -35,13 +35,13 @@ class RemoteLinear:
     _step: Started | None = None
 
     def push(self, x_TK: torch.Tensor) -> None:
-        """Before the GEMM."""
-        self._step = self.forward.start_dense(self.site, x_TK, self.window)
+        """Push the rows; call it before the GEMM."""
+        self._step = self.forward.sites.start_dense(self.site, x_TK, self.window)
 
     def add(self, y_TO: torch.Tensor) -> None:
-        """After it; before any all-reduce, which then sums partial deltas too."""
+        """Add the deltas after the GEMM, and before any all-reduce, which then sums partial deltas."""
         step, self._step = self._step, None
-        self.forward.add(step, [(y_TO, 0)])
+        self.forward.sites.add(step, [(y_TO, 0)])
 
     def around(self, gemm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """`gemm(layer, x, bias)` with the deltas of the site added to its result."""
@@ -55,7 +55,7 @@ class RemoteLinear:
                 y = gemm(layer, x, bias)
                 add(y, x, token, index)
                 return y
-            if not self.forward.active:
+            if not self.forward.sites.active:
                 return gemm(layer, x, bias)
             self.push(x.reshape(-1, x.shape[-1]))
             y = gemm(layer, x, bias)

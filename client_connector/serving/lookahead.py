@@ -1,4 +1,4 @@
-"""What the requests that wait will need, told to the server before their turn comes."""
+"""Prefetches the adapters of waiting requests before their turn comes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 MOST = 64  # adapters that are announced
 SPACING_SECONDS = 0.1  # each is expected so much later than the one before it
 EVERY_SECONDS = 0.05  # the queue is looked at no more often
-AGAIN_SECONDS = 10.0  # what waits unchanged is said again, before the server forgets it
+AGAIN_SECONDS = 10.0  # an unchanged queue is announced again before the server forgets it
 
 
 class Lookahead:
-    """Thread-safe. `send(expected)` takes the place of what was sent before, see Session.prefetch; never blocks."""
+    """Thread-safe. `send(expected)` replaces what was sent before, see Session.prefetch; never blocks."""
 
     def __init__(self, send: Callable[[Mapping[int, float]], None], now: Callable[[], float] = time.monotonic) -> None:
         self._send, self._now = send, now
@@ -22,17 +22,17 @@ class Lookahead:
         self._lock = threading.Lock()
 
     def arrived(self, handle: int) -> None:
-        """A request comes that is in no queue yet; what is said of it too soon after another, `follow` says."""
+        """Announce a new request, unless another was announced just before; then the next `follow` does."""
         with self._lock:
             if handle not in self._said and len(self._said) < MOST and self._now() >= self._sent + EVERY_SECONDS:
                 self._say([*self._said, handle])
 
     def is_due(self) -> bool:
-        """Whether it is time to look at the queue."""
+        """Return whether it is time to look at the queue."""
         return self._now() >= self._looked + EVERY_SECONDS
 
     def follow(self, waiting: Iterable[int]) -> None:
-        """What waits now, in order."""
+        """Announce the handles of waiting requests, in order."""
         handles = list(dict.fromkeys(waiting))[:MOST]
         with self._lock:
             self._looked = self._now()

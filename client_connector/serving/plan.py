@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers with every step, and what they answer."""
+"""The scheduler's plan of each step for the workers, and their answer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Assigned(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Pickled with the step. `new` are adapters that workers did not hear of; `gone` those they may forget; `holder`
-    proves whose they are. `void`: requests that lost theirs, for which the step is computed in vain.
+    """A plan, pickled with the step. `new`: adapters that workers do not know; `gone`: those they may forget; `holder`:
+    proof of the lease that holds them. `void`: requests that lost their adapter, whose results are discarded.
 
-    Handles belong to one run of the server; a worker with a session of another run must not use them.
+    Handles belong to one run of the server; workers with a session of another run must not use them.
     """
 
     server: str = ""
@@ -51,14 +51,14 @@ NO_PLAN = StepPlan()
 
 
 class Failure(NamedTuple):
-    """Why a request did not get its adapter."""
+    """The reason why a request did not get its adapter."""
 
     code: str
     message: str
 
     @classmethod
     def of(cls, error: LoraServerError) -> Failure:
-        """From an error of ours."""
+        """Make a failure from an error of ours."""
         return cls(error.code, str(error))
 
     @property
@@ -67,7 +67,7 @@ class Failure(NamedTuple):
         return issubclass(BY_CODE.get(self.code, LoraServerError), PASSING)
 
     def flag(self, outcome: str) -> str:
-        """As a request's stop reason; `outcome` is a word for what happened to the request."""
+        """Format a request's stop reason; `outcome` is one word, `error` or `base_model`."""
         return f"{FLAG}: {outcome}: {self.code}: {self.message}"
 
 

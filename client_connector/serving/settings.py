@@ -1,4 +1,4 @@
-"""What a serving engine is told about the server: the environment, or the engine's own configuration."""
+"""Settings of a serving engine: the environment, or the engine's own configuration."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ TIMINGS = "LORA_SERVER_TIMINGS"
 NUMBERS = ("timeout_seconds", "world_seconds")
 ERROR, BASE_MODEL = "error", "base_model"
 LAUNCHED = ("gpu", "nvshmem")  # transports over which kernels send and wait, and CUDA graphs hold their launches
-OF = "|"  # between a tenant and what it calls an adapter; in no adapter's name
+OF = "|"  # between a tenant and its name of an adapter; no adapter's name contains it
 
 
-def whose(name: str) -> tuple[str, str]:
-    """The tenant on whose behalf an adapter is asked for, '' for nobody's, and the adapter's name."""
+def tenant_and_name(name: str) -> tuple[str, str]:
+    """Split what a request asks for: the tenant ('' if none is named), and the adapter's name."""
     tenant, of, rest = name.partition(OF)
     return (tenant, rest) if of else ("", name)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`on_failure`: what becomes of a request whose step failed; `timeout_seconds` bounds a step, and a join.
+    """Settings. `on_failure`: the policy for a request whose step failed; `timeout_seconds` bounds a step, and a join.
 
-    `wire`: that the server must have.
+    `wire`: one of connect.WIRES, that the server must have.
     `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.
     `served_names`: the engine's names of its base model, which the engine's configuration says.
     `timings`: for tests and experiments, an object; from the environment as JSON.
@@ -68,12 +68,12 @@ class Settings:
         return self.transport in LAUNCHED
 
     def as_config(self) -> dict[str, Any]:
-        """What `find` reads back."""
+        """Return what `find` reads back."""
         return asdict(self)
 
 
 def find(own: object, environment: Mapping[str, str], where: str = KEY) -> Settings | None:
-    """From an engine's configuration `own` (HOST:PORT, or an object of settings), which wins over the
+    """Read an engine's configuration `own` (HOST:PORT, or an object of settings), which wins over the
     environment field by field; None if neither has an address.
 
     Raises ConfigError, which names `where`, for an unknown field or a value that cannot be one.

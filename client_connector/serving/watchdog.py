@@ -1,4 +1,4 @@
-"""Looks after shards while kernels of an engine may wait for them: a host in the middle of a pass is busy elsewhere."""
+"""Watches shards while kernels of an engine wait for them: the host is busy with the rest of the pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Watchdog:
         self._thread.start()
 
     def wake(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._awake.set()
 
     def sleep(self) -> None:
-        """It has ended, and so has the last look."""
+        """End a pass; returns after the last look."""
         self._awake.clear()
         with self._looking:
             return

@@ -2,6 +2,7 @@
 
 hook       the one module that imports transformers
 batch      from names to rows
+held       the adapters of one block
 invocation activated LoRAs: which rows come before the invocation
 experts    an experts implementation whose GEMMs overlap with the server's
 dense      hooks on attention projections and dense MLPs

@@ -1,4 +1,4 @@
-"""From the names of a batch to its rows."""
+"""Expands the names of a batch to its rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lora_server.errors import ConfigError
 
 
 def expand(held: Sequence[object], rows: int, seq_len: int, copies: int) -> int:
-    """How often each name of the batch repeats: `copies` sequences (beams) per name, `seq_len` rows each.
+    """Count the rows per name of the batch: `copies` sequences (beams) per name, `seq_len` rows each.
 
     Raises ConfigError if the model's batch is not one sequence per name.
     """

@@ -40,7 +40,7 @@ def experts_forward(
     act_NI = module._apply_gate(hidden_NI)
 
     exchange = None
-    if forward.acts_at(down):
+    if forward.batch is not None and forward.batch.at(down) is not None:
         exchange = forward.start_experts(down, experts_Tk, act_NI[place], weights_Tk.reshape(-1).float())
     began = time.monotonic_ns()
     out_NH = _linear(groups, module, "down_proj", act_NI)
@@ -52,7 +52,7 @@ def experts_forward(
 
 
 def _way(x_TH: torch.Tensor, module: Any) -> type[OnHost] | type[OnDevice]:
-    """Where torch groups GEMMs on the GPU itself; elsewhere its own way would wait for the host, too."""
+    """Return whether torch groups GEMMs on the GPU itself; its other way waits for the host, too."""
     fast = x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")
     if not fast or torch.cuda.get_device_capability(x_TH.device)[0] not in (9, 10):
         return OnHost
@@ -86,12 +86,12 @@ class OnHost:
         return out_NO
 
     def kept(self, out_NO: torch.Tensor) -> torch.Tensor:
-        """The same: all entries are here."""
+        """Run every entry: none is elsewhere."""
         return out_NO
 
 
 class OnDevice:
-    """The same on a GPU, which never waits for the host to learn how many rows an expert has.
+    """Run every entry on a GPU, without waiting for the host to read how many rows an expert has.
 
     Entries of experts beyond E are at the end; what `multiply` gives for them is not defined, and `kept` is zero.
     """

@@ -28,11 +28,11 @@ from client_connector.routing import Batch
 from client_connector.transformers.batch import expand
 from client_connector.transformers.dense import DenseSite
 from client_connector.transformers.experts import experts_forward
+from client_connector.transformers.held import BlockAdapters
 from client_connector.transformers.invocation import Invocations, tokenizer_of
 from lora_server import telemetry
-from lora_server.errors import ConfigError, LeaseError
+from lora_server.errors import ConfigError
 from lora_server.spec import Site
-from lora_server.transport.session import Held, Session
 from lora_server.wire.credentials import Credentials
 
 IMPLEMENTATION = "remote_lora"
@@ -49,7 +49,7 @@ _ATTACHED = weakref.WeakKeyDictionary()
 
 
 def _dispatch(module: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What transformers calls for every experts module of an attached model."""
+    """Run an experts module of an attached model; transformers calls this."""
     attached = _ATTACHED.get(module)
     if attached is None:  # a copy of an attached model, say: not ours
         original: Callable[..., torch.Tensor] = type(module).forward.__wrapped__
@@ -95,9 +95,7 @@ class Attachment:
         _check_tensors(model)
         self._undo = contextlib.ExitStack()
         self._detached = False
-        self._names: tuple[str | None, ...] | None = None
-        self._held: dict[str, Held] = {}
-        self._held_by: Session | None = None  # handles mean nothing to another session
+        self._block: BlockAdapters | None = None  # of the `adapters` block under way
         self._copies = 1
         self._invocations = Invocations(tokenizer_of(tokenizer))
         self._model = model
@@ -136,7 +134,7 @@ class Attachment:
         steps: Callable[[StepTimes], None] | None,
         gemms: Callable[[GemmTimes], None] | None = None,
     ) -> None:
-        """Be told when things happen: to every message, and to the engine's own GEMMs beside them."""
+        """Call back with the times of every message, and of the engine's own GEMMs."""
         self.client.observe, self._forward.observe_gemm = steps, gemms
 
     @contextlib.contextmanager
@@ -147,36 +145,19 @@ class Attachment:
         """
         if isinstance(names, str) or not all(name is None or isinstance(name, str) for name in names):
             raise ConfigError(f"lora.adapters: got {names!r}, expected a list with a name or None per sequence")
-        if self._names is not None:
+        if self._block is not None:
             raise ConfigError("lora.adapters: already inside another lora.adapters(...) block of this model")
         if self._detached:
             raise ConfigError("lora.adapters: this model was detached from the server; attach it again")
         with telemetry.span("lora.generation", sequences=len(names)):
-            self._hold(names)
-            self._names = tuple(names)
+            block = BlockAdapters(self.client, names)
+            block.hold()
+            self._block = block
             try:
                 yield
             finally:
-                self._names = None
-                held, self._held = list(self._held.values()), {}
-                if self._held_by is self.client.session:
-                    self.client.release(held)
-                self._held_by = None
-
-    def _hold(self, names: Sequence[str | None]) -> None:
-        """Hold every named adapter in the current session, which may be a new one."""
-        deadline = self.client.deadline()
-        self.client.recover(deadline)
-        if self._held_by is self.client.session:
-            return
-        wanted = sorted({name for name in names if name is not None})
-        try:
-            held = self.client.acquire(wanted, deadline) if wanted else []
-        except LeaseError:  # it expired since: once more under a new one
-            self.client.recover(deadline)
-            held = self.client.acquire(wanted, deadline)
-        self._held = {one.name: one for one in held}
-        self._held_by = self.client.session
+                self._block = None
+                block.release()
 
     # -- hooks
 
@@ -228,7 +209,8 @@ class Attachment:
         if module is not self._model.base_model:
             return  # a copy of the attached model is a plain base model
         self._forward.batch = None
-        if self._names is None:
+        block = self._block
+        if block is None:
             return
         if self._model.training:
             raise ConfigError(
@@ -238,12 +220,12 @@ class Attachment:
         ids = args[0] if ids is None and args else ids
         inputs = ids if ids is not None else kwargs["inputs_embeds"]
         rows, seq_len = inputs.shape[:2]
-        repeats = expand(self._names, rows, seq_len, self._copies)
-        self._hold(self._names)
-        if not self._held:
+        repeats = expand(block.names, rows, seq_len, self._copies)
+        by_name = block.hold()
+        if not by_name:
             return
         per_name = repeats // seq_len
-        held_B = [self._held[name] if name is not None else None for name in self._names for _ in range(per_name)]
+        held_B = [by_name[name] if name is not None else None for name in block.names for _ in range(per_name)]
         held_T = [held for held in held_B for _ in range(seq_len)]
         keep = _both(
             _not_padding(kwargs.get("attention_mask"), seq_len),

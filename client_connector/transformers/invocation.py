@@ -8,8 +8,9 @@ from typing import Any
 import structlog
 import torch
 
-from client_connector.alora import invocation_start
+from client_connector.alora import invocation_start, tokens_of
 from lora_server.errors import ConfigError
+from lora_server.spec import Invocation
 from lora_server.transport.session import Held
 
 log = structlog.get_logger()
@@ -20,7 +21,7 @@ class Invocations:
 
     def __init__(self, tokenize: Callable[[str], Sequence[int]]) -> None:
         self._tokenize = tokenize
-        self._tokens: dict[str, Sequence[int]] = {}
+        self._tokens: dict[Invocation, Sequence[int]] = {}
         self._invoked: list[bool] = []
 
     def keep(
@@ -55,16 +56,13 @@ class Invocations:
 
     def _tokens_of(self, held: Held) -> Sequence[int]:
         assert held.invocation is not None
-        if held.invocation.tokens:
-            return held.invocation.tokens
-        text = held.invocation.text
-        if text not in self._tokens:
-            self._tokens[text] = self._tokenize(text)
-        return self._tokens[text]
+        if held.invocation not in self._tokens:
+            self._tokens[held.invocation] = tokens_of(held.invocation, self._tokenize)
+        return self._tokens[held.invocation]
 
 
 def tokenizer_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """What makes tokens of a legacy invocation string: the tokenizer that the user gave."""
+    """Wrap the user's tokenizer for legacy invocation strings."""
 
     def tokenize(text: str) -> Sequence[int]:
         encode = getattr(tokenizer, "encode", None)

@@ -4,8 +4,8 @@ settings   where an engine keeps them        version    supported vLLM versions
 graphs     where captured graphs are cut              amx        asking the kernel for AMX
 punica     remote experts, by the names that vLLM's LoRA experts call
 contract   which vLLM attributes are touched               logs       our lines in vLLM's own log
-tenants    middleware of vLLM's server: who asks, and what they may
-hooks/     what is wrapped: install, frontend, retry_after, engine, worker, moe; the only modules that import vLLM
+tenants    middleware of vLLM's API server for many tenants
+hooks/     what is wrapped: install, frontend, engine, worker, moe; the only modules that import vLLM
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def ask_for_amx(
     has_amx: Callable[[], bool] = torch.cpu._is_amx_tile_supported,  # what vLLM asks before it picks AMX
     ask: Callable[[], bool] = torch.cpu._init_amx,  # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
 ) -> None:
-    """For all threads of this process, also later ones. Raises ConfigError if vLLM would use AMX and may not."""
+    """Request AMX for all threads of this process. Raises ConfigError if vLLM would use AMX and may not."""
     if has_amx() and not ask() and dtype is not torch.float32:
         raise ConfigError(
             f"dtype: got {str(dtype).removeprefix('torch.')}, for which vLLM uses this processor's AMX registers, and "

@@ -1,4 +1,4 @@
-"""Where vLLM's captured graphs are cut, unless kernels send and wait: otherwise an exchange happens on the host."""
+"""Splits vLLM's captured graphs at the exchanges of the host; launches of kernels need no split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from client_connector.serving.linear import NAMES
 
 
 def split_graphs(compilation_config: Any) -> Any:
-    """Changes vLLM's CompilationConfig so that no piece holds an exchange."""
+    """Change vLLM's CompilationConfig so that no captured piece contains an exchange."""
     if compilation_config.splitting_ops is None:
         compilation_config.splitting_ops = list(compilation_config._attention_ops)
     wanted = [*NAMES, "vllm::moe_forward", "vllm::moe_forward_shared"]

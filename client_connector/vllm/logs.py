@@ -1,4 +1,4 @@
-"""Our lines in vLLM's own log: its format, its stream, its level (VLLM_LOGGING_LEVEL)."""
+"""Writes our lines to vLLM's own log: its format, its stream, its level (VLLM_LOGGING_LEVEL)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "vllm.lora_server"  # vLLM gives the logger "vllm", and so all below it, 
 
 
 def join_vllms() -> None:
-    """For this process; where its application has configured structlog already, that is left as it is."""
+    """Configure structlog for this process, unless its application has done so."""
     if structlog.is_configured():
         return
     structlog.configure(

@@ -1,4 +1,4 @@
-"""What stands in for vLLM's PunicaWrapper at the expert sites of one layer.
+"""Stands in for vLLM's PunicaWrapper at the expert sites of one layer.
 
 Engine kernels that know LoRA (vLLM's TritonExperts) call `add_lora_w13` and `add_lora_w2`, on a
 stream beside their base GEMM; our CPU experts call the `start_*` / `finish_*` pairs around theirs.

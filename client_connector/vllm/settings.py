@@ -1,4 +1,4 @@
-"""Where a vLLM engine keeps what it is told about the server: under our key in `--additional-config`."""
+"""Settings of a vLLM engine, which it keeps under our key in `--additional-config`."""
 
 from __future__ import annotations
 

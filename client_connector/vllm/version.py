@@ -1,4 +1,4 @@
-"""Which vLLM the plugin was made for."""
+"""The versions of vLLM that the plugin was made for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUPPORTED = f">={FIRST[0]}.{FIRST[1]},<{BELOW[0]}.{BELOW[1]}"
 
 
 def check_version(version: str) -> None:
-    """Raises ConfigError for a vLLM whose insides were not looked at."""
+    """Raise ConfigError for a vLLM that the plugin was not made for."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST <= (int(found[1]), int(found[2])) < BELOW:
         raise ConfigError(

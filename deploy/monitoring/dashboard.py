@@ -80,7 +80,8 @@ ROWS: dict[str, Panels] = {
         ),
     ],
     "Refusals": [
-        ("Refused calls", "ops", 24, {"{{code}}": f"rate(lora_server_refusals_total[{RATE}])"}),
+        ("Refused calls", "ops", 16, {"{{code}}": f"rate(lora_server_refusals_total[{RATE}])"}),
+        ("Certificate: until it expires", "s", 8, {"": "lora_server_certificate_expiry_seconds"}),
     ],
     "Memory": [
         (

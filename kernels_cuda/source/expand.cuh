@@ -99,18 +99,32 @@ struct ExpandWalk {
     }
 };
 
+// Where v is: one sum per entry and rank, or `count` partial ones that are still to be added.
+struct Partials {
+    const float* first;
+    int count;
+};
+
 // v of entries 8 b + token as B operands, each float as the sum of two 16-bit ones: (high, low) of group g in v[g][lane].
-template <class T> DEVICE void stage_v(const Args& a, const ExpandTile& t, int b, uint4 (*to)[LANES], int lane) {
+template <class T> DEVICE void stage_v(const Args& a, const Partials& sums, const ExpandTile& t, int b, uint4 (*to)[LANES], int lane) {
     const int entry = b * 8 + lane / 4;
-    const float* v = a.v + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
-#pragma unroll 4
+    const float* const v = sums.first + static_cast<int64>(t.first + entry) * a.max_rank + t.rank + lane % 4 * 4;
+    const int64 stride = static_cast<int64>(a.max_entries) * a.max_rank / 4;
+#pragma unroll 1
     for (int g = 0; g < t.groups; g++) {
-        const float4 f = entry < t.rows ? load_l2(reinterpret_cast<const float4*>(v + g * 16)) : float4{0, 0, 0, 0};
-        const unsigned xy = pack<T>(f.x, f.y), zw = pack<T>(f.z, f.w);
+        const float4* const its = reinterpret_cast<const float4*>(v + g * 16);
+        const int count = entry < t.rows ? sums.count : 0;
+        float4 f[FEW_PARTIALS];
+#pragma unroll
+        for (int p = 0; p < FEW_PARTIALS; p++) f[p] = p < count ? load_l2(its + p * stride) : float4{0, 0, 0, 0};
+#pragma unroll
+        for (int p = 1; p < FEW_PARTIALS; p++)
+            if (p < count) f[0].x += f[p].x, f[0].y += f[p].y, f[0].z += f[p].z, f[0].w += f[p].w;
+        const unsigned xy = pack<T>(f[0].x, f[0].y), zw = pack<T>(f[0].z, f[0].w);
         float x, y, z, w;
         unpack<T>(xy, x, y);
         unpack<T>(zw, z, w);
-        to[g][lane] = {xy, zw, pack<T>(f.x - x, f.y - y), pack<T>(f.z - z, f.w - w)};
+        to[g][lane] = {xy, zw, pack<T>(f[0].x - x, f[0].y - y), pack<T>(f[0].z - z, f[0].w - w)};
     }
 }
 
@@ -203,7 +217,8 @@ DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* frag
 }
 
 // All tiles of B that are left. v stays staged from tile to tile, if that of all the job's entries fits.
-template <class T, class Out, class Producer> DEVICE void expand_all(const Args& a, Ring& ring, Producer& refill) {
+template <class T, class Out, class Producer>
+DEVICE void expand_all(const Args& a, const Partials& sums, Ring& ring, Producer& refill) {
     uint4(*v)[LANES] = ring.memory.v;
     int first = -1, rank = -1;
     while (!ring.empty()) {
@@ -212,7 +227,7 @@ template <class T, class Out, class Producer> DEVICE void expand_all(const Args&
         const bool fits = t.groups * eights <= MAX_GROUPS;
         if (fits && t.groups > 0 && (t.first != first || t.rank != rank)) {
             sync_warp();
-            for (int b = 0; b < eights; b++) stage_v<T>(a, t, b, v + b * t.groups, ring.lane);
+            for (int b = 0; b < eights; b++) stage_v<T>(a, sums, t, b, v + b * t.groups, ring.lane);
             sync_warp();
         }
         first = fits ? t.first : -1, rank = fits && t.groups > 0 ? t.rank : -1;
@@ -220,7 +235,7 @@ template <class T, class Out, class Producer> DEVICE void expand_all(const Args&
         for (int b = 0; b < eights; b++) {
             if (!fits) {
                 sync_warp();
-                stage_v<T>(a, t, b, v, ring.lane);
+                stage_v<T>(a, sums, t, b, v, ring.lane);
                 sync_warp();
             }
             expand_entries<T, Out>(a, t, fragments, fits ? v + b * t.groups : v, b, ring.lane);

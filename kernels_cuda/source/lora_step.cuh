@@ -5,7 +5,7 @@
 // entry and its weights alone: one MMA shape, K split at fixed places, sums in a fixed order, no floating-point atomics.
 //
 //   shrink    partial[k][entry] = scale * weight * x[:, chunk k] A[chunk k]      copies of B begin meanwhile
-//   barrier, v[entry] = partial[0] + partial[1] + ..., barrier
+//   barrier, v[entry] = partial[0] + partial[1] + ..., barrier: of a short step each reader adds them itself instead
 //   expand    out[entry] = v B, or delta[entry] with an out_map
 //   barrier, out[token] = the sum of delta over its entries                      with an out_map only
 #pragma once
@@ -44,6 +44,7 @@ template <class T, int PHASES, class Row = unsigned short> DEVICE bool lora_step
     const int worker = blockIdx.x * WARPS + warp, workers = gridDim.x * WARPS;
     int& flag = memory.warps[0].flag;
     Producer refill(a, ring);
+    Partials v = {a.v, 1};
     add_costs(a, memory.shrink_through, memory.expand_through);
     if (PHASES & SHRINK_ONLY) {
         const int* through = memory.shrink_through;
@@ -63,16 +64,21 @@ template <class T, int PHASES, class Row = unsigned short> DEVICE bool lora_step
             refill();
         }
         if (!grid_barrier(a.arrivals, flag)) return false;
-        sum_partials(a);
-        if (PHASES & EXPAND_ONLY && !grid_barrier(a.arrivals, flag)) return false;
+        const int partials = Depth(a).partials;
+        if (!(PHASES & EXPAND_ONLY) || partials > FEW_PARTIALS || partials * a.num_entries() > FEW_SUMS) {
+            sum_partials(a);
+            if (PHASES & EXPAND_ONLY && !grid_barrier(a.arrivals, flag)) return false;
+        } else {
+            v = {a.partial, partials};
+        }
     }
     if (!(PHASES & EXPAND_ONLY)) return true;
     refill.shrink.left = 0;  // as it is by now: what follows then is compiled without the walk over A
     if (a.out_map == nullptr) {
-        expand_all<T, HalfOut<T>>(a, ring, refill);
+        expand_all<T, HalfOut<T>>(a, v, ring, refill);
         return true;
     }
-    expand_all<T, FloatOut>(a, ring, refill);
+    expand_all<T, FloatOut>(a, v, ring, refill);
     Combine combine(a, memory.warps[warp], lane, worker, workers);
     combine.prepare();
     if (!grid_barrier(a.arrivals, flag)) return false;

@@ -70,6 +70,10 @@ struct Depth {
           first_partial(first_chunk / CHUNKS), partials(div_up(last_chunk, CHUNKS) - first_partial) {}
 };
 
+// Up to so many partials an entry, and so many in all, are added by whoever reads them: a barrier of the grid takes longer,
+// on paper (docs/kernels.md); no GPU has measured where that ends. The order of the sums is the same.
+constexpr int FEW_PARTIALS = 8, FEW_SUMS = 2048;
+
 // Output rows of a full tile of B: as many blocks of 16 as fit beside each other.
 DEVICE int tile_blocks(int groups) { return groups == 0 ? 16 : 16 / groups; }
 

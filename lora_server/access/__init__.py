@@ -1,10 +1,10 @@
-"""Who asks, and what they may do. Nothing here is on a step's path: shards check what a step names by the lease.
+"""Identities and rights of callers. Nothing here is on a step's path: shards check what a step names by the lease.
 
 identity   a tenant and a role                    names      what a name means to a tenant, what it sees
 rights     which role may call what               limits     how much a tenant may have and do
-tokens     texts that prove an identity           gate       every call comes through it
-tables     in the database                        audit      what was changed, by whom
-store      what is read and written there         service    tokens and tenants over gRPC
-exposure   what may be open without any of it     tls        certificates of the controller
-remote     the gate of a node above rank 0        certificate   of a shard
+tokens     texts that prove an identity           gate       authenticates and authorizes every call
+tables     in the database                        audit      the log of changes and refused calls
+store      reads and writes them                  cache      what was read last
+exposure   what may be open without any of it     service    tokens and tenants over gRPC
+remote     the gate of a node above rank 0        tls, certificate  of the controller; of a shard
 """

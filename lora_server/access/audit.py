@@ -1,6 +1,6 @@
-"""What was changed, by whom, and what became of it; also what somebody tried who may not. In the database, and the log.
+"""The audit log: every change, its caller and its outcome, and calls that were refused. In the database and the log.
 
-Whoever may do nothing can make us write: so of those tries only some are kept, and how many more there were.
+A caller without rights can cause entries too: of refused calls some are kept, with the number of the others.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from typing import Any, NamedTuple
 
 import structlog
 from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from lora_server.access.identity import Identity
 from lora_server.access.limits import Bucket
 from lora_server.access.tables import audit
 from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError, UnauthenticatedError
+from lora_server.logs import Repeats
 from lora_server.registry.database import Database
+from lora_server.timings import Timings
 
-KEPT, REFUSED_KEPT = 100_000, 10_000  # entries: of changes, and of those who may not
+KEPT, REFUSED_KEPT = 100_000, 10_000  # entries: of changes, and of refused calls
 REFUSED_RATE, REFUSED_AT_ONCE = 5.0, 50
 WAITING = 1000  # entries that are not written yet
 MAX_SUBJECT, MAX_REASON, MAX_PAGE = 300, 1000, 1000
 REFUSALS = (UnauthenticatedError.code, PermissionDeniedError.code)
+UNWRITABLE = (DataError, ValueError)  # a value that no database, or not this one, can hold; UnicodeEncodeError is one
 log = structlog.get_logger()
 
 
-class Entry(NamedTuple):
+class AuditEntry(NamedTuple):
     """One call."""
 
     serial: int
@@ -52,10 +56,11 @@ class Audit:
         self._waiting: deque[dict[str, Any]] = deque(maxlen=WAITING)
         self._bucket, self._left_out = refused or Bucket(REFUSED_RATE, REFUSED_AT_ONCE), 0
         self._lock = threading.Lock()  # these
-        self._writing = threading.Lock()
+        self._writing = threading.Lock()  # held by one flush, with the next
+        self._complain = Repeats(log.warning)
 
     def note(self, who: Identity | None, call: str, subject: str, error: LoraServerError | None = None) -> None:
-        """It is written by the next `flush`; `who` is None for a stranger."""
+        """Queue an entry for the next `flush`; `who` is None for an unauthenticated caller."""
         entry: dict[str, Any] = {
             "at": time.time(),
             "tenant": who.tenant if who else "",
@@ -77,28 +82,49 @@ class Audit:
             self._waiting.append(entry)
         log.info("audit", **{name: value for name, value in entry.items() if name != "at"})
 
-    def flush(self) -> None:
-        """Write what waits; what cannot be written now waits on."""
+    def flush(self, seconds: float = Timings.audit) -> None:
+        """Write the entries that wait, for about `seconds`. Raises nothing: entries that the database does not take now
+        wait for the next `flush`, entries that it can never take are dropped."""
         if self._database is None:
             self._waiting.clear()
             return
-        with self._writing:
-            with self._lock:
-                entries = list(self._waiting)
-            if not entries:
-                return
-            try:
-                self._database.write(lambda connection: _write(connection, entries, self._refused_kept))
-            except ServerUnavailableError as error:
-                log.warning("the audit log cannot be written now", entries=len(entries), reason=str(error))
-                return
-            with self._lock:
-                for _ in entries:  # more may have come, and the oldest gone for them
-                    if self._waiting and self._waiting[0] in entries:
-                        self._waiting.popleft()
+        deadline = time.monotonic() + seconds
+        if not self._writing.acquire(timeout=seconds):
+            return
+        try:
+            self._write_waiting(self._database, deadline)
+        except (ServerUnavailableError, SQLAlchemyError) as error:
+            self._complain("", "cannot write the audit log now", entries=len(self._waiting), reason=str(error))
+        finally:
+            self._writing.release()
 
-    def read(self, after: int, most: int, tenant: str | None) -> list[Entry]:
-        """The newest of a tenant's, or of all; oldest first."""
+    def _write_waiting(self, database: Database, deadline: float) -> None:
+        with self._lock:
+            entries = list(self._waiting)
+        try:
+            self._write(database, entries, deadline)
+        except UNWRITABLE:  # of one of them at least
+            for entry in entries:
+                try:
+                    self._write(database, [entry], deadline)
+                except UNWRITABLE as error:
+                    log.error("audit entry dropped: the database cannot hold it", entry=repr(entry), reason=str(error))
+                    self._forget([entry])
+
+    def _write(self, database: Database, entries: list[dict[str, Any]], deadline: float) -> None:
+        if entries:
+            left = max(0.0, deadline - time.monotonic())
+            database.write(lambda connection: _insert(connection, entries, self._refused_kept), left)
+            self._forget(entries)
+
+    def _forget(self, entries: list[dict[str, Any]]) -> None:
+        with self._lock:
+            for _ in entries:  # more may have come, and the oldest gone for them
+                if self._waiting and self._waiting[0] in entries:
+                    self._waiting.popleft()
+
+    def read(self, after: int, most: int, tenant: str | None) -> list[AuditEntry]:
+        """Return the newest entries after `after`, of one tenant or of all, the oldest first."""
         if self._database is None:
             return []
         asked = select(audit).where(audit.c.serial > after).order_by(audit.c.serial.desc())
@@ -106,10 +132,10 @@ class Audit:
             asked = asked.where(audit.c.tenant == tenant)
         asked = asked.limit(min(most or MAX_PAGE, MAX_PAGE))
         rows = self._database.read(lambda connection: connection.execute(asked).all())
-        return [Entry(**row._mapping) for row in reversed(rows)]
+        return [AuditEntry(**row._mapping) for row in reversed(rows)]
 
 
-def _write(connection: Connection, entries: list[dict[str, Any]], refused_kept: int) -> None:
+def _insert(connection: Connection, entries: list[dict[str, Any]], refused_kept: int) -> None:
     connection.execute(insert(audit), entries)
     refused = audit.c.outcome.in_(REFUSALS)
     for which, kept in ((refused, refused_kept), (~refused, KEPT)):

@@ -1,8 +1,7 @@
-"""The certificate by which one shard is known to those that connect to it. Its key is in this process alone."""
+"""The certificate that identifies a shard to its clients. Its key never leaves this process."""
 
 from __future__ import annotations
 
-import os
 import ssl
 from datetime import UTC, datetime
 
@@ -12,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from lora_server.access.tls import load_pem
 from lora_server.transport.tls import ShardCertificate
 
 # it lasts as long as its process, whatever other hosts' clocks say
@@ -19,7 +19,7 @@ BEGINS, ENDS = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 
 
 
 def shard_certificate(shard: int) -> ShardCertificate:
-    """A new one, signed by itself."""
+    """Create a self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"lora-server shard {shard}")])
     builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
@@ -34,8 +34,5 @@ def _context(pem: bytes) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.num_tickets = 0  # nothing outlives a connection
-    with open(os.memfd_create("certificate"), "wb") as file:  # noqa: PTH123  (ssl reads files alone)
-        file.write(pem)
-        file.flush()
-        made.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    load_pem(made, pem)
     return made

@@ -1,6 +1,8 @@
-"""What a server may leave open: on a loopback address all of it, elsewhere nothing that nobody asked for."""
+"""Refuses to serve without tokens or TLS at an address that other hosts reach, unless --insecure allows it."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import structlog
 
@@ -12,38 +14,36 @@ log = structlog.get_logger()
 
 
 def check(config: ServeConfig) -> None:
-    """Raises ConfigError, unless --insecure was given; then it is said aloud."""
+    """Raise ConfigError for what is open to other hosts; with --insecure only log it."""
     open_to = {flag: str(address) for flag, address in _open(config).items() if not address.is_loopback()}
-    if not open_to:
-        return
-    missing = _missing(config)
-    if not missing:
+    lacking = _lacking(config, open_to)
+    if not lacking:
         return
     where = ", ".join(f"{flag} {address}" for flag, address in open_to.items())
+    missing = list(dict.fromkeys(lacking.values()))
     if not config.insecure:
         raise ConfigError(
-            f"{where}: got {' and '.join(missing)} where other hosts reach it, expected {_expected(config)}; on a "
+            f"{where}: got {' and '.join(missing)} where other hosts reach it, expected {' and '.join(lacking)}; on a "
             "network that you trust, --insecure starts it as it is"
         )
-    log.warning("--insecure: whoever reaches these ports may do everything", missing=missing, **open_to)
+    log.warning("--insecure: any host that reaches these ports may do everything", missing=missing, **open_to)
 
 
 def _open(config: ServeConfig) -> dict[str, Address]:
-    """What is reached from elsewhere."""
+    """Return the addresses by flag at which other hosts may reach this node."""
     if config.node_rank and config.controller is not None:
         return {"--controller": config.controller, "--http": config.http}
     more = {"--advertise": Address(config.advertise, 0)} if config.advertise else {}
     return {"--listen": config.listen, "--http": config.http} | more
 
 
-def _missing(config: ServeConfig) -> list[str]:
-    if config.node_rank:  # whether tokens are required is the controller's to say
-        return [] if config.tls_ca else ["no TLS"]
-    return [
-        *([] if config.require_tokens else ["no tokens"]),
-        *([] if config.tls_cert else ["no TLS"]),
-    ]
-
-
-def _expected(config: ServeConfig) -> str:
-    return "--tls-ca" if config.node_rank else "--require-tokens and --tls-cert, --tls-key, --tls-ca"
+def _lacking(config: ServeConfig, open_to: Collection[str]) -> dict[str, str]:
+    """Return the flags that are missing, and what each leaves open. Tokens are a matter of the controller's node."""
+    lacking = {}
+    if open_to and not config.node_rank and not config.require_tokens:
+        lacking["--require-tokens"] = "no tokens"
+    if "--controller" in open_to and config.tls_ca is None:
+        lacking["--tls-ca"] = "no TLS"
+    if set(open_to) - {"--controller"} and config.tls_cert is None:
+        lacking["--tls-cert, --tls-key, --tls-ca"] = "no TLS"
+    return lacking

@@ -1,37 +1,29 @@
-"""Every call comes through here: who makes it, and whether they may.
-
-What is known of tokens and tenants is looked at twice a second, so that all controllers of one database agree within
-two seconds; no call waits for the database.
-"""
+"""Authenticates and authorizes every call."""
 
 from __future__ import annotations
 
 import hmac
-import threading
 import time
-from collections.abc import Callable
-
-import structlog
 
 from lora_server.access import rights, tokens
 from lora_server.access.audit import Audit
+from lora_server.access.cache import AccessCache
 from lora_server.access.identity import ANYBODY, OPERATOR, Identity, Role
-from lora_server.access.limits import Limits
+from lora_server.access.limits import TenantLimits
 from lora_server.access.names import Names
-from lora_server.access.store import Known, Store, Tenant
-from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError, UnauthenticatedError
+from lora_server.access.store import Store, Tenant
+from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 from lora_server.registry.database import Database
 from lora_server.timings import Timings
+from lora_server.wire import proofs
 
-CLOSE_SECONDS = 5.0
-STRANGER = Identity("-", Role.VIEWER)  # of no tenant; sees what all may
+PUBLIC = Identity("-", Role.VIEWER)  # of no tenant; sees what needs no token
 NODE = Identity(OPERATOR, Role.VIEWER, "node")  # a process of the server itself
 MISSING = "got no token, expected one: give LORA_SERVER_TOKEN_FILE, or LORA_SERVER_TOKEN"
-log = structlog.get_logger()
 
 
 class Gate:
-    """Thread-safe. Tokens are required once there is one, or from the start on."""
+    """Tokens are required once there is one, or from the start if `required`. Thread-safe."""
 
     def __init__(
         self,
@@ -40,64 +32,85 @@ class Gate:
         node_secret: str = "",
         look_seconds: float = Timings.token_look,
     ) -> None:
-        """Without a database there are no tokens. `node_secret` proves processes of the server itself.
+        """Without a database there are no tokens. Processes of the server itself prove themselves by `node_secret`.
 
         Raises ServerUnavailableError.
         """
-        self._node_header = f"Node {node_secret}".encode() if node_secret else b""
+        self._node_secret, self._signatures = node_secret.encode(), proofs.Freshness()
         self.store = Store(database) if database is not None else None
-        self.audit, self.limits = Audit(database), Limits()
-        self._look_seconds = look_seconds
-        self.on_change: Callable[[], object] = lambda: None  # tokens or tenants are others
+        self.audit, self.limits = Audit(database), TenantLimits()
         self._required = required
-        self._known = self.store.load() if self.store is not None else Known()
-        self._lock = threading.Lock()  # one look at a time
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="access", daemon=True)
-        if self.store is not None:
-            self._thread.start()
+        self.cache = AccessCache(self.store, self.audit, look_seconds)
 
     @property
     def required(self) -> bool:
-        """Whether everybody has to show a token."""
-        return self._required or bool(self._known.tokens)
+        """Whether a call without a token is refused."""
+        return self._required or bool(self.cache.known.tokens)
 
     @property
     def names(self) -> Names:
-        """What names mean, as it is now."""
-        return self._known.names
+        """Names of adapters, as of the last refresh."""
+        return self.cache.known.names
 
     def tenant(self, name: str) -> Tenant:
-        """Its limits; the operator has none."""
-        return self._known.tenants.get(name) or Tenant(name)
+        """Return a tenant with its limits; the operator has none."""
+        return self.cache.known.tenants.get(name) or Tenant(name)
 
     # -- calls
 
     def identify(self, text: str) -> Identity:
-        """Whose token this is. Raises UnauthenticatedError, the same whatever is wrong with it."""
+        """Return whose token this is. Raises the same UnauthenticatedError whatever is wrong with it."""
         shown = tokens.parse(text)
-        token = self._known.tokens.get(shown.id) if shown is not None else None
+        token = self.cache.known.tokens.get(shown.id) if shown is not None else None
         if shown is None or token is None or not token.is_proven_by(shown, time.time()):
-            raise UnauthenticatedError("got a token that is not good here, or not any more; ask an admin for another")
+            raise UnauthenticatedError(tokens.NOT_GOOD)
         return token.identity
 
-    def who(self, authorization: str) -> Identity:
-        """Whom a header proves. Raises UnauthenticatedError."""
+    def shown(self, call: str, text: str) -> Identity:
+        """Return the identity that a token, or a signed header of this call, proves. Raises as `identify`."""
+        return self.who(call, text) if text.startswith(proofs.SCHEME) else self.identify(text)
+
+    def who(self, call: str, authorization: str) -> Identity:
+        """Return the identity that a call's header proves. Raises UnauthenticatedError."""
         if not authorization:
             if self.required:
                 raise UnauthenticatedError(MISSING)
             return ANYBODY
-        if self._node_header and hmac.compare_digest(authorization.encode(), self._node_header):
-            return NODE if self.required else ANYBODY
-        return self.identify(tokens.of_header(authorization))
+        signed = proofs.Signed.parse(authorization)
+        if signed is None:
+            return self.identify(tokens.of_header(authorization))
+        who, _ = self._signer(call, signed)
+        self._signatures.check(signed)
+        return who
+
+    def signed(self, call: str, authorization: str) -> proofs.SignedCall | None:
+        """Return the call to prove an answer to, for which its token may be revoked meanwhile; None if it is not signed
+        or its signature is not valid."""
+        try:
+            header = proofs.Signed.parse(authorization)
+            return proofs.SignedCall(call, header, self._signer(call, header)[1]) if header is not None else None
+        except UnauthenticatedError:
+            return None
+
+    def _signer(self, call: str, signed: proofs.Signed) -> tuple[Identity, bytes]:
+        """Return the caller that signed, and its key. Raises UnauthenticatedError."""
+        own = signed.id == proofs.NODE and self._node_secret
+        if own and hmac.compare_digest(signed.proof, signed.mask(call, own)):
+            return NODE if self.required else ANYBODY, own
+        token = self.cache.known.tokens.get(signed.id)
+        for digest in (token.digest, token.old_digest) if token is not None else ():
+            shown = tokens.Secret(signed.id, signed.secret(call, digest))
+            if token is not None and token.is_proven_by(shown, time.time()):
+                return token.identity, digest.encode()
+        raise UnauthenticatedError(tokens.NOT_GOOD)
 
     def admit(self, call: str, authorization: str) -> Identity:
-        """Who makes this call, with that header. Raises UnauthenticatedError, PermissionDeniedError."""
+        """Return the caller, which may make this call. Raises UnauthenticatedError, PermissionDeniedError."""
         who = None
         try:
-            if rights.RIGHTS.get(call, rights.Right()).everybody:
-                return STRANGER
-            who = self.who(authorization)
+            if rights.RIGHTS.get(call, rights.Right()).public:
+                return PUBLIC
+            who = self.who(call, authorization)
             rights.check(call, who)
             return who
         except (UnauthenticatedError, PermissionDeniedError) as error:
@@ -105,18 +118,18 @@ class Gate:
             raise
 
     def allows(self, call: str, authorization: str) -> bool:
-        """Whether `admit` would; of a try nothing is kept."""
+        """Whether `admit` would admit the call; writes nothing to the audit log."""
         try:
-            rights.check(call, self.who(authorization))
+            rights.check(call, self.who(call, authorization))
         except (UnauthenticatedError, PermissionDeniedError):
             return False
         return True
 
     def acting(self, who: Identity, on_behalf_of: str) -> Identity:
-        """Whom a call is for. Raises PermissionDeniedError."""
+        """Return the identity that a call acts for. Raises PermissionDeniedError."""
         if not on_behalf_of or on_behalf_of == who.tenant:
             return who
-        tenant = self._known.tenants.get(on_behalf_of)
+        tenant = self.cache.known.tenants.get(on_behalf_of)
         if not who.speaks_for_others or tenant is None or tenant.removed:
             raise PermissionDeniedError(
                 f"on behalf of {on_behalf_of[:80]!r}: got a token of {who}, expected an engine of the operator, and a "
@@ -125,41 +138,18 @@ class Gate:
         return Identity(on_behalf_of, who.role, who.token)
 
     def is_good(self, tenant: str, token_id: str) -> bool:
-        """Whether a lease that was made with this token goes on."""
+        """Whether a lease that was made with this token may go on."""
         if not token_id:
             return not self.required
-        token = self._known.tokens.get(token_id)
+        token = self.cache.known.tokens.get(token_id)
         return token is not None and not token.revoked and token.tenant == tenant
 
-    def changed(self, who: Identity, call: str, subject: str, error: LoraServerError | None) -> None:
-        """A change was made, or was not: it is kept before it is answered."""
+    def changed(self, who: Identity, call: str, subject: str, error: LoraServerError | None = None) -> None:
+        """Audit a change, or the error that prevented it, before its call is answered. Raises nothing."""
         self.audit.note(who, call, subject, error)
         self.audit.flush()
 
-    # -- what is known
-
-    def look(self) -> None:
-        """At the database, where something changed. Raises ServerUnavailableError."""
-        assert self.store is not None
-        with self._lock:
-            if self.store.changes() == self._known.changes:
-                return
-            self._known = self.store.load()
-        self.on_change()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._look_seconds):
-            try:
-                self.look()
-                self.audit.flush()
-            except ServerUnavailableError as error:
-                log.warning("tokens cannot be looked at now: those that were known count on", reason=str(error))
-            except Exception:
-                log.exception("looking at tokens failed; it goes on")
-
     def close(self) -> None:
-        """Writes what waits to be written. Idempotent."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(CLOSE_SECONDS)
+        """Stop refreshing and write the audit log. Idempotent."""
+        self.cache.close()
         self.audit.flush()

@@ -1,4 +1,4 @@
-"""Who asks: a tenant, and a role in it."""
+"""A caller's identity: a tenant, and a role in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPERATOR = ""  # the tenant that runs the server
 
 
 class Role(StrEnum):
-    """What somebody is there for."""
+    """The rights that a token gives; see rights."""
 
     ADMIN = "admin"  # of tokens, limits, everything
     PUBLISHER = "publisher"  # of adapters
@@ -27,12 +27,12 @@ class Identity:
 
     @property
     def is_operator(self) -> bool:
-        """Whether it belongs to who runs the server."""
+        """Whether it belongs to the tenant that runs the server."""
         return self.tenant == OPERATOR
 
     @property
     def sees_all(self) -> bool:
-        """Whether nothing is hidden from it; an engine's requests may be anybody's."""
+        """Whether it sees every tenant's adapters. An engine does not: its requests may be any tenant's."""
         return self.is_operator and self.role is not Role.ENGINE
 
     @property

@@ -1,10 +1,9 @@
-"""How much a tenant may have, and how often it may ask."""
+"""Limits of a tenant: adapters, bytes, adapters in use, calls per second."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,14 +16,14 @@ ADDS_AT_ONCE = 4  # of one tenant: threads that read files are for all
 
 
 class Bucket:
-    """So many a second, and `burst` at once. Not thread-safe."""
+    """A token bucket: `rate` per second, `burst` at once. Not thread-safe."""
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self.burst, self._clock = rate, burst, clock
         self._left, self._at = burst, clock()
 
     def take(self) -> bool:
-        """One; whether there was one."""
+        """Take one token; return False if there is none."""
         now = self._clock()
         self._left = min(self.burst, self._left + (now - self._at) * self.rate)
         self._at = now
@@ -34,12 +33,12 @@ class Bucket:
         return True
 
 
-class Limits:
-    """Thread-safe."""
+class TenantLimits:
+    """Counts what each tenant does now. Thread-safe."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, Bucket] = {}
-        self._adding: Counter[str] = Counter()
+        self._adding: dict[str, list[str]] = {}  # names, by tenant
         self._lock = threading.Lock()
 
     def check_rate(self, tenant: Tenant) -> None:
@@ -56,37 +55,39 @@ class Limits:
             raise _over(tenant, f"more than {tenant.max_rate:g} adds and acquires a second", "ask less often")
 
     @contextmanager
-    def adding(self, tenant: Tenant) -> Iterator[int]:
-        """While one is added: how many more are. Raises ServerBusyError."""
+    def adding(self, tenant: Tenant, name: str) -> Iterator[set[str]]:
+        """Count an adapter as being added; yield the names of all that are. Raises ServerBusyError."""
         with self._lock:
-            others = self._adding[tenant.name]
-            if others >= ADDS_AT_ONCE:
+            names = self._adding.setdefault(tenant.name, [])
+            if len(names) >= ADDS_AT_ONCE:
                 raise ServerBusyError(
-                    f"tenant {tenant.name}: {others} adapters are being added, as many as may at once"
+                    f"tenant {tenant.name}: {len(names)} concurrent adds is the limit for a tenant; retry later"
                 )
-            self._adding[tenant.name] += 1
+            names.append(name)
+            added = set(names)
         try:
-            yield others
+            yield added
         finally:
             with self._lock:
-                self._adding[tenant.name] -= 1
-                self._adding += Counter()  # those at zero go
+                names.remove(name)
+                if not names:
+                    del self._adding[tenant.name]
 
 
 def check_adapters(tenant: Tenant, count: int) -> None:
-    """With one more; raises LimitError."""
+    """Raise LimitError if `count`, adapters that are being added included, is too many."""
     if tenant.max_adapters and count > tenant.max_adapters:
         raise _over(tenant, f"{count} adapters, {tenant.max_adapters} may be", "remove some")
 
 
 def check_bytes(tenant: Tenant, nbytes: int) -> None:
-    """With one more; raises LimitError."""
+    """Raise LimitError if `nbytes`, the new adapter's included, is too much."""
     if tenant.max_bytes and nbytes > tenant.max_bytes:
         raise _over(tenant, f"adapters of {size(nbytes)}, {size(tenant.max_bytes)} may be", "remove some")
 
 
 def check_active(tenant: Tenant, active: int) -> None:
-    """With what is asked for; raises LimitError."""
+    """Raise LimitError if `active`, requested adapters included, is too many."""
     if tenant.max_active and active > tenant.max_active:
         raise _over(tenant, f"{active} adapters in use, {tenant.max_active} may be", "end some requests, or wait")
 

@@ -1,4 +1,4 @@
-"""Which role may call what: all entry points of a server, gRPC and HTTP. What is not here nobody may call."""
+"""The roles that may call each entry point of a server, gRPC and HTTP. Any other call is refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lora_server.errors import PermissionDeniedError
 
 
 class Right(NamedTuple):
-    """Who may. `operator`: of a tenant nobody; `everybody`: also without a token."""
+    """The roles that may make a call. `operator`: of the operator alone; `public`: no token is needed."""
 
     roles: frozenset[Role] = frozenset()
     operator: bool = False
-    everybody: bool = False
+    public: bool = False
 
     def allows(self, who: Identity) -> bool:
-        """Whether it may."""
-        return self.everybody or (who.role in self.roles and (who.is_operator or not self.operator))
+        """Whether a caller may."""
+        return self.public or (who.role in self.roles and (who.is_operator or not self.operator))
 
 
 def _right(*roles: Role, operator: bool = False) -> Right:
@@ -30,7 +30,7 @@ _PUBLISH = _right(Role.ADMIN, Role.PUBLISHER)
 _COMPUTE = _right(Role.ADMIN, Role.ENGINE)
 _WATCH = _right(Role.ADMIN, Role.VIEWER, operator=True)
 _ALL = _right(*Role)
-_EVERYBODY = Right(everybody=True)
+_PUBLIC = Right(public=True)
 
 RIGHTS: dict[str, Right] = {
     "Adapters/Add": _PUBLISH,
@@ -39,7 +39,7 @@ RIGHTS: dict[str, Right] = {
     "Adapters/Rollback": _PUBLISH,
     "Adapters/List": _ALL,
     "Adapters/Get": _ALL,
-    "Adapters/Pin": _right(Role.ADMIN, Role.PUBLISHER, operator=True),  # it takes memory from everybody
+    "Adapters/Pin": _right(Role.ADMIN, Role.PUBLISHER, operator=True),  # it takes memory from all tenants
     "Adapters/Unpin": _right(Role.ADMIN, Role.PUBLISHER, operator=True),
     "Clients/Join": _COMPUTE,
     "Clients/Heartbeat": _COMPUTE,
@@ -65,19 +65,19 @@ RIGHTS: dict[str, Right] = {
     "Access/ListTenants": _OPERATORS_ADMIN,
     "Access/Share": _PUBLISH,
     "Access/Audit": _ADMIN,
-    "Shards/Register": _EVERYBODY,  # the secret of its node proves it: control/rpc/registration.py
-    "Shards/Files": _EVERYBODY,  # by what it registered as: control/rpc/files.py
-    "Shards/Read": _EVERYBODY,
-    "Health/Check": _EVERYBODY,  # yes or no
-    "/livez": _EVERYBODY,
-    "/readyz": _EVERYBODY,  # yes or no: why not hears who may see the rest
+    "Shards/Register": _PUBLIC,  # the secret of its node proves it: control/rpc/registration.py
+    "Shards/Files": _PUBLIC,  # by what it registered as: control/rpc/files.py
+    "Shards/Read": _PUBLIC,
+    "Health/Check": _PUBLIC,  # yes or no
+    "/livez": _PUBLIC,
+    "/readyz": _PUBLIC,  # yes or no; the reason needs a token
     "/metrics": _WATCH,
     "/status.json": _WATCH,
-    "/": _EVERYBODY,  # the page without anything on it
-    "/page.css": _EVERYBODY,
-    "/page.js": _EVERYBODY,
+    "/": _PUBLIC,  # the page without anything on it
+    "/page.css": _PUBLIC,
+    "/page.js": _PUBLIC,
 }
-# whose outcome, whatever it is, is kept
+# audited, whatever their outcome
 CHANGES = frozenset(
     f"{service}/{method}"
     for service, methods in {
@@ -90,9 +90,9 @@ CHANGES = frozenset(
 
 
 def check(call: str, who: Identity) -> None:
-    """Raises PermissionDeniedError."""
+    """Raise PermissionDeniedError for a call that the caller may not make."""
     right = RIGHTS.get(call, Right())
     if not right.allows(who):
-        roles = " or ".join(sorted(right.roles)) or "nobody's"
+        roles = " or ".join(sorted(right.roles)) or "none"
         expected = f"{roles} of the operator" if right.operator else roles
         raise PermissionDeniedError(f"{call}: got a token of {who}, expected one of {expected}; ask an admin for one")

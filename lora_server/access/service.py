@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lora_server.access import store
-from lora_server.access.audit import Entry
+from lora_server.access.audit import AuditEntry
 from lora_server.access.gate import Gate
 from lora_server.access.identity import OPERATOR, Identity, Role
 from lora_server.access.store import Store
 from lora_server.access.tokens import Secret
 from lora_server.errors import ConfigError, PermissionDeniedError, ServerUnavailableError
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.listing import fitting
+
+MAX_PAGE = 1000  # tokens, or tenants
 
 
 class AccessService:
@@ -32,7 +35,7 @@ class AccessService:
         if request.token:
             if not who.speaks_for_others:
                 raise PermissionDeniedError(f"another's token: got one of {who}, expected an engine of the operator")
-            shown = self._gate.identify(request.token)
+            shown = self._gate.shown("Access/WhoIs", request.token)
         return pb.Caller(tenant=shown.tenant, role=shown.role, token=shown.token)
 
     # -- tokens
@@ -42,27 +45,28 @@ class AccessService:
         if not who.is_operator and tenant != who.tenant:
             raise PermissionDeniedError(f"tenant {tenant[:80]!r}: got a token of {who}, expected one of that tenant")
         token, secret = self._store.create_token(tenant, _role(request.role), request.note)
-        self._gate.look()
+        self._gate.cache.refresh()
         return _token(token, secret)
 
     def RotateToken(self, request: pb.RotateTokenRequest, who: Identity) -> pb.Token:
         token, secret = self._store.rotate_token(request.id, request.overlap_seconds, who)
-        self._gate.look()
+        self._gate.cache.refresh()
         return _token(token, secret)
 
     def RevokeToken(self, request: pb.RevokeTokenRequest, who: Identity) -> pb.Token:
         token = self._store.revoke_token(request.id, who)
-        self._gate.look()
+        self._gate.cache.refresh()
         return _token(token)
 
     def ListTokens(self, request: pb.ListTokensRequest, who: Identity) -> pb.ListTokensReply:
-        tokens = sorted(self._store.load().tokens.values(), key=lambda one: one.created)
-        return pb.ListTokensReply(tokens=[_token(one) for one in tokens if who.is_operator or one.tenant == who.tenant])
+        found = self._store.tokens(None if who.is_operator else who.tenant, request.page_token, MAX_PAGE + 1)
+        page = fitting(map(_token, found[:MAX_PAGE]))
+        return pb.ListTokensReply(tokens=page, next_page_token=page[-1].id if len(page) < len(found) else "")
 
     # -- tenants
 
     def SetTenant(self, request: pb.Tenant, who: Identity) -> pb.Tenant:
-        before = self._store.load().tenants.get(request.name)
+        before = self._store.tenant(request.name)
         if before is None and self._taken(f"{request.name}/"):
             raise ConfigError(
                 f"tenant {request.name}: there are adapters of the operator called {request.name}/..., which would "
@@ -71,17 +75,18 @@ class AccessService:
         weight = request.weight or (before.weight if before else 1.0)
         limits = (request.max_adapters, request.max_bytes, request.max_active, request.max_rate)
         tenant = self._store.set_tenant(store.Tenant(request.name, weight, *limits))
-        self._gate.look()
+        self._gate.cache.refresh()
         return _tenant(tenant)
 
     def RemoveTenant(self, request: pb.RemoveTenantRequest, who: Identity) -> pb.Tenant:
         tenant = self._store.remove_tenant(request.name)
-        self._gate.look()
+        self._gate.cache.refresh()
         return _tenant(tenant)
 
     def ListTenants(self, request: pb.ListTenantsRequest, who: Identity) -> pb.ListTenantsReply:
-        tenants = sorted(self._store.load().tenants.values(), key=lambda one: one.name)
-        return pb.ListTenantsReply(tenants=map(_tenant, tenants))
+        found = self._store.tenants(request.page_token, MAX_PAGE + 1)
+        page = fitting(map(_tenant, found[:MAX_PAGE]))
+        return pb.ListTenantsReply(tenants=page, next_page_token=page[-1].name if len(page) < len(found) else "")
 
     # -- shared adapters
 
@@ -90,14 +95,14 @@ class AccessService:
         if not who.is_operator and self._gate.names.owner(adapter) != who.tenant:
             raise PermissionDeniedError(f"adapter {request.name!r}: is another's; expected one of {who.tenant}")
         self._store.share(adapter, request.tenant, request.stop, who)
-        self._gate.look()
+        self._gate.cache.refresh()
         shared = self._gate.names.shared.get(adapter, set())
         return pb.ShareReply(name=adapter, tenants=sorted(shared - {OPERATOR}), all=OPERATOR in shared)
 
     def Audit(self, request: pb.AuditRequest, who: Identity) -> pb.AuditReply:
         self._gate.audit.flush()
         entries = self._gate.audit.read(request.after, request.most, None if who.is_operator else who.tenant)
-        return pb.AuditReply(entries=map(_entry, entries))
+        return pb.AuditReply(entries=reversed(fitting(map(_entry, reversed(entries)))))
 
 
 def _role(text: str) -> Role:
@@ -124,5 +129,5 @@ def _tenant(tenant: store.Tenant) -> pb.Tenant:
     return pb.Tenant(**vars(tenant))
 
 
-def _entry(entry: Entry) -> pb.AuditEntry:
+def _entry(entry: AuditEntry) -> pb.AuditEntry:
     return pb.AuditEntry(**entry._asdict())

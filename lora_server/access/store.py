@@ -5,27 +5,37 @@ from __future__ import annotations
 import hmac
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import Connection, Table, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, delete, func, insert, select, update
 
 from lora_server.access import tables
 from lora_server.access.identity import OPERATOR, Identity, Role
 from lora_server.access.names import Names
 from lora_server.access.tokens import Secret, new
-from lora_server.errors import ConfigError
+from lora_server.errors import ConfigError, LimitError
 from lora_server.registry.database import Database, count, counted
 
 CHANGES = "access"  # the counter that goes up with every change here
 MAX_NOTE = 200
+MAX_TOKENS = 1000  # of a tenant, that are not revoked
+MAX_SHARES = 10_000  # of a tenant: its adapters, times the tenants that may use each
+REVOKED_KEPT = 100  # tokens of a tenant, the newest, for `tokens list`
+CHANGES_KEPT = 1000  # after more of them a cache reads all rows again
+KEYS = {
+    tables.tenants: tables.tenants.c.name,
+    tables.tokens: tables.tokens.c.id,
+    tables.shares: tables.shares.c.adapter,
+}
+T = TypeVar("T")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Limits: 0 is none."""
+    """A tenant; a limit of 0 is none."""
 
     name: str
     weight: float = 1.0
@@ -38,7 +48,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Token:
-    """`digest` and `old_digest`: of its text, and of the one before, which is good until `old_until`."""
+    """A token; `digest` is of its secret, `old_digest` of the one before, which is valid until `old_until`."""
 
     id: str
     tenant: str
@@ -52,18 +62,18 @@ class Token:
 
     @property
     def identity(self) -> Identity:
-        """Whom it proves."""
+        """The identity that it proves."""
         return Identity(self.tenant, Role(self.role), self.id)
 
     def is_proven_by(self, shown: Secret, now: float) -> bool:
-        """In constant time, whichever is good."""
+        """Whether a secret is valid now; takes the same time whatever is wrong with it."""
         digest = shown.digest
         current, old = hmac.compare_digest(digest, self.digest), hmac.compare_digest(digest, self.old_digest)
         return not self.revoked and (current or (old and now < self.old_until))
 
 
 class Known(NamedTuple):
-    """All that was known at one time; `changes` counts up with what is."""
+    """A snapshot of everything here; `changes` is the number of changes up to it."""
 
     changes: int = 0
     tenants: Mapping[str, Tenant] = {}
@@ -71,43 +81,69 @@ class Known(NamedTuple):
     names: Names = Names()
 
 
+NOTHING = Known()
+
+
 class Store:
-    """Thread-safe, and safe beside other processes."""
+    """Reads and writes the tables. Thread-safe, and safe beside other processes."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def changes(self) -> int:
-        """Goes up with every change."""
-        return self._database.read(lambda connection: counted(connection, CHANGES))
-
-    def load(self) -> Known:
-        """All of it."""
+    def load(self, before: Known = NOTHING) -> Known:
+        """Return a snapshot; reads only rows that changed since `before`, which it returns if none did."""
 
         def work(connection: Connection) -> Known:
-            tenants = {row.name: Tenant(**row._mapping) for row in connection.execute(select(tables.tenants))}
-            tokens = {row.id: Token(**row._mapping) for row in connection.execute(select(tables.tokens))}
+            now = counted(connection, CHANGES)  # first: what changes while this reads is read again next time
+            if now == before.changes:
+                return before
+            since = tables.changes.c.serial.between(before.changes + 1, now)
+            changed = connection.execute(select(tables.changes.c.kind, tables.changes.c.key).where(since)).all()
+            whole = len(changed) != now - before.changes  # too long ago, or a change of very much
+            keys = {table: {key for kind, key in changed if kind == table.name} for table in KEYS}
+
+            def kept(table: Table, known: Mapping[str, T]) -> dict[str, T]:
+                return {} if whole else {key: one for key, one in known.items() if key not in keys[table]}
+
+            def rows(table: Table) -> Sequence[Row[Any]]:
+                asked = select(table) if whole else select(table).where(KEYS[table].in_(keys[table]))
+                return connection.execute(asked).all()
+
+            tenants, tokens = kept(tables.tenants, before.tenants), kept(tables.tokens, before.tokens)
+            tenants |= {row.name: Tenant(**row._mapping) for row in rows(tables.tenants)}
+            tokens |= {row.id: Token(**row._mapping) for row in rows(tables.tokens)}
             shared: dict[str, set[str]] = {}
-            for adapter, tenant in connection.execute(select(tables.shares)):
-                shared.setdefault(adapter, set()).add(tenant)
-            return Known(counted(connection, CHANGES), tenants, tokens, Names(frozenset(tenants), shared))
+            for row in rows(tables.shares):
+                shared.setdefault(row.adapter, set()).add(row.tenant)
+            names = Names(frozenset(tenants), kept(tables.shares, before.names.shared) | shared)
+            return Known(now, tenants, tokens, names)
 
         return self._database.read(work)
 
     # -- tokens
 
+    def tokens(self, tenant: str | None, after: str, most: int) -> list[Token]:
+        """Return up to `most` tokens of a tenant, or of all, whose ids follow `after`."""
+        asked = select(tables.tokens).where(tables.tokens.c.id > after).order_by(tables.tokens.c.id).limit(most)
+        if tenant is not None:
+            asked = asked.where(tables.tokens.c.tenant == tenant)
+        rows = self._database.read(lambda connection: connection.execute(asked).all())
+        return [Token(**row._mapping) for row in rows]
+
     def create_token(self, tenant: str, role: Role, note: str = "") -> tuple[Token, Secret]:
-        """With its text, which nobody can be told again. Raises ConfigError."""
+        """Return a new token and its secret, which is not stored. Raises ConfigError, LimitError."""
         if len(note) > MAX_NOTE or not note.isprintable():
             raise ConfigError(f"note: got {len(note)} characters, expected at most {MAX_NOTE}, and printable ones")
         secret, now = new(), time.time()
         token = Token(secret.id, tenant, role.value, note, secret.digest, now)
 
         def work(connection: Connection) -> None:
+            _change(connection, tables.tokens, token.id)
+            connection.execute(insert(tables.tokens).values(vars(token)))
             if tenant != OPERATOR:
                 _require_tenant(connection, tenant)
-            _change(connection)
-            connection.execute(insert(tables.tokens).values(vars(token)))
+                good = (tables.tokens.c.tenant == tenant) & (tables.tokens.c.revoked == 0)
+                _check_most(connection, tenant, good, MAX_TOKENS, "tokens")
 
         self._database.write(work)
         return token, secret
@@ -128,18 +164,32 @@ class Store:
         return self._database.write(work), secret
 
     def revoke_token(self, token_id: str, within: Identity) -> Token:
-        """It proves nothing any more. Raises ConfigError."""
+        """Revoke a token; idempotent. Raises ConfigError."""
 
         def work(connection: Connection) -> Token:
             was = _token(connection, token_id, within)
-            return was if was.revoked else _put(connection, replace(was, revoked=time.time()))
+            if was.revoked:
+                return was
+            gone = _put(connection, replace(was, revoked=time.time()))
+            _forget_revoked(connection, gone.tenant)
+            return gone
 
         return self._database.write(work)
 
     # -- tenants
 
+    def tenant(self, name: str) -> Tenant | None:
+        """Return a tenant, a removed one too, or None."""
+        return self._database.read(lambda connection: _find_tenant(connection, name))
+
+    def tenants(self, after: str, most: int) -> list[Tenant]:
+        """Return up to `most` tenants whose names follow `after`."""
+        asked = select(tables.tenants).where(tables.tenants.c.name > after).order_by(tables.tenants.c.name).limit(most)
+        rows = self._database.read(lambda connection: connection.execute(asked).all())
+        return [Tenant(**row._mapping) for row in rows]
+
     def set_tenant(self, tenant: Tenant) -> Tenant:
-        """Make it, or change what is known of it. Raises ConfigError."""
+        """Create a tenant, or change its limits. Raises ConfigError."""
         _check_name(tenant.name)
         if not 0 < tenant.weight <= 1000 or not 0 <= tenant.max_rate < 1e9:
             raise ConfigError(
@@ -148,24 +198,25 @@ class Store:
             )
 
         def work(connection: Connection) -> None:
+            _change(connection, tables.tenants, tenant.name)
             known = _find_tenant(connection, tenant.name)
             if known is not None and known.removed:
                 raise ConfigError(f"tenant {tenant.name}: was removed, and its name is not given again; take another")
-            _change(connection)
             _replace(connection, tables.tenants, {"name": tenant.name}, vars(tenant))
 
         self._database.write(work)
         return tenant
 
     def remove_tenant(self, name: str) -> Tenant:
-        """Its tokens are revoked; what was its adapters' names stays its own. Raises ConfigError."""
+        """Remove a tenant and revoke its tokens; its name and its adapters' names stay reserved. Raises ConfigError."""
 
         def work(connection: Connection) -> Tenant:
+            count(connection, CHANGES)  # of very much
             gone = replace(_require_tenant(connection, name), removed=time.time())
-            _change(connection)
             _replace(connection, tables.tenants, {"name": name}, vars(gone))
             revoke = update(tables.tokens).where(tables.tokens.c.tenant == name, tables.tokens.c.revoked == 0)
             connection.execute(revoke.values(revoked=gone.removed))
+            _forget_revoked(connection, name)
             connection.execute(delete(tables.shares).where(tables.shares.c.tenant == name))
             return gone
 
@@ -174,21 +225,26 @@ class Store:
     # -- shared adapters
 
     def share(self, adapter: str, tenant: str, stop: bool, within: Identity) -> None:
-        """With a tenant, or all; or not any more, with nobody where no tenant is named. Tenants are not told which
-        others there are. Raises ConfigError."""
+        """Share an adapter with a tenant, or with all; `stop` ends that, for every tenant where none is named.
+
+        Raises ConfigError, LimitError; a tenant does not learn which others exist.
+        """
 
         def work(connection: Connection) -> None:
             if tenant != OPERATOR:
                 _check_name(tenant)
                 if within.is_operator:
                     _require_tenant(connection, tenant)
-            _change(connection)
+            _change(connection, tables.shares, adapter)
             if stop:
                 gone = delete(tables.shares).where(tables.shares.c.adapter == adapter)
                 connection.execute(gone.where(tables.shares.c.tenant == tenant) if tenant else gone)
             else:
                 one = {"adapter": adapter, "tenant": tenant}
                 _replace(connection, tables.shares, one, one)
+                if not within.is_operator:
+                    own = tables.shares.c.adapter.startswith(f"{within.tenant}/", autoescape=True)
+                    _check_most(connection, within.tenant, own, MAX_SHARES, "shares of its adapters")
 
         self._database.write(work)
 
@@ -198,13 +254,30 @@ def _check_name(tenant: str) -> None:
         raise ConfigError(f"tenant: got {tenant[:80]!r}, expected 1 to 64 of a-z, 0-9 and -, with no - first or last")
 
 
-def _change(connection: Connection) -> None:
+def _change(connection: Connection, table: Table, key: str) -> None:
     """First in a transaction: so changes come one after the other."""
-    count(connection, CHANGES)
+    serial = count(connection, CHANGES)
+    connection.execute(insert(tables.changes).values(serial=serial, kind=table.name, key=key))
+    connection.execute(delete(tables.changes).where(tables.changes.c.serial <= serial - CHANGES_KEPT))
+
+
+def _check_most(connection: Connection, tenant: str, which: ColumnElement[bool], most: int, what: str) -> None:
+    found = connection.execute(select(func.count()).where(which)).scalar() or 0
+    if found > most:
+        raise LimitError(f"tenant {tenant}: got {found:,} {what}, {most:,} may be; end some of them first")
+
+
+def _forget_revoked(connection: Connection, tenant: str) -> None:
+    """But for the newest: a tenant may make and revoke tokens for ever."""
+    revoked = (tables.tokens.c.tenant == tenant) & (tables.tokens.c.revoked > 0)
+    oldest = select(tables.tokens.c.id).where(revoked).order_by(tables.tokens.c.revoked.desc()).offset(REVOKED_KEPT)
+    for token_id in connection.execute(oldest).scalars().all():
+        _change(connection, tables.tokens, token_id)
+        connection.execute(delete(tables.tokens).where(tables.tokens.c.id == token_id))
 
 
 def _put(connection: Connection, token: Token) -> Token:
-    _change(connection)
+    _change(connection, tables.tokens, token.id)
     _replace(connection, tables.tokens, {"id": token.id}, vars(token))
     return token
 
@@ -215,8 +288,9 @@ def _replace(connection: Connection, table: Table, key: Mapping[str, Any], value
 
 
 def _token(connection: Connection, token_id: str, within: Identity) -> Token:
-    """Who is of another tenant is told the same of one that there is and of one that there is not."""
-    row = connection.execute(select(tables.tokens).where(tables.tokens.c.id == token_id)).one_or_none()
+    """Read a token and lock its row. Another tenant's raises the same ConfigError as one that does not exist."""
+    asked = select(tables.tokens).where(tables.tokens.c.id == token_id).with_for_update()
+    row = connection.execute(asked).one_or_none()
     token = Token(**row._mapping) if row is not None else None
     if token is None or not (within.is_operator or within.tenant == token.tenant):
         raise ConfigError(f"token: got {token_id[:40]!r}, expected the id of one; see lora-server tokens list")

@@ -1,4 +1,4 @@
-"""What is kept of tenants, tokens, shared adapters and changes. Times are seconds since 1970."""
+"""Tables of tenants, tokens, shared adapters, changes and the audit log. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ shares = Table(
     metadata,
     Column("adapter", String(200), primary_key=True),
     Column("tenant", String(64), primary_key=True),  # empty: all
+)
+changes = Table(
+    "access_changes",  # the newest: a cache that has the rest reads these rows alone
+    metadata,
+    Column("serial", BigInteger, primary_key=True, autoincrement=False),  # what the counter of changes said then
+    Column("kind", String(64), nullable=False),  # a table's name
+    Column("key", String(200), nullable=False),  # of its rows that changed
 )
 audit = Table(
     "audit",

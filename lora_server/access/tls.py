@@ -1,14 +1,23 @@
-"""TLS of the control plane and of HTTP, with the same certificate; it is read again when its files change."""
+"""TLS of the control plane and of HTTP, with the same certificate; it is read again when its files change.
+
+A certificate is checked as the server's own processes would: its dates, its key, who signed it, and its name. One that
+fails is refused at the start; later the one before is shown on.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import ssl
+import threading
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import structlog
 
+from lora_server.clock import SYSTEM, Clock
 from lora_server.config import ProcessConfig, ServeConfig
 from lora_server.errors import ConfigError
 from lora_server.wire.credentials import Credentials
@@ -17,7 +26,7 @@ log = structlog.get_logger()
 
 
 def own_credentials(config: ProcessConfig) -> Credentials:
-    """What a server's processes show to its controller."""
+    """Return the credentials of a server's own processes at its controller."""
     return Credentials(
         tls_ca=config.tls_ca,
         tls_cert=config.tls_cert,
@@ -27,41 +36,173 @@ def own_credentials(config: ProcessConfig) -> Credentials:
     )
 
 
-def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """Of the gRPC server; None without TLS. Raises ConfigError."""
-    if config.tls_cert is None:
-        return None
-    files = _Files(config)
-    first = files.read()
-    _context(config)  # says what is wrong with them
-    return grpc.dynamic_ssl_server_credentials(first, files.changed, config.tls_client_ca is not None)
+class _Shown(NamedTuple):
+    """Key and certificates of handshakes; `ends` is when the first of them expires, in seconds since 1970."""
+
+    key: bytes
+    chain: bytes
+    client_ca: bytes | None
+    context: ssl.SSLContext
+    ends: float
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.client_ca)
 
 
-def context(config: ServeConfig) -> ssl.SSLContext:
-    """Of the HTTP server, which asks nobody for a certificate. Raises ConfigError."""
-    files, made = _Files(config), _context(config)
-    newest = made
+class ServerCertificate:
+    """The certificate of gRPC and HTTP; each handshake checks whether its files are newer. Thread-safe."""
 
-    def renew(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        """At each handshake, as `_Files.changed`."""
-        nonlocal newest
-        if files.changed() is not None:
-            try:
-                newest = _context(config)
-            except ConfigError as error:
-                log.error("certificates cannot be read again: those before are shown", reason=str(error))
-        handshake.context = newest
+    def __init__(self, config: ServeConfig, clock: Clock = SYSTEM) -> None:
+        """Raises ConfigError for files that cannot serve."""
+        assert config.tls_cert is not None and config.tls_key is not None
+        self._config, self._clock, self._lock = config, clock, threading.Lock()
+        self._files = [one for one in (config.tls_key, config.tls_cert, config.tls_client_ca) if one is not None]
+        self._stamps = self._stamp()
+        self._shown = _read(config, clock)
+        self._refused, self._next_look = "", 0.0  # why the newest files are not shown, and when to try them again
 
-    made.sni_callback = renew
-    return made
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the certificate in use expires; negative afterwards."""
+        return self._shown.ends - self._clock.time()
+
+    def grpc(self) -> grpc.ServerCredentials:
+        """Return credentials for the gRPC server."""
+        first = told = self._shown
+
+        def changed() -> Any:  # None: what was told is still shown
+            nonlocal told
+            newest = self._newest()
+            if newest is told:
+                return None
+            told = newest
+            return newest.configuration
+
+        return grpc.dynamic_ssl_server_credentials(first.configuration, changed, first.client_ca is not None)
+
+    def http(self) -> ssl.SSLContext:
+        """Return a context for the HTTP server, which requests no certificate of its clients."""
+        made = _server_context(self._config, self._shown.key, self._shown.chain)
+
+        def renew(handshake: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+            handshake.context = self._newest().context
+
+        made.sni_callback = renew
+        return made
+
+    def _newest(self) -> _Shown:
+        with self._lock:
+            stamps = self._stamp()
+            if stamps != self._stamps or (self._refused and self._clock.now() >= self._next_look):
+                self._stamps = stamps
+                self._renew()
+            return self._shown
+
+    def _renew(self) -> None:
+        files = [str(file) for file in self._files]
+        try:
+            self._shown = _read(self._config, self._clock)
+        except ConfigError as error:
+            if str(error) != self._refused:
+                log.error("the new certificate is not used; the one before is shown on", files=files, reason=str(error))
+            self._refused = str(error)
+            self._next_look = self._clock.now() + self._config.timings.certificate_look
+        else:
+            self._refused = ""
+            log.info("certificates were renewed", files=files, seconds_left=int(self.seconds_left))
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        return [_stamp(file) for file in self._files]
 
 
-def _context(config: ServeConfig) -> ssl.SSLContext:
-    assert config.tls_cert is not None
+def certificate_of(config: ServeConfig) -> ServerCertificate | None:
+    """None without TLS. Raises ConfigError."""
+    return ServerCertificate(config) if config.tls_cert is not None else None
+
+
+def check(config: ServeConfig) -> float | None:
+    """Seconds until the certificate of a start expires, if it has one. Raises ConfigError where it cannot serve."""
+    if config.tls_ca is not None:
+        _client_context(config)
+    certificate = certificate_of(config)
+    return None if certificate is None else certificate.seconds_left
+
+
+def load_pem(context: ssl.SSLContext, pem: bytes) -> None:
+    """Give a context a certificate and its key, which ssl takes from files alone. Raises ssl.SSLError, OSError."""
+    with open(os.memfd_create("certificate"), "wb") as file:  # noqa: PTH123
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password="")
+
+
+def _read(config: ServeConfig, clock: Clock) -> _Shown:
+    assert config.tls_cert is not None and config.tls_key is not None
+    files = (config.tls_key, config.tls_cert, *([config.tls_client_ca] if config.tls_client_ca is not None else []))
+    try:
+        key, chain, *client_ca = (file.read_bytes() for file in files)
+    except OSError as error:
+        raise ConfigError(
+            f"--tls-cert, --tls-key, --tls-client-ca: {error.filename} cannot be read ({error.strerror}), expected "
+            "files of this user's, in PEM"
+        ) from error
+    context = _server_context(config, key, chain)
+    ends = _check_dates(config.tls_cert, chain, clock)
+    if not config.node_rank:
+        _check_as_client(config, key, chain)
+    return _Shown(key, chain, client_ca[0] if client_ca else None, context, ends)
+
+
+def _check_dates(file: Path, chain: bytes, clock: Clock) -> float:
+    """Return when the first of the certificates expires, in seconds since 1970. Raises ConfigError."""
+    from cryptography.x509 import load_pem_x509_certificates  # takes its time to be imported
+
+    now = datetime.fromtimestamp(clock.time(), UTC)
+    try:
+        found = load_pem_x509_certificates(chain)
+    except ValueError as error:
+        raise ConfigError(f"--tls-cert {file}: {error}; expected certificates in PEM") from error
+    begins = max(one.not_valid_before_utc for one in found)
+    ends = min(one.not_valid_after_utc for one in found)
+    if not begins <= now <= ends:
+        raise ConfigError(
+            f"--tls-cert {file}: got a certificate that is good from {begins:%Y-%m-%d %H:%M} to {ends:%Y-%m-%d %H:%M} "
+            f"UTC, expected one that is good now, {now:%Y-%m-%d %H:%M}; renew it, or set this host's clock"
+        )
+    return ends.timestamp()
+
+
+def _check_as_client(config: ServeConfig, key: bytes, chain: bytes) -> None:
+    """Try a handshake in memory between the controller and one of its shards. Raises ConfigError."""
+    name = config.tls_name or config.listen.local().host
+    server, client = _server_context(config, key, chain), _client_context(config)
+    try:
+        if config.tls_client_ca is not None:
+            server.verify_mode = ssl.CERT_REQUIRED
+            server.load_verify_locations(config.tls_client_ca)
+            load_pem(client, chain + b"\n" + key)
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (
+            client.wrap_bio(to_client, to_server, server_hostname=name),
+            server.wrap_bio(to_server, to_client, server_side=True),
+        )
+        for end in ends * 2:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "verify_message", "") or str(error)
+        raise ConfigError(
+            f"--tls-cert {config.tls_cert}: the server's own processes would not connect ({reason}), expected a "
+            f"certificate for {name} that --tls-ca signed; give its name as --tls-name, or a certificate that has it"
+        ) from error
+
+
+def _server_context(config: ServeConfig, key: bytes, chain: bytes) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        made.load_cert_chain(config.tls_cert, config.tls_key)
+        load_pem(made, chain + b"\n" + key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: got what does not fit together, or cannot be "
@@ -70,37 +211,16 @@ def _context(config: ServeConfig) -> ssl.SSLContext:
     return made
 
 
-class _Files:
-    """What the gRPC server is served with."""
-
-    def __init__(self, config: ServeConfig) -> None:
-        self._files = [file for file in (config.tls_key, config.tls_cert, config.tls_client_ca) if file is not None]
-        self._stamps = self._stamp()
-
-    def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises ConfigError."""
-        try:
-            key, chain, *ca = (file.read_bytes() for file in self._files)
-        except OSError as error:
-            raise ConfigError(f"--tls-cert, --tls-key, --tls-client-ca: {error.filename}: {error.strerror}") from error
-        return grpc.ssl_server_certificate_configuration([(key, chain)], ca[0] if ca else None)
-
-    def changed(self) -> Any:
-        """At each handshake: what is new, where something is; what cannot be used changes nothing."""
-        stamps = self._stamp()
-        if stamps == self._stamps:
-            return None
-        self._stamps = stamps
-        try:
-            made = self.read()
-        except ConfigError as error:
-            log.error("certificates cannot be read again: those before are shown", reason=str(error))
-            return None
-        log.info("certificates were renewed", files=[str(file) for file in self._files])
-        return made
-
-    def _stamp(self) -> list[tuple[int, int]]:
-        return [_stamp(file) for file in self._files]
+def _client_context(config: ServeConfig) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        made.load_verify_locations(config.tls_ca)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"--tls-ca {config.tls_ca}: cannot be read ({error}), expected PEM certificates of the authority that "
+            "signed the controller's"
+        ) from error
+    return made
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -8,11 +8,12 @@ import re
 import secrets
 from typing import NamedTuple
 
+NOT_GOOD = "got a token that is not good here, or not any more; ask an admin for another"
 _TEXT = re.compile(r"ls_([0-9a-f]{12})_([A-Za-z0-9_-]{43})", re.ASCII)
 
 
 class Secret(NamedTuple):
-    """A token's id, and what proves that somebody was given it."""
+    """A token's id and secret."""
 
     id: str
     secret: str
@@ -25,23 +26,23 @@ class Secret(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What is kept."""
+        """Its SHA-256, which is stored in its place."""
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
 
 def new(token_id: str = "") -> Secret:
-    """Nobody can guess it. For an id that there is already, another secret."""
+    """Return a random secret, for a new id or for the given one."""
     return Secret(token_id or secrets.token_hex(6), secrets.token_urlsafe(32))
 
 
 def parse(text: str) -> Secret | None:
-    """None for what cannot be one."""
+    """Return a token's id and secret; None for a text that cannot be a token."""
     match = _TEXT.fullmatch(text)
     return Secret(match[1], match[2]) if match else None
 
 
 def of_header(authorization: str) -> str:
-    """What an `Authorization` header shows: a bearer's token, or a browser's password."""
+    """Return the token of an `Authorization` header: a bearer's, or a browser's password; empty without one."""
     scheme, _, rest = authorization.partition(" ")
     if scheme.lower() == "basic":
         try:

@@ -20,21 +20,21 @@ from lora_server.adapters.files import (
     no_weights,
     weight_map,
 )
-from lora_server.adapters.limits import Limits, check_values
+from lora_server.adapters.limits import AdapterLimits, check_values
 from lora_server.adapters.outline import Outline
-from lora_server.adapters.parts import Part
+from lora_server.adapters.parts import DeltaPart
 from lora_server.adapters.scan import Scan, is_watched, scan, stamp_of
 from lora_server.adapters.weights import Weights, reopen
 
 __all__ = [
     "CONFIG",
     "INDEX",
-    "Limits",
+    "AdapterLimits",
     "is_watched",
     "WEIGHTS",
     "Adapter",
     "Outline",
-    "Part",
+    "DeltaPart",
     "Scan",
     "Weights",
     "adapter_files",

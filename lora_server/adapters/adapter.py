@@ -1,4 +1,4 @@
-"""An adapter that is opened for the first time, or again after it was touched: everything is checked."""
+"""Open an adapter for the first time, or after its files were touched: everything is checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lora_server.adapters.config import CONFIG, parse_config
 from lora_server.adapters.files import WeightFiles, read_json_file
 from lora_server.adapters.header import TensorEntry
 from lora_server.adapters.keys import Form
-from lora_server.adapters.limits import Limits
+from lora_server.adapters.limits import AdapterLimits
 from lora_server.adapters.outline import Outline
 from lora_server.adapters.parts import collect
 from lora_server.adapters.refusal import refusal, shown
@@ -31,10 +31,7 @@ _EXPONENTS: dict[str, np.unsignedinteger[Any]] = {
 
 
 class Adapter(Weights):
-    """Opened and structurally validated.
-
-    `outline`, `seen` and `stamp` are what a later `reopen` needs.
-    """
+    """An open, structurally valid adapter. A later `reopen` needs its `outline`, `seen` and `stamp`."""
 
     def __init__(self, path: Path, spec: ModelSpec, settings: LoraSettings, files: WeightFiles, seen: str) -> None:
         """Takes over `files`; use `open_adapter`."""
@@ -43,8 +40,8 @@ class Adapter(Weights):
         self.invocation = settings.invocation
         self._weight_files = files
         self._meaning = settings.digest()
-        # equal stamps on one host mean that nobody touched the files since, and that they mean the same
-        stamp = f"{self._meaning.hex()[:16]}/{files.opened.stamp()}"
+        # equal stamps on one host mean that the files were not touched, and that they mean the same
+        stamp = f"{self._meaning.hex()[:16]}/{files.opened.stamp}"
         collected = collect(files.entries, spec, settings)
         super().__init__(path, spec, Outline(files.opened.names, collected, spec), files.opened, stamp)
         parts = [(site, stored) for site, experts in collected.items() for of in experts.values() for stored in of]
@@ -59,7 +56,7 @@ class Adapter(Weights):
         )
 
     def version(self) -> str:
-        """Hex digest of the weights and their meaning, read in chunks; raises AdapterFormatError for NaN or Inf."""
+        """Return a hex digest of weights and meaning, read in chunks; raises AdapterFormatError for NaN or Inf."""
         digest = hashlib.sha256(self._meaning)
         try:
             for entry, piece in self._weight_files.chunks():
@@ -72,7 +69,7 @@ class Adapter(Weights):
 
 
 def open_adapter(path: str | Path, spec: ModelSpec) -> Adapter:
-    """Opens the adapter in a directory and checks all but its numbers: config, names, shapes, pairs.
+    """Open the adapter in a directory and check all but its numbers: config, names, shapes, pairs.
 
     Reads the config and the safetensors headers only. Raises AdapterFormatError, naming the key,
     what was got and what was expected, for everything that cannot be served exactly.
@@ -82,7 +79,7 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> Adapter:
         if not directory.is_dir():
             raise refusal("directory", got="none at this path", expected="a directory saved by PEFT")
         seen = stamp_of(directory)  # first: what is written from now on is seen next time
-        limits = Limits.of(spec)
+        limits = AdapterLimits.of(spec)
         settings = parse_config(read_json_file(directory / CONFIG, limits.config_bytes))
         files = WeightFiles(directory, limits)
         try:
@@ -97,7 +94,7 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> Adapter:
 
 
 def validate_adapter(path: str | Path, spec: ModelSpec) -> tuple[Adapter, str]:
-    """`open_adapter`, plus a look at every number, plus the version: a hex digest of weights and meaning."""
+    """Open an adapter, check every number, too, and return its version: a hex digest of weights and meaning."""
     adapter = open_adapter(path, spec)
     try:
         return adapter, adapter.version()

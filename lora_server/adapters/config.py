@@ -1,4 +1,4 @@
-"""adapter_config.json: what of it decides the delta, and what we refuse.
+"""Parse adapter_config.json: take the fields that decide the delta, and refuse those that cannot be served.
 
 Every field of PEFT's LoraConfig that changes the result is either used here or refused by name; the
 others (dropout, initialisation that leaves the base alone, where it was trained) have no effect
@@ -77,7 +77,7 @@ _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def parse_config(text: bytes) -> LoraSettings:
-    """The settings of a config file's bytes; raises AdapterFormatError for all that is not plain LoRA."""
+    """Parse a config file's bytes; raises AdapterFormatError for all that is not plain LoRA."""
     config = _object(text)
     if config.get("peft_type") != "LORA":
         raise _wrong("peft_type", config.get("peft_type"), "'LORA'", "only LoRA adapters can be served")
@@ -154,7 +154,7 @@ def _pattern(config: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _invocation(config: Mapping[str, Any]) -> Invocation | None:
-    """Of an activated LoRA. Empty is refused: PEFT would then search for nothing."""
+    """Return the invocation of an activated LoRA. An empty one is refused: PEFT would search for nothing."""
     tokens = config.get("alora_invocation_tokens")
     if tokens is not None:
         whole = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens)

@@ -1,4 +1,4 @@
-"""The files of an adapter's directory, and reads of them that cannot run past their end.
+"""Files of an adapter's directory, and reads that cannot run past their end.
 
 Reads go through the file descriptor and not through a mapping, so a file that is cut short while it
 is served gives an error and not a SIGBUS.
@@ -15,9 +15,9 @@ from typing import Any
 
 from lora_server.adapters.config import CONFIG
 from lora_server.adapters.header import TensorEntry, header_bytes, read_header
-from lora_server.adapters.limits import MAX_FILES, Limits, check_values
+from lora_server.adapters.limits import MAX_FILES, AdapterLimits, check_values
 from lora_server.adapters.refusal import clip, few, refusal, shown
-from lora_server.adapters.scan import is_ignored
+from lora_server.adapters.scan import escaped, is_ignored, is_text
 from lora_server.errors import AdapterFormatError, ConfigError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -27,12 +27,16 @@ _CHUNK_BYTES = 16 << 20
 
 
 def find_adapters(directory: str | Path) -> dict[str, Path]:
-    """Each sub-directory that holds an adapter's files, valid or not, by its name in sorted order; no hidden or
+    """Find each sub-directory that holds an adapter's files, valid or not, by its name in sorted order; no hidden or
     temporary ones.
 
     Raises ConfigError where the directory does not exist, cannot be listed, or is itself an adapter.
     """
     directory = Path(directory)
+    if not is_text(str(directory.absolute())):
+        raise ConfigError(
+            f"adapters: got {escaped(str(directory.absolute()))}, expected a path of UTF-8; rename the directory"
+        )
     try:
         children = sorted(child for child in directory.iterdir() if not is_ignored(child.name))
         found = {child.name: child for child in children if child.is_dir() and is_adapter(child)}
@@ -48,21 +52,20 @@ def find_adapters(directory: str | Path) -> dict[str, Path]:
     return found
 
 
-def adapter_files(directory: Path, limits: Limits) -> dict[str, int]:
-    """What an adapter consists of, by name in bytes; other files may lie beside it. Raises AdapterFormatError,
-    OSError."""
+def adapter_files(directory: Path, limits: AdapterLimits) -> dict[str, int]:
+    """Return the sizes of an adapter's files by name; ignores other files. Raises AdapterFormatError, OSError."""
     index = [] if (directory / WEIGHTS).exists() else [INDEX]
     names = (CONFIG, *index, *_weight_files(directory, limits))
     return {name: (directory / name).stat().st_size for name in names}
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether an adapter's files lie in a directory, valid or not."""
+    """Whether a directory holds an adapter's files, valid or not."""
     return (directory / CONFIG).exists() or any(directory.glob("adapter_model.*"))
 
 
 def read_json_file(path: Path, most: int) -> bytes:
-    """The bytes of a small file; raises AdapterFormatError where there is none, or one of more than `most` bytes."""
+    """Read a small file; raises AdapterFormatError where there is none, or one of more than `most` bytes."""
     if not path.is_file():
         raise refusal(path.name, got="no such file", expected="one in the adapter's directory", do="save it with PEFT")
     with path.open("rb") as file:
@@ -75,16 +78,16 @@ def read_json_file(path: Path, most: int) -> bytes:
 
 
 def too_large(name: str, size: int, most: int) -> AdapterFormatError:
-    """The refusal of a text that no adapter of this base model needs."""
+    """Return the refusal of a text that is larger than an adapter of this base model needs."""
     expected = f"at most {most}, which is what adapters of this base model need"
     return refusal(name, got=f"{size} bytes", expected=expected, do="save the adapter with PEFT again")
 
 
 class OpenFiles:
-    """Some files of a directory. Owns their descriptors until `close`."""
+    """Open files of a directory. Owns their descriptors until `close`."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        """Raises OSError, with nothing left open."""
+        """Open the files; raises OSError with none left open."""
         self.names = names
         self._descriptors: list[int] = []
         try:
@@ -93,13 +96,37 @@ class OpenFiles:
         except BaseException:
             self.close()
             raise
+        self._opened = self._stats()
+
+    @property
+    def stamp(self) -> str:
+        """Sizes, times and inodes at opening: equal stamps on one host mean that the files were not written to.
+
+        `cp -p` and `tar` set the mtime, and an inode is reused; the ctime tells such content apart.
+        """
+        found = self._opened
+        return ",".join(f"{one.st_dev}:{one.st_ino}:{one.st_size}:{one.st_mtime_ns}:{one.st_ctime_ns}" for one in found)
+
+    def check(self) -> None:
+        """Raise AdapterFormatError where a file was written to since it was opened: reads may mix two contents.
+
+        To unlink a file changes its ctime and nothing that is read.
+        """
+        for name, before, now in zip(self.names, self._opened, self._stats(), strict=True):
+            moved = now.st_ctime_ns != before.st_ctime_ns and now.st_nlink == before.st_nlink
+            if moved or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                got, do = "a file that was changed while it was read", "put the adapter back, or add it again"
+                raise refusal(name, got=got, expected="the same bytes", do=do)
+
+    def _stats(self) -> list[os.stat_result]:
+        return [os.fstat(descriptor) for descriptor in self._descriptors]
 
     def size(self, file: int) -> int:
-        """In bytes, now."""
+        """Return the size of a file now, in bytes."""
         return os.fstat(self._descriptors[file]).st_size
 
     def read(self, file: int, begin: int, end: int) -> bytearray:
-        """Bytes [begin, end); raises AdapterFormatError where the file has become shorter."""
+        """Read bytes [begin, end); raises AdapterFormatError where the file has become shorter."""
         buffer, at = bytearray(end - begin), begin
         view = memoryview(buffer)
         while view:
@@ -111,22 +138,17 @@ class OpenFiles:
             view, at = view[got:], at + got
         return buffer
 
-    def stamp(self) -> str:
-        """Sizes, times and inodes: equal stamps on one host mean that nobody wrote to the files."""
-        stats = [os.fstat(descriptor) for descriptor in self._descriptors]
-        return ",".join(f"{one.st_dev}:{one.st_ino}:{one.st_size}:{one.st_mtime_ns}" for one in stats)
-
     def close(self) -> None:
-        """Closes the descriptors; may be called again."""
+        """Close the descriptors. Idempotent."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
 
 class WeightFiles:
-    """The safetensors files of one adapter, `opened`, and what their headers say."""
+    """Safetensors files of one adapter, `opened`, and the entries of their headers."""
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
-        """Opens and checks; raises AdapterFormatError, with nothing left open, or OSError."""
+    def __init__(self, directory: Path, limits: AdapterLimits) -> None:
+        """Open and check the files; raises AdapterFormatError or OSError, with none left open."""
         self._limits, self._header_bytes = limits, 0
         self.entries: dict[str, TensorEntry] = {}
         names = _weight_files(directory, limits)
@@ -169,7 +191,7 @@ class WeightFiles:
                 raise refusal(key, got=got, expected=f"{INDEX} and the files to agree", do="save it again")
 
     def chunks(self) -> Iterator[tuple[TensorEntry | None, bytearray]]:
-        """All bytes of all files in order; with each piece the tensor it belongs to, None for a header."""
+        """Yield the bytes of all files in order, each piece with the tensor it belongs to (None for a header)."""
         ordered = sorted(self.entries.values(), key=lambda entry: (entry.file, entry.begin))
         for file in range(len(self.opened.names)):
             mine = [entry for entry in ordered if entry.file == file]
@@ -179,7 +201,7 @@ class WeightFiles:
                     yield entry, self.opened.read(file, begin, min(begin + _CHUNK_BYTES, entry.end))
 
 
-def _weight_files(directory: Path, limits: Limits) -> list[str]:
+def _weight_files(directory: Path, limits: AdapterLimits) -> list[str]:
     single, index = (directory / WEIGHTS).exists(), (directory / INDEX).exists()
     if single and index:
         raise refusal(INDEX, got=f"both it and {WEIGHTS}", expected="one of them", do="remove the one that is stale")
@@ -191,7 +213,7 @@ def _weight_files(directory: Path, limits: Limits) -> list[str]:
 
 
 def no_weights(pickles: Sequence[str]) -> AdapterFormatError:
-    """The refusal of a directory that has no weights, or has them in such files alone."""
+    """Return the refusal of a directory without weights, or with weights in `pickles` alone."""
     if pickles:
         do = "load it with PEFT where you trust it and save it again with safe_serialization=True"
         return refusal(pickles[0], got="a pickle file, which can run code", expected=WEIGHTS, do=do)
@@ -200,12 +222,12 @@ def no_weights(pickles: Sequence[str]) -> AdapterFormatError:
     )
 
 
-def _weight_map(directory: Path, limits: Limits) -> dict[str, str]:
+def _weight_map(directory: Path, limits: AdapterLimits) -> dict[str, str]:
     return weight_map(read_json_file(directory / INDEX, limits.index_bytes))
 
 
 def weight_map(content: bytes) -> dict[str, str]:
-    """By tensor the file that has it, out of an index; raises AdapterFormatError."""
+    """Parse an index into the file of each tensor; raises AdapterFormatError."""
     try:
         index: Any = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -214,8 +236,13 @@ def weight_map(content: bytes) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise refusal(f"{INDEX}: weight_map", got=shown(names), expected="an object of tensor: file")
     for key, name in names.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            wanted = "a .safetensors file name without a directory"
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+            or not is_text(name)
+        ):
+            wanted = "a .safetensors file name of UTF-8, without a directory"
             raise refusal(f"{INDEX}: {shown(key)}", got=shown(name), expected=wanted)
     if (count := len(set(names.values()))) > MAX_FILES:
         raise refusal(INDEX, got=f"{count} files", expected=f"at most {MAX_FILES}", do="save it in fewer")

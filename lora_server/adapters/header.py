@@ -1,4 +1,4 @@
-"""The header of a safetensors file, parsed and bounds-checked before anything else reads the file.
+"""Parse and bounds-check the header of a safetensors file, before anything else reads the file.
 
 Layout: u64 little-endian N, then N bytes of JSON, then the data. The JSON maps each tensor's name to
 {dtype, shape, data_offsets}, with offsets relative to the data. We ask for what the format promises:
@@ -18,13 +18,13 @@ from lora_server.adapters.limits import check_values
 from lora_server.adapters.refusal import refusal, shown
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MOST = 1 << 48  # of a size, and of an offset
+_MOST = 1 << 48  # limit of a size, and of an offset
 _DAMAGED = "the file is damaged or truncated: copy or save it again"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file; `begin` and `end` are offsets from the start of the file."""
+    """A tensor of a file; `begin` and `end` are offsets from the start of the file."""
 
     name: str
     dtype: str
@@ -35,7 +35,7 @@ class TensorEntry:
 
 
 def header_bytes(read: Callable[[int, int], bytes | bytearray], size: int, *, name: str) -> int:
-    """How long the header is, in a file of `size` bytes; reads no more than that. Raises AdapterFormatError."""
+    """Read the length of the header of a file of `size` bytes, and no more. Raises AdapterFormatError."""
     if size < 8:
         raise refusal(name, got=f"{size} bytes", expected="a safetensors file of at least 8 bytes", do=_DAMAGED)
     (length,) = struct.unpack("<Q", read(0, 8))
@@ -47,7 +47,7 @@ def header_bytes(read: Callable[[int, int], bytes | bytearray], size: int, *, na
 def read_header(
     read: Callable[[int, int], bytes | bytearray], size: int, most_bytes: int, *, name: str, file: int = 0
 ) -> list[TensorEntry]:
-    """The tensors of a file of `size` bytes, by offset; `read(begin, end)` reads it, errors call it `name`.
+    """Return the tensors of a file of `size` bytes by offset; `read(begin, end)` reads it, errors call it `name`.
 
     `most_bytes`: of headers of this base model. Raises AdapterFormatError for every header that does not describe this
     file exactly.

@@ -1,4 +1,4 @@
-"""Tensor names of an adapter -> which matrix of which site, section and expert they hold.
+"""Map tensor names of an adapter to the matrix of a site, section and expert that they hold.
 
 Every name form that is served is listed in `_FORMS`; any other name is refused. One tensor holds
 
@@ -21,7 +21,7 @@ from lora_server.spec import ModelSpec, Site
 
 
 class Form(Enum):
-    """How one tensor holds its matrices; see the module's docstring."""
+    """Layout of matrices in one tensor; see the module's docstring."""
 
     MATRIX = auto()
     FLAT = auto()
@@ -29,7 +29,7 @@ class Form(Enum):
 
 
 class Target(NamedTuple):
-    """What a pair of tensors is about. `module` is the name that rank_pattern sees."""
+    """Target of a pair of tensors. `module` is the name that rank_pattern sees."""
 
     site: Site
     section: str
@@ -62,7 +62,7 @@ _SERVED = (
 
 
 def parse_key(key: str, nested: Collection[int], spec: ModelSpec, settings: LoraSettings) -> tuple[Target, str]:
-    """What a tensor holds, and its side, "A" or "B". `nested`: see `nested_layers`.
+    """Return the target of a tensor, and its side, "A" or "B". `nested`: see `nested_layers`.
 
     Raises AdapterFormatError for a name that no site of this base model has.
     """
@@ -104,7 +104,7 @@ def _check_layer(key: str, layer: int, expert: int | None, groups: dict[str, str
 
 
 def _is_name_of(model_type: str, block: str, name: str, expert: int | None) -> bool:
-    """Whether a model of this type has experts of this name. Fused and stacked ones are not tied to a type."""
+    """Whether a model of this type has experts of this name. Fused and stacked ones may be of any type."""
     if model_type == "mixtral":
         return True
     if block == "block_sparse_moe":
@@ -113,12 +113,12 @@ def _is_name_of(model_type: str, block: str, name: str, expert: int | None) -> b
 
 
 def nested_layers(keys: Iterable[str]) -> frozenset[int]:
-    """The layers in which PEFT adapted two parameters of the experts, one wrapper inside the other."""
+    """Return the layers in which PEFT adapted two parameters of the experts, one wrapper inside the other."""
     return frozenset(int(found[1]) for found in map(_NESTED.search, keys) if found)
 
 
 def _fused_parameter(key: str, layer: int, nested: Collection[int], settings: LoraSettings) -> str:
-    """Which parameter a fused tensor adapts. PEFT nests in the model's order: gate_up inside down."""
+    """Return the parameter that a fused tensor adapts. PEFT nests in the model's order: gate_up inside down."""
     names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
     targeted = [name for name in names if settings.targets_parameter(f"model.layers.{layer}.mlp.experts.{name}")]
     if any(name.endswith("_bias") for name in targeted):

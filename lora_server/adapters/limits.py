@@ -1,6 +1,6 @@
-"""How much text an adapter of one base model can need. More is refused before it is read: parsing holds a process up.
+"""Limits of the text of an adapter for one base model. More is refused unread, because parsing blocks the process.
 
-The largest that can be are those that name each expert's matrices one by one.
+The largest texts name each expert's matrices one by one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from lora_server.spec import ModelSpec
 CONFIG_BYTES, CONFIG_BYTES_PER_MODULE = 256 << 10, 384  # target_modules, rank_pattern and alpha_pattern may list it
 HEADER_BYTES, HEADER_BYTES_PER_TENSOR = 256 << 10, 256
 INDEX_BYTES_PER_TENSOR = 256
-BYTES_PER_VALUE = 16  # of a text that is as long as it may be; adapters' texts have half as many values
+BYTES_PER_VALUE = 16  # of a text of the greatest length; adapters' texts have half as many values
 MAX_FILES = 256
 
 
-class Limits(NamedTuple):
-    """Bytes of adapter_config.json, of an index, of the headers of all weight files together; tensors in all."""
+class AdapterLimits(NamedTuple):
+    """Most bytes of adapter_config.json, of an index, of the headers of all weight files; most tensors."""
 
     config_bytes: int
     index_bytes: int
@@ -26,8 +26,8 @@ class Limits(NamedTuple):
     tensors: int
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Limits:
-        """For adapters of this base model."""
+    def of(cls, spec: ModelSpec) -> AdapterLimits:
+        """Return the limits for adapters of this base model."""
         modules = sum(spec.experts_at(site) * len(spec.sections(site)) for site in spec.sites())
         tensors = 2 * modules
         return cls(
@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 def check_values(name: str, text: bytes | bytearray, most_bytes: int) -> None:
     """Raises AdapterFormatError for more JSON values than a text of at most `most_bytes` needs.
 
-    Nobody else runs while Python parses one: 10 MB of `[],` took 0.8 s.
+    No other thread runs while Python parses one: 10 MB of `[],` took 0.8 s.
     """
     found, most = sum(map(text.count, (b",", b"[", b"{"))), most_bytes // BYTES_PER_VALUE
     if found > most:

@@ -1,4 +1,4 @@
-"""What the headers and the config of an adapter say, in little memory: where each of its matrices lies in its files.
+"""Compact form of an adapter's headers and config: the place of each of its matrices in its files.
 
 24 bytes per expert of a site and part of it; adapters of one outline can share it.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from lora_server.adapters.header import ITEM_BYTES, TensorEntry
 from lora_server.adapters.keys import Form
-from lora_server.adapters.parts import Part, StoredPart
+from lora_server.adapters.parts import DeltaPart, StoredPart
 from lora_server.spec import PROJECTIONS, ModelSpec, Site
 
 _ROW = np.dtype([("expert", "<i4"), ("kind", "<i4"), ("a", "<i8"), ("b", "<i8")])
@@ -22,25 +22,25 @@ _KIND_BYTES = 400
 
 
 class Matrix(NamedTuple):
-    """In which file, and of which dtype of safetensors."""
+    """File of a matrix, and its dtype in safetensors."""
 
     file: int
     dtype: str
 
 
 class Kind(NamedTuple):
-    """What many pairs have in common. `fused`: B is in one tensor with those of all experts (keys.Form.FLAT);
+    """Properties that many pairs share. `fused`: B is in one tensor with those of all experts (keys.Form.FLAT);
     `interleaved`: rows of B are gate, up, gate, up."""
 
-    part: Part
+    part: DeltaPart
     a: Matrix
     b: Matrix
     fused: bool
     interleaved: bool
 
 
-class Pair(NamedTuple):
-    """A and B of one expert's part begin there in their files; B, where it is fused, with expert 0."""
+class PairOutline(NamedTuple):
+    """Offsets in their files at which A and B of one expert's part begin; a fused B begins with expert 0."""
 
     kind: Kind
     a_begin: int
@@ -48,12 +48,12 @@ class Pair(NamedTuple):
 
 
 class Outline:
-    """Equal ones have equal `key`s. `names` are those of the files."""
+    """Equal outlines have equal `key`s. `names`: of the files."""
 
     def __init__(
         self, names: Sequence[str], parts: Mapping[Site, Mapping[int, Sequence[StoredPart]]], spec: ModelSpec
     ) -> None:
-        """`parts`: by `collect`, in its order."""
+        """`parts`: of `collect`, in its order."""
         self.names = tuple(names)
         kinds: dict[Kind, int] = {}
         rows: list[tuple[int, int, int, int]] = []
@@ -71,29 +71,29 @@ class Outline:
 
     @cached_property
     def key(self) -> bytes:
-        """A digest of all of it."""
+        """Digest of the outline."""
         arrays = (self._rows.tobytes(), self._codes.tobytes(), self._ends.tobytes())
         return hashlib.sha256(b"".join((repr((self.names, self._kinds)).encode(), *arrays))).digest()
 
     @property
     def nbytes(self) -> int:
-        """Of memory, or so."""
+        """Memory that the outline takes, about."""
         return self._rows.nbytes + self._codes.nbytes + self._ends.nbytes + _KIND_BYTES * len(self._kinds)
 
     def sites(self) -> tuple[Site, ...]:
-        """That have any delta, by layer and then in the order of PROJECTIONS."""
+        """Return the sites with a delta, by layer and then in the order of PROJECTIONS."""
         split = (divmod(code, len(PROJECTIONS)) for code in self._codes.tolist())
         return tuple(Site(layer, PROJECTIONS[projection]) for layer, projection in split)
 
-    def at(self, site: Site) -> dict[int, list[Pair]]:
-        """The pairs of a site by expert, sorted, each expert's by out_begin."""
+    def at(self, site: Site) -> dict[int, list[PairOutline]]:
+        """Return the pairs of a site by expert, sorted, each expert's by out_begin."""
         index = int(self._codes.searchsorted(_code(site)))
         if index == len(self._codes) or self._codes[index] != _code(site):
             return {}
-        found: dict[int, list[Pair]] = {}
+        found: dict[int, list[PairOutline]] = {}
         begin = self._ends[index - 1] if index else 0
         for expert, kind, a, b in self._rows[begin : self._ends[index]].tolist():
-            found.setdefault(expert, []).append(Pair(self._kinds[kind], a, b))
+            found.setdefault(expert, []).append(PairOutline(self._kinds[kind], a, b))
         return found
 
 
@@ -101,7 +101,7 @@ def _code(site: Site) -> int:
     return site.layer * len(PROJECTIONS) + PROJECTIONS.index(site.projection)
 
 
-def _pair(stored: StoredPart, expert: int, spec: ModelSpec) -> Pair:
+def _pair(stored: StoredPart, expert: int, spec: ModelSpec) -> PairOutline:
     part, target = stored.part, stored.target
     fused = target.form is Form.FLAT
     kind = Kind(
@@ -113,10 +113,10 @@ def _pair(stored: StoredPart, expert: int, spec: ModelSpec) -> Pair:
     )
     a_begin = _begin(stored.a, expert, part.lora_rank * spec.in_width(target.site))
     b_begin = stored.b.begin if fused else _begin(stored.b, expert, part.lora_rank * (part.out_end - part.out_begin))
-    return Pair(kind, a_begin, b_begin)
+    return PairOutline(kind, a_begin, b_begin)
 
 
 def _begin(entry: TensorEntry, expert: int, size: int) -> int:
-    """Of the expert's matrix, where a tensor has one of so many elements for each; otherwise it is the matrix."""
+    """Return the offset of the expert's matrix in a tensor of one matrix per expert; otherwise the tensor's offset."""
     nbytes = size * ITEM_BYTES[entry.dtype]
     return entry.begin + expert * nbytes if entry.end - entry.begin > nbytes else entry.begin

@@ -1,4 +1,4 @@
-"""From named tensors to the parts of a site: one A and one B each, with checked shapes, ranks and places."""
+"""Collect named tensors into the parts of sites: one A and one B each, with checked shapes, ranks and places."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_server.spec import PROJECTIONS, ModelSpec, Site
 
 
 @dataclass(frozen=True)
-class Part:
+class DeltaPart:
     """One (A, B) of one expert of one site: delta rows [out_begin, out_end) = scale * B A x."""
 
     lora_rank: int
@@ -25,15 +25,15 @@ class Part:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """The two tensors on disk that hold a Part, of one expert or (expert None) of all."""
+    """Two tensors on disk that hold a DeltaPart, of one expert or (expert None) of all."""
 
     target: Target
-    part: Part
+    part: DeltaPart
     a: TensorEntry
     b: TensorEntry
 
     def num_bytes(self, in_width: int) -> int:
-        """Bytes of one expert's canonical A and B."""
+        """Return the bytes of one expert's canonical A and B."""
         rows = self.part.out_end - self.part.out_begin
         return self.part.lora_rank * (in_width * ITEM_BYTES[self.a.dtype] + rows * ITEM_BYTES[self.b.dtype])
 
@@ -41,7 +41,7 @@ class StoredPart:
 def collect(
     entries: Mapping[str, TensorEntry], spec: ModelSpec, settings: LoraSettings
 ) -> dict[Site, dict[int, tuple[StoredPart, ...]]]:
-    """The parts of each site and expert, by out_begin; sites in order.
+    """Return the parts of each site and expert, by out_begin; sites in order.
 
     Every entry belongs to exactly one; raises AdapterFormatError for one that cannot.
     """
@@ -85,7 +85,7 @@ def _stored_part(target: Target, a: TensorEntry, b: TensorEntry, spec: ModelSpec
     lora_rank = settings.rank_of(target.module)
     _check_shape(a, _a_shapes(target, lora_rank, spec), lora_rank, target, spec)
     _check_shape(b, _b_shapes(target, lora_rank, end - begin, spec), lora_rank, target, spec)
-    return StoredPart(target, Part(lora_rank, settings.scale_of(target.module), begin, end), a, b)
+    return StoredPart(target, DeltaPart(lora_rank, settings.scale_of(target.module), begin, end), a, b)
 
 
 def _a_shapes(target: Target, lora_rank: int, spec: ModelSpec) -> list[tuple[int, ...]]:

@@ -41,7 +41,7 @@ class Patterns:
                 self._regex.append((order, compiled(field, pattern, rf"(.*\.)?({pattern})$"), value))
 
     def first(self, module: str) -> float | None:
-        """The value of the first pattern that matches a module's name, None where none does."""
+        """Return the value of the first pattern that matches a module's name, or None."""
         found = min((hit for hit in map(self._plain.get, suffixes(module)) if hit), default=None)
         begin = time.monotonic()
         for order, regex, value in self._regex:
@@ -58,7 +58,7 @@ class Patterns:
 
 
 def suffixes(module: str) -> list[str]:
-    """The names by which PEFT knows a module: from each of its dots on."""
+    """Return the names by which PEFT knows a module: the rest of its name after each dot."""
     parts = module.split(".")
     return [".".join(parts[begin:]) for begin in range(len(parts))]
 
@@ -67,16 +67,16 @@ class Regex(Protocol):
     """A compiled pattern whose matching takes time linear in the text."""
 
     def match(self, text: str, /) -> object | None:
-        """At its beginning."""
+        """Whether the pattern matches the beginning of a text."""
         ...
 
     def fullmatch(self, text: str, /) -> object | None:
-        """All of it."""
+        """Whether the pattern matches a whole text."""
         ...
 
 
 def compiled(field: str, pattern: str, whole: str) -> Regex:
-    """`whole`, which embeds the untrusted `pattern`; AdapterFormatError where that is none, or not one of RE2's.
+    """Compile `whole`, which embeds the untrusted `pattern`; AdapterFormatError where that is no pattern of RE2's.
 
     Python's own, by which PEFT matches, may take for ever; where both take a pattern they find the same.
     """

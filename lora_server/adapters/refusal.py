@@ -1,4 +1,4 @@
-"""The one way in which this package refuses an adapter."""
+"""Refusals of adapters, in one form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_CHARS, _MAX_EXPECTED = 200, 600
 
 
 def refusal(where: str, *, got: object, expected: str, do: str = "") -> AdapterFormatError:
-    """The error for `where` (a tensor's key, a config field or a file), to be raised by the caller.
+    """Return the error for `where` (a tensor's key, a config field or a file), for the caller to raise.
 
     `got` is shown as it is if it is text written here for the user, else pass `shown(value)`.
     """
@@ -20,7 +20,7 @@ def refusal(where: str, *, got: object, expected: str, do: str = "") -> AdapterF
 
 
 def shown(value: object) -> str:
-    """An untrusted value on one line, without control characters."""
+    """Show an untrusted value on one line, without control characters."""
     try:
         return clip(repr(value))
     except (RecursionError, ValueError):
@@ -28,13 +28,13 @@ def shown(value: object) -> str:
 
 
 def clip(text: str, most: int = _MAX_CHARS) -> str:
-    """`text` on one line and of bounded length."""
+    """Clip `text` to one line of bounded length."""
     line = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
     return line if len(text) <= most else f"{line[:most]}..."
 
 
 def few(warnings: Iterable[str]) -> tuple[str, ...]:
-    """The first of these, and how many more there are."""
+    """List the first of these, and the number of the others."""
     told = tuple(warnings)
     more = len(told) - MAX_WARNINGS
     return told if more <= 0 else (*told[:MAX_WARNINGS], f"{more:,} more of this kind")

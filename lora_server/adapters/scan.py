@@ -1,4 +1,4 @@
-"""Which adapters lie in a directory, and whether their files were touched: by stat alone, no file is opened.
+"""Scan a directory for adapters, and for files that were touched, by stat alone: no file is opened.
 
 Two scans with equal stamps mean that nobody wrote to an adapter between them, added to it, or put another in its place.
 """
@@ -20,16 +20,32 @@ _OWN_FAULT = (errno.EACCES, errno.ENOENT, errno.ELOOP)  # any other error is the
 
 
 class Scan(NamedTuple):
-    """Stamps by the sub-directory's name. `others` have no adapter's files; `identity` is the directory's own."""
+    """Stamps by the sub-directory's name. `others` have no adapter's files; `identity` is the directory's own;
+    `unnamed` are skipped, since their names are not UTF-8."""
 
     identity: tuple[int, int]
     adapters: dict[str, str]
     others: dict[str, str]
+    unnamed: frozenset[str] = frozenset()
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a sub-directory of this name is hidden, or somebody's unfinished copy."""
-    return name.startswith(".") or name.endswith(TEMPORARY) or name == "lost+found"
+    """Whether a sub-directory of this name is hidden, an unfinished copy, or has a name that no message can carry."""
+    return name.startswith(".") or name.endswith(TEMPORARY) or name == "lost+found" or not is_text(name)
+
+
+def is_text(name: str) -> bool:
+    """Whether a path is UTF-8; Linux allows any bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def escaped(name: str) -> str:
+    """Show a path, with bytes that are not UTF-8 as \\xNN."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def is_adapter_file(name: str) -> bool:
@@ -43,10 +59,13 @@ def scan(directory: Path) -> Scan:
     A link that leads nowhere, and a sub-directory that may not be read, is one of `adapters`: it was meant to be one.
     """
     status = directory.stat()
-    found = Scan((status.st_dev, status.st_ino), {}, {})
     with os.scandir(directory) as entries:
-        children = [one for one in entries if not is_ignored(one.name) and (one.is_symlink() or one.is_dir())]
+        children = [one for one in entries if one.is_symlink() or one.is_dir()]
+    unnamed = frozenset(escaped(one.name) for one in children if not is_text(one.name))
+    found = Scan((status.st_dev, status.st_ino), {}, {}, unnamed)
     for child in children:
+        if is_ignored(child.name):
+            continue
         stamp, has_files = _look(child.path)
         if stamp:
             (found.adapters if has_files else found.others)[child.name] = stamp
@@ -54,12 +73,12 @@ def scan(directory: Path) -> Scan:
 
 
 def stamp_of(directory: Path) -> str:
-    """As in a scan; empty where there is nothing. Raises OSError where the file system fails."""
+    """Return a directory's stamp as in a scan; empty where there is none. Raises OSError if the file system fails."""
     return _look(str(directory))[0]
 
 
 def _look(path: str) -> tuple[str, bool]:
-    """The stamp of one sub-directory, and whether it has an adapter's files."""
+    """Return the stamp of one sub-directory, and whether it has an adapter's files."""
     try:
         status = os.stat(path)  # noqa: PTH116  (a Path per sub-directory would be half of a scan)
         if not stat.S_ISDIR(status.st_mode):
@@ -75,16 +94,19 @@ def _look(path: str) -> tuple[str, bool]:
 
 
 def is_watched(name: str) -> bool:
-    """An adapter's file, or what a copying program calls it until it is whole; not logs, not checkpoints."""
+    """Whether a name is that of an adapter's file, or of an unfinished copy of one; not logs or checkpoints."""
     return "adapter_" in name or ".safetensors" in name
 
 
 def _file_stamp(entry: os.DirEntry[str]) -> tuple[int, ...]:
-    """Not the device's number: a volume that is mounted again may get another. The mode: for who mends that alone."""
+    """Leave out the device's number: a volume that is mounted again may get another.
+
+    The ctime changes with the content, also where a copy keeps the mtime, and with the mode and the owner.
+    """
     try:
         status = entry.stat()
     except OSError as error:
         if error.errno not in _OWN_FAULT:
             raise
         return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid, status.st_gid
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

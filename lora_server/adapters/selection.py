@@ -1,4 +1,4 @@
-"""Which modules a config says that an adapter is for: its tensors must not contradict it.
+"""Modules that a config selects: the tensors of an adapter must not contradict it.
 
 PEFT ignores a tensor of a module that its config does not select. We never drop a tensor, so what is
 excluded explicitly but has a tensor is refused. A tensor that target_modules only does not list is
@@ -17,7 +17,7 @@ from lora_server.adapters.refusal import clip, refusal, shown
 
 @dataclass(frozen=True)
 class Selection:
-    """target_modules (where it is a list), exclude_modules and layers_to_transform."""
+    """Holds target_modules (where it is a list), exclude_modules and layers_to_transform."""
 
     config: str
     listed: frozenset[str]
@@ -37,7 +37,7 @@ class Selection:
             raise refusal(key, got=f"layer {layer}", expected=wanted, do=f"correct {self.config}")
 
     def warnings(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """One line about the modules that have tensors but are not in target_modules."""
+        """Return one line about the modules that have tensors but are not in target_modules."""
         unlisted = [module for module in modules if self.listed and self.listed.isdisjoint(suffixes(module))]
         if not unlisted:
             return ()
@@ -45,7 +45,7 @@ class Selection:
 
 
 def parse_selection(config: Mapping[str, Any], name: str) -> Selection:
-    """From a config's fields; raises AdapterFormatError for wrong types."""
+    """Parse a config's fields; raises AdapterFormatError for wrong types."""
     targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     for field, value in (("target_modules", targets), ("exclude_modules", excluded)):
         if not isinstance(value, str) and not _is_list_of(str, value):

@@ -1,4 +1,4 @@
-"""What a checked adapter_config.json says about the delta: ranks, scales and targets."""
+"""Ranks, scales and targets of the delta, from a checked adapter_config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lora_server.spec import Invocation
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The part of a checked config that decides the delta."""
+    """Fields of a checked config that decide the delta."""
 
     lora_rank: int
     alpha: float
@@ -31,12 +31,12 @@ class LoraSettings:
     invocation: Invocation | None = None
 
     def rank_of(self, module: str) -> int:
-        """The lora_rank that the config gives a module, or parameter, by its full name."""
+        """Return the lora_rank of a module or parameter, by its full name."""
         found = self.ranks.first(module)
         return self.lora_rank if found is None else int(found)
 
     def scale_of(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA."""
+        """Return alpha / r, or alpha / sqrt(r) for rsLoRA."""
         found = self.alphas.first(module)
         alpha = self.alpha if found is None else found
         lora_rank = self.rank_of(module)
@@ -47,7 +47,7 @@ class LoraSettings:
         return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
 
     def digest(self) -> bytes:
-        """Equal for two configs that give the same tensors the same meaning."""
+        """Return a digest that is equal for configs that give the same tensors the same meaning."""
         patterns = [list(self.rank_pattern.items()), list(self.alpha_pattern.items())]
         meaning: list[object] = [self.lora_rank, self.alpha, self.rslora, patterns, sorted(self.target_parameters)]
         if self.invocation is not None:

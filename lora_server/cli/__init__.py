@@ -1,13 +1,12 @@
 """The `lora-server` command. Heavy imports happen inside commands, so that --help is quick.
 
-command    what it is made of; serve, demo         adapters   of a running server: list, add, update (rows)
-call       one call to a running server            loading    the bar of an adapter that is added
-status     what a running server does              complete   adapters' names for a shell
-doctor     what a machine lacks for a node         live       status, again and again
-tokens     who may do what                         tenants    whose, and how much
-sharing    adapters that others may use            audit      what was changed, by whom
-local      tokens and tenants without a server
-drain      before a node stops, or a shard is started anew
+command    the command itself; serve, demo          adapters   adapters of a running server (printed by rows)
+call       one call to a running server            loading    progress bars of an adapter that is added
+status     state of a running server               complete   adapter names for shell completion
+doctor     checks of this machine                  live       status --watch
+tokens     tokens and their roles                  tenants    tenants and their limits
+sharing    adapters shared between tenants         audit      the audit log
+local      tokens and tenants without a server     drain      draining before a node or shard stops
 """
 
 from lora_server.cli.command import app, main

@@ -14,22 +14,24 @@ from lora_server.units import size
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Adapters of a running server.")
 
-NewName = Annotated[str, typer.Argument(metavar="NAME", help="What requests will call it.")]
-KnownName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=adapter_names, help="An adapter.")]
+NewName = Annotated[str, typer.Argument(metavar="NAME", help="Name that requests use.")]
+KnownName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=adapter_names, help="Name of an adapter.")]
 SourceUrl = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="Its PEFT directory, as the server sees it, or a URL, s3:// and the like."),
+    typer.Argument(metavar="SOURCE", help="PEFT directory, as the server sees it, or a URL such as s3://bucket/law."),
 ]
-WaitOption = Annotated[float, typer.Option(help="Seconds for validation and loading on every shard.")]
+WaitOption = Annotated[float, typer.Option(help="Longest time (s) for validation and loading on every shard.")]
 DrainOption = Annotated[
     float | None,
-    typer.Option(help="Seconds that those who hold what goes may keep it. (default: as long as they need)", min=0.0),
+    typer.Option(
+        help="Seconds after which clients that still hold the old version are cut off. (default: never)", min=0.0
+    ),
 ]
 
 
 @app.command("list")
 def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """All adapters, what is wrong with some, who uses them."""
+    """List adapters, their states, errors and users."""
 
     def command() -> None:
         rows = all_rows(server)
@@ -45,7 +47,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 @app.command("show")
 def show_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Everything about one adapter."""
+    """Show one adapter: state, shards, versions."""
 
     def command() -> None:
         from lora_server import terminal
@@ -91,10 +93,10 @@ def update_adapter(
     wait: WaitOption = 120.0,
     seconds: DrainOption = None,
 ) -> None:
-    """Put another version under a name.
+    """Replace an adapter by another version.
 
-    It is loaded beside the one that serves, then the name means it. One that is refused, or not loaded in time, changes
-    nothing.
+    The new version is loaded beside the old one, then the name switches to it. If it is refused, or not loaded in
+    time, nothing changes.
     """
 
     def command() -> None:
@@ -110,14 +112,14 @@ def update_adapter(
 def rollback_adapter(
     name: KnownName,
     to: Annotated[
-        str, typer.Option(help="A version of `adapters show`, or how it begins; not given: the one before.")
+        str, typer.Option(help="Version from `adapters show`, or its first digits. (default: the one before)")
     ] = "",
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
     wait: WaitOption = 120.0,
     seconds: DrainOption = None,
 ) -> None:
-    """Put an earlier version under its name again."""
+    """Switch a name back to an earlier version."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -132,9 +134,9 @@ def rollback_adapter(
 def remove_adapter(
     name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False, seconds: DrainOption = None
 ) -> None:
-    """Stop serving an adapter at once.
+    """Stop serving an adapter to new requests.
 
-    Its weights go when the last request that holds it has ended.
+    Its weights are freed when the last request that holds it has ended.
     """
 
     def command() -> None:
@@ -154,11 +156,11 @@ def pin_adapter(
     name: KnownName,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
-    wait: Annotated[float, typer.Option(help="Seconds for loading on every shard.")] = 120.0,
+    wait: Annotated[float, typer.Option(help="Longest time (s) for loading on every shard.")] = 120.0,
 ) -> None:
-    """Bring an adapter in, and keep it in every shard's memory.
+    """Load an adapter on every shard and never evict it.
 
-    Refused where all that are pinned do not fit a shard's pool together.
+    A pin is refused if all pinned adapters together do not fit a shard's pool.
     """
 
     def command() -> None:
@@ -176,7 +178,7 @@ def pin_adapter(
 
 @app.command("unpin")
 def unpin_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Let an adapter make room as others do."""
+    """Allow an adapter to be evicted again."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -186,7 +188,7 @@ def unpin_adapter(name: KnownName, server: ServerOption = DEFAULT_SERVER, as_jso
     run(command)
 
 
-# -- what is asked for
+# -- requests
 
 
 def _source(text: str) -> str:
@@ -194,7 +196,7 @@ def _source(text: str) -> str:
 
 
 def _change(server: str, method: str, request: Any, as_json: bool) -> None:
-    """Another version under a name; how far it is, then what it is."""
+    """Add or change an adapter with a progress bar, then print the version that serves."""
     from lora_server import terminal
     from lora_server.cli.loading import loading
 
@@ -209,7 +211,7 @@ def _change(server: str, method: str, request: Any, as_json: bool) -> None:
         terminal.say(terminal.open_console(stderr=True), warning, "warning")
 
 
-# -- what is shown
+# -- output
 
 
 def _show_pinned(row: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What was changed, by whom, and what became of it."""
+"""The audit log: every change, its caller and its outcome."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ FOLLOW_SECONDS = 1.0
 
 
 def audit(
-    follow: Annotated[bool, typer.Option(help="Go on with what comes, until Ctrl-C.")] = False,
-    most: Annotated[int, typer.Option(min=1, max=1000, help="Entries, the newest.")] = 100,
+    follow: Annotated[bool, typer.Option(help="Print new entries until Ctrl-C.")] = False,
+    most: Annotated[int, typer.Option(min=1, max=1000, help="Number of entries, newest.")] = 100,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Who changed what, and when; also who tried and may not.
+    """Show changes and refused attempts: caller, call, subject, outcome.
 
-    With --follow and --json a line of JSON per entry.
+    With --follow and --json each entry is one line of JSON.
     """
 
     def command() -> None:

@@ -1,4 +1,4 @@
-"""One call to a running server: options, deadline, errors as one line, replies as plain values."""
+"""Calls to a running server: common options, deadline, errors as one line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ DEFAULT_SERVER = "127.0.0.1:7400"
 SERVER_VARIABLE = "LORA_SERVER_ADDRESS"
 EXIT_ERROR, EXIT_USAGE = 1, 2
 
-ServerOption = Annotated[str, typer.Option("--server", envvar=SERVER_VARIABLE, help="The server's HOST:PORT.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+ServerOption = Annotated[
+    str, typer.Option("--server", envvar=SERVER_VARIABLE, help="The server's --listen, HOST:PORT.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, all else on stderr.")]
 
 
 def run(command: Callable[[], None]) -> None:
-    """The body of a command: an error of ours is one line and an exit code."""
+    """Run the body of a command; turn a LoraServerError into one line and an exit code."""
     try:
         command()
     except LoraServerError as error:
@@ -29,7 +31,7 @@ def run(command: Callable[[], None]) -> None:
 
 
 def ask(server: str, service: str, method: str, request: Any, seconds: float = 10.0) -> Any:
-    """The reply; raises the server's error, or ServerUnavailableError."""
+    """Return the reply. Raises the server's error, or ServerUnavailableError."""
     from lora_server.wire import lora_server_pb2_grpc as rpc
     from lora_server.wire.rpc import call, open_channel
 
@@ -39,5 +41,5 @@ def ask(server: str, service: str, method: str, request: Any, seconds: float = 1
 
 
 def print_json(document: Any) -> None:
-    """On stdout."""
+    """Print one JSON document on stdout."""
     typer.echo(json.dumps(document, indent=2))

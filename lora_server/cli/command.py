@@ -1,4 +1,4 @@
-"""What the `lora-server` command is made of, and the sub-commands that need no running server."""
+"""The `lora-server` command, and its sub-commands that need no running server."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from lora_server.cli.status import status
 from lora_server.cli.tenants import app as tenants_app
 from lora_server.cli.tokens import app as tokens_app
 from lora_server.config import ServeConfig, load
+from lora_server.config.groups import ESSENTIAL, GROUPS
 from lora_server.errors import LoraServerError
-from lora_server.flags import flags_of
+from lora_server.flags import GroupedCommand, flags_of, show_all_flags
 
 HELP = {"help_option_names": ["-h", "--help"]}  # of all sub-commands too
 
@@ -36,21 +37,38 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it, and exit.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """LoRA adapters on their own shards, for engines that stay LoRA-free."""
+    """Serve LoRA adapters from shards of their own, to engines that stay LoRA-free."""
 
 
-@app.command()
-@flags_of(ServeConfig)
+class ServeCommand(GroupedCommand):
+    """`serve`, with the help of a few flags and the help of all."""
+
+    essential = ESSENTIAL
+
+
+@app.command(cls=ServeCommand)
+@flags_of(ServeConfig, GROUPS)
 def serve(
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with any of these; flags and env win. (default: none)")
+        Path | None, typer.Option(metavar="FILE", help="YAML file with any of these settings. (default: none)")
     ] = None,
+    help_all: Annotated[
+        bool, typer.Option("--help-all", callback=show_all_flags, is_eager=True, help="Show every flag and exit.")
+    ] = False,
     **flags: Any,
 ) -> None:
-    """Run one node of a LoRA server until Ctrl-C or SIGTERM."""
+    """Run one node of a LoRA server until Ctrl-C or SIGTERM.
+
+    \b
+    lora-server serve --base-model ./Mixtral-8x7B --adapters ./adapters \\
+        --layout ep2-pp2
+
+    Every setting is a flag (--device-pool), an environment variable (LORA_SERVER_DEVICE_POOL) and a key of the
+    --config file (device-pool). A flag overrides the variable, which overrides the file.
+    """
 
     def command() -> None:
         from lora_server import logs
@@ -80,16 +98,14 @@ app.command()(drain)
 
 @app.command()
 def demo(
-    model: Annotated[
-        Path | None, typer.Option(help="Your own model directory (default: a small random Mixtral).")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Model directory (default: a small random Mixtral).")] = None,
     adapters: Annotated[
-        Path | None, typer.Option(help="Your own adapters (default: 16 random ones of mixed ranks).")
+        Path | None, typer.Option(help="Directory of adapters (default: 16 random ones of mixed ranks).")
     ] = None,
     layout: Annotated[str, typer.Option(help="Layout of the main check.")] = "ep2-pp2",
     as_json: JsonOption = False,
 ) -> None:
-    """Sharded server, two engines, 16 adapters, checked against PEFT."""
+    """Compare a sharded server with PEFT, token by token."""
 
     def command() -> None:
         from lora_server import installed

@@ -1,4 +1,4 @@
-"""Adapters' names for a shell that completes; where the server does not answer soon there are none."""
+"""Shell completion of adapter names; empty if the server does not answer soon."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 0.7
 
 
 def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
-    """Of the server that the line so far names; what it refused, too, can be shown and removed."""
+    """List names of the server that the command line names, refused ones too: they can be shown and removed."""
     from lora_server.wire.listing import all_pages
 
     server = context.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER

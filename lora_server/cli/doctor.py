@@ -1,63 +1,74 @@
-"""What of this machine would keep a node from serving well, and what to do about it."""
+"""Checks of this machine, each with a cure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lora_server.cli.call import EXIT_ERROR, JsonOption, print_json, run
-from lora_server.config import load
+from lora_server.config import ServeConfig, load
 
 if TYPE_CHECKING:
-    from lora_server.doctor import Finding, Places
+    from lora_server.doctor import Finding, NodeResources
 
-COLUMNS = {"state": "<", "check": "<", "found": "<"}
+COLUMNS = ("state", "check", "found")
 NO_MODEL = "none"  # a configuration needs one, and no check does
 
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="YAML file that a node would be started with. (default: none)")
+        Path | None, typer.Option(help="Also run the checks of a start with this YAML file. (default: none)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What this machine lacks for a node, and what to do about it."""
+    """Check this machine, with a cure for each problem."""
 
     def command() -> None:
-        from lora_server.doctor import Machine, State, diagnose
+        from lora_server import logs
+        from lora_server.doctor import Machine, Outcome, diagnose
 
-        findings = diagnose(Machine(), _places(config))
+        settings = load({}, config) if config is not None else load({"base_model": NO_MODEL})
+        logs.configure()  # to stderr: stdout is for the findings
+        findings = diagnose(Machine(), _resources(settings), _starts(settings) if config is not None else {})
         if as_json:
             print_json([vars(finding) for finding in findings])
         else:
             _show(findings)
-        if any(finding.state is State.FAILED for finding in findings):
+        if any(finding.state is Outcome.FAILED for finding in findings):
             raise typer.Exit(EXIT_ERROR)
 
     run(command)
 
 
-def _places(file: Path | None) -> Places:
-    from lora_server.doctor import Places
+def _starts(settings: ServeConfig) -> dict[str, Callable[[], str]]:
+    from lora_server.daemon.checks import checks, later_checks
 
-    settings = load({}, file) if file is not None else load({"base_model": NO_MODEL})
+    return checks(settings) | later_checks(settings)
+
+
+def _resources(settings: ServeConfig) -> NodeResources:
+    from lora_server.doctor import NodeResources
+
     listens = [("--http", settings.http)]
     if not settings.node_rank:
         listens.insert(0, ("--listen", settings.listen))
     named = {"--data-dir": settings.data_dir, "--disk-cache": settings.disk_cache}
-    return Places(listens, [(flag, path) for flag, path in named.items() if path is not None])
+    return NodeResources(listens, [(flag, path) for flag, path in named.items() if path is not None])
 
 
 def _show(findings: list[Finding]) -> None:
     from lora_server import terminal
-    from lora_server.doctor import State
+    from lora_server.doctor import Outcome
 
     console = terminal.open_console()
-    terminal.table(console, COLUMNS, [(one.state, one.check, one.found) for one in findings], "found")
-    wrong = [one for one in findings if one.state is not State.OK]
+    terminal.table(
+        console, COLUMNS, [(one.state, one.check, one.found) for one in findings], left=COLUMNS, wrapped="found"
+    )
+    wrong = [one for one in findings if one.state is not Outcome.OK]
     if wrong:
         console.print()
-    for one in sorted(wrong, key=lambda one: one.state is not State.FAILED):
+    for one in sorted(wrong, key=lambda one: one.state is not Outcome.FAILED):
         terminal.say(console, f"{one.check}: {one.cure}", one.state)

@@ -1,4 +1,4 @@
-"""Before a node stops, or a shard is started anew: requests come to an end, and new ones wait."""
+"""Draining: requests finish and new ones wait, before a node stops or a shard restarts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ LOOK_SECONDS = 0.2  # between two tries while the controller is away
 
 def drain(
     server: ServerOption = DEFAULT_SERVER,
-    seconds: Annotated[float, typer.Option(help="Seconds to wait for requests to end.")] = 60.0,
-    shard: Annotated[int | None, typer.Option(help="Start this shard anew, then go on. (default: none)")] = None,
+    seconds: Annotated[float, typer.Option(help="Longest time (s) for requests to finish.")] = 60.0,
+    shard: Annotated[int | None, typer.Option(help="Restart this shard between requests. (default: none)")] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Admit requests again.")] = False,
 ) -> None:
-    """Let requests end, and new ones wait, before something stops."""
+    """Stop admitting requests and wait for running ones.
+
+    Use it before a node stops, or with --shard to restart a shard.
+    """
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -41,8 +44,10 @@ def drain(
 
 
 def _held(server: str, seconds: float) -> int:
-    """How many adapters are in use still after so long. A controller that dies meanwhile has a successor that drains
-    on, and is asked for what is left of the time."""
+    """Return how many adapters are still in use after `seconds`.
+
+    A controller that dies meanwhile is restarted and goes on draining: ask it again for the time that is left.
+    """
     from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
     from lora_server.errors import ServerUnavailableError

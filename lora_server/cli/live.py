@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 
     Show = Callable[[pb.StatusReply, Console], None]
 
-SECONDS = 1.0  # between two looks
+SECONDS = 1.0  # between two refreshes
 
 
 def watch(server: str, as_json: bool, show: Show) -> None:
-    """`show` it until Ctrl-C: a screen of its own in a terminal; in a pipe one below the other, or a JSON document per
-    line.
+    """`show` the status every second until Ctrl-C, and an error while the server does not answer.
 
-    A server that does not answer is said so, and asked again.
+    A terminal gets a screen that is redrawn; a pipe gets one screen, or one JSON document per line, after the other.
     """
     from rich.live import Live
 

@@ -1,4 +1,4 @@
-"""How far an adapter is that is being added, on stderr, where that is a terminal."""
+"""Progress of an adapter that is being added, on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_SECONDS, CALL_SECONDS = 0.2, 2.0
 
 @contextlib.contextmanager
 def loading(server: str, name: str) -> Iterator[None]:
-    """Bars until the block ends: first for the validation, then one per shard."""
+    """Show bars until the block ends: first for validation, then one per shard."""
     if not sys.stderr.isatty():
         yield
         return
@@ -35,7 +35,7 @@ def loading(server: str, name: str) -> Iterator[None]:
 
 
 def follow(server: str, name: str, progress: Progress, ended: threading.Event) -> None:
-    """Ask the controller until `ended`."""
+    """Poll the controller until `ended` is set."""
     from lora_server.wire import lora_server_pb2 as pb
     from lora_server.wire import lora_server_pb2_grpc as rpc
     from lora_server.wire.rpc import call, open_channel

@@ -1,7 +1,9 @@
-"""Tokens and tenants beside the database, without a server: for the first token, and where none is left."""
+"""Tokens and tenants written to the database directly: for the first token, or when none is left."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,25 +13,32 @@ from lora_server.cli.call import ask
 
 DataDirOption = Annotated[
     Path | None,
-    typer.Option("--data-dir", help="The server's: ask the database there, without a token. (default: ask the server)"),
+    typer.Option(
+        "--data-dir", help="The server's: use its database directly, without a token. (default: ask the server)"
+    ),
 ]
 RegistryOption = Annotated[
     str,
-    typer.Option("--registry", help="A postgresql:// URL, as the server has it: as with --data-dir. (default: none)"),
+    typer.Option("--registry", help="The server's postgresql:// URL, used like --data-dir. (default: none)"),
 ]
 
 
 def ask_access(server: str, data_dir: Path | None, registry: str, method: str, request: Any) -> Any:
-    """The reply of the server, or what it would be. Raises the server's errors, ConfigError."""
+    """Return the server's reply, or compute it from the database. Raises the server's errors, ConfigError."""
     if data_dir is None and not registry:
         return ask(server, "Access", method, request)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result, and this writes log lines
+        return _ask_database(registry or _file_of(data_dir), method, request)
+
+
+def _ask_database(url: str, method: str, request: Any) -> Any:
     from lora_server.access.gate import Gate
     from lora_server.access.identity import OPERATOR, Identity, Role
     from lora_server.access.rights import CHANGES
     from lora_server.access.service import AccessService
     from lora_server.registry.database import Database
 
-    database = Database(registry or _file_of(data_dir))
+    database = Database(url)
     try:
         gate = Gate(database)
         try:

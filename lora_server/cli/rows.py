@@ -1,4 +1,4 @@
-"""Adapters as the command shows them: a row of plain values each, as a table, or a line for each thing."""
+"""Adapters as rows of plain values, and how the command prints them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     from lora_server.wire import lora_server_pb2 as pb
 
-COLUMNS = {"name": "<", "rank": ">", "size": ">", "state": "<", "clients": ">"}
+COLUMNS = ("name", "rank", "size", "state", "clients")
 
 
 def show_list(rows: list[dict[str, Any]], console: Console) -> None:
-    """One line each; what is wrong stands below."""
+    """Print a line per adapter; warnings and errors stand below."""
     from lora_server import terminal
 
-    terminal.table(console, COLUMNS, [_cells(row) for row in rows], wrapped="name")
+    terminal.table(console, COLUMNS, [_cells(row) for row in rows], left=("name", "state"), wrapped="name")
     for row in rows:
         for warning in row["warnings"]:
             terminal.say(console, f"{row['name']}: {warning}", "warning")
@@ -40,7 +40,7 @@ def _state(row: dict[str, Any]) -> str:
 
 
 def show_one(row: dict[str, Any], console: Console) -> None:
-    """A line for each thing that there is to say."""
+    """Print one adapter, a line per property."""
     from lora_server import terminal
 
     tokens = " ".join(map(str, row["invocation_tokens"] or ()))
@@ -71,7 +71,7 @@ def _earlier(one: dict[str, Any]) -> str:
 
 
 def _where(one: dict[str, Any]) -> str:
-    """What a shard has where."""
+    """Say how many layers a shard has in each tier."""
     device, host, layers = one["device_layers"], one["host_layers"], one["layers"]
     below = "remote" if one["remote"] else "disk"
     places = {"device": device, "host": host, below: layers - max(device, host)}
@@ -82,7 +82,7 @@ def _where(one: dict[str, Any]) -> str:
 
 
 def all_rows(server: str) -> list[dict[str, Any]]:
-    """What is served, and then what was refused, in the same form."""
+    """List served adapters, then refused ones, in the same form."""
     from lora_server.wire.listing import all_pages
 
     reply = all_pages(lambda request: ask(server, "Adapters", "List", request))
@@ -90,7 +90,7 @@ def all_rows(server: str) -> list[dict[str, Any]]:
 
 
 def full_name(server: str, name: str) -> str:
-    """What the server takes it for: a tenant's own adapters are called so without the tenant, too."""
+    """Resolve a name as the server does: a tenant may leave its own prefix out."""
     from lora_server.errors import UnknownAdapterError
     from lora_server.wire import lora_server_pb2 as pb
 
@@ -101,7 +101,7 @@ def full_name(server: str, name: str) -> str:
 
 
 def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
-    """How much of its layers each shard has in its device pool, and in its host pool; its versions."""
+    """Ask for the layers per shard and tier, and for the versions."""
     from lora_server.wire import lora_server_pb2 as pb
 
     if row["state"] in ("refused", "draining"):
@@ -124,7 +124,7 @@ def more(server: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_row(refusal: pb.Refusal) -> dict[str, Any]:
-    """Of one that is not served."""
+    """Make the row of a refused adapter."""
     from lora_server.wire import lora_server_pb2 as pb
 
     unserved = pb.Adapter(name=refusal.name, uri=refusal.uri, state="refused", error=refusal.reason)
@@ -132,7 +132,7 @@ def refused_row(refusal: pb.Refusal) -> dict[str, Any]:
 
 
 def adapter_row(message: pb.Adapter) -> dict[str, Any]:
-    """Of one that is."""
+    """Make the row of a served adapter."""
     return {
         "name": message.name,
         "version": message.version,

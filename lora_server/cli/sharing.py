@@ -1,4 +1,4 @@
-"""Adapters that others may use."""
+"""Sharing adapters between tenants."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lora_server.cli.complete import adapter_names
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
-KnownName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=adapter_names, help="An adapter.")]
-WithOption = Annotated[str, typer.Option("--with", metavar="TENANT", help="One tenant. (default: all)")]
+KnownName = Annotated[str, typer.Argument(metavar="NAME", autocompletion=adapter_names, help="Name of an adapter.")]
+WithOption = Annotated[str, typer.Option("--with", metavar="TENANT", help="Tenant to share with. (default: all)")]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Its commands."""
+    """Add `share` and `unshare` to the adapters commands."""
     app.command("share")(share)
     app.command("unshare")(unshare)
 
@@ -25,14 +25,17 @@ def add_to(app: typer.Typer) -> None:
 def share(
     name: KnownName, tenant: WithOption = "", server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False
 ) -> None:
-    """Let another tenant, or all, use an adapter by its full name."""
+    """Let other tenants use an adapter.
+
+    They use it by its full name, TENANT/NAME.
+    """
     run(lambda: _ask(server, name, tenant, False, as_json))
 
 
 def unshare(
     name: KnownName, tenant: WithOption = "", server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False
 ) -> None:
-    """Not any more; requests that use it now may end."""
+    """Stop sharing an adapter; requests that use it now may finish."""
     run(lambda: _ask(server, name, tenant, True, as_json))
 
 

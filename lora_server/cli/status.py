@@ -1,9 +1,8 @@
-"""What a running server does, and with what."""
+"""State of a running server."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,15 +20,15 @@ WORK = ("shard", "stage", "ep", "state", "node", "pid", "restarts", "steps", "fa
 MEMORY = ("shard", "device", "weights", "free", "clients")
 CLIENTS = ("client", "instance", "by", "heard", "holds")
 LEFT = ("state", "device", "clients", "instance", "by")
-MOST_NAMES = 8  # of what a client holds; --json has all
+MOST_NAMES = 8  # of what a client holds; --json has a hundred
 
 
 def status(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
-    """Shards, memory, clients and adapters of a running server."""
+    """Show shards, memory, clients and adapters of a running server."""
 
     def command() -> None:
         if watch:
@@ -50,7 +49,7 @@ def status(
 
 
 def show(reply: pb.StatusReply, console: Console) -> None:
-    """For people."""
+    """Print the reply for people."""
     from lora_server import terminal
 
     what = f"{reply.model} {reply.layout}; adapters: {count(reply.adapters)}, clients: {count(reply.clients)}"
@@ -73,13 +72,15 @@ def show(reply: pb.StatusReply, console: Console) -> None:
         _table(console, CLIENTS, [_client(client) for client in reply.joined], "instance")
         for client in reply.joined:
             terminal.say(console, _held(client), f"client {client.client}")
+        if (more := reply.clients - len(reply.joined)) > 0:
+            terminal.say(console, f"{count(more)} more clients")
 
 
-def _table(console: Console, columns: Iterable[str], rows: list[list[str]], wrapped: str) -> None:
+def _table(console: Console, columns: tuple[str, ...], rows: list[list[str]], wrapped: str) -> None:
     from lora_server import terminal
 
     console.print()
-    terminal.table(console, {name: "<" if name in LEFT else ">" for name in columns}, rows, wrapped)
+    terminal.table(console, columns, rows, left=LEFT, wrapped=wrapped)
 
 
 def _work(row: pb.ShardStatus) -> list[str]:
@@ -100,9 +101,9 @@ def _memory(row: pb.ShardStatus) -> list[str]:
 
 def _client(client: pb.ClientStatus) -> list[str]:
     by, heard = ", ".join(client.transports), f"{client.silent_seconds:.0f} s ago"
-    return [str(client.client), client.instance, by or "-", heard, count(len(client.adapters))]
+    return [str(client.client), client.instance, by or "-", heard, count(client.held)]
 
 
 def _held(client: pb.ClientStatus) -> str:
-    names, more = client.adapters[:MOST_NAMES], len(client.adapters) - MOST_NAMES
+    names, more = client.adapters[:MOST_NAMES], client.held - MOST_NAMES
     return ", ".join([*names, f"and {count(more)} more"] if more > 0 else names) or "holds no adapter"

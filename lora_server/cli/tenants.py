@@ -1,4 +1,4 @@
-"""Tenants: whose adapters and engines there are, and how much each may have."""
+"""Tenants and their limits."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from lora_server.units import Size, size
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
-COLUMNS = {"tenant": "<", "weight": ">", "adapters": ">", "bytes": ">", "in use": ">", "a second": ">"}
+COLUMNS = ("tenant", "weight", "adapters", "bytes", "in use", "a second")
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tenants, and how much each may have.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tenants and their limits.")
 TenantName = Annotated[str, typer.Argument(metavar="TENANT", help="1 to 64 of a-z, 0-9 and -.")]
 
 
 @app.command("set")
 def set_tenant(
     name: TenantName,
-    weight: Annotated[float, typer.Option(help="Beside other tenants, when all want more than there is.")] = 1.0,
-    max_adapters: Annotated[int, typer.Option(help="Registered; 0: no limit.")] = 0,
-    max_bytes: Annotated[str, typer.Option(help="Of their files, such as 10GiB; 0: no limit.")] = "0",
-    max_active: Annotated[int, typer.Option(help="In use at once; 0: no limit.")] = 0,
-    max_rate: Annotated[float, typer.Option(help="Adds and acquires a second; 0: no limit.")] = 0.0,
+    weight: Annotated[
+        float, typer.Option(help="Share of the server under contention, relative to other tenants.")
+    ] = 1.0,
+    max_adapters: Annotated[int, typer.Option(help="Most registered adapters; 0: no limit.")] = 0,
+    max_bytes: Annotated[str, typer.Option(help="Most bytes of adapter files, such as 10GiB; 0: no limit.")] = "0",
+    max_active: Annotated[int, typer.Option(help="Most adapters in use at once; 0: no limit.")] = 0,
+    max_rate: Annotated[float, typer.Option(help="Most adds and acquires per second; 0: no limit.")] = 0.0,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a tenant, or change all that it may have."""
+    """Create a tenant, or replace all its limits."""
 
     def command() -> None:
         from lora_server.errors import ConfigError
@@ -56,12 +58,17 @@ def list_tenants(
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """All of them."""
+    """List tenants and their limits."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
+        from lora_server.wire.listing import all_pages
 
-        _show(ask_access(server, data_dir, registry, "ListTenants", pb.ListTenantsRequest()).tenants, as_json)
+        def page(request: pb.ListTenantsRequest) -> pb.ListTenantsReply:
+            reply: pb.ListTenantsReply = ask_access(server, data_dir, registry, "ListTenants", request)
+            return reply
+
+        _show(all_pages(page, pb.ListTenantsRequest).tenants, as_json)
 
     run(command)
 
@@ -74,7 +81,10 @@ def remove(
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Revoke all its tokens. Its adapters stay, seen by the operator alone, until they are removed."""
+    """Remove a tenant and revoke its tokens.
+
+    Its adapters stay, visible to the operator only, until they are removed.
+    """
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -90,7 +100,9 @@ def _show(tenants: Any, as_json: bool) -> None:
     if as_json:
         print_json([_row(one) for one in tenants])
     else:
-        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tenants], wrapped="tenant")
+        terminal.table(
+            terminal.open_console(), COLUMNS, [_cells(one) for one in tenants], left=("tenant",), wrapped="tenant"
+        )
 
 
 def _row(tenant: pb.Tenant) -> dict[str, Any]:

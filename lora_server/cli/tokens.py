@@ -1,4 +1,4 @@
-"""Tokens: who may do what."""
+"""Access tokens and their roles."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from lora_server.cli.local import DataDirOption, RegistryOption, ask_access
 if TYPE_CHECKING:
     from lora_server.wire import lora_server_pb2 as pb
 
-COLUMNS = {"id": "<", "tenant": "<", "role": "<", "made": "<", "state": "<", "note": "<"}
+COLUMNS = ("id", "tenant", "role", "made", "state", "note")
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Tokens: who may do what.")
-TokenId = Annotated[str, typer.Argument(metavar="ID", help="Of a token, as list shows it.")]
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Access tokens and their roles.")
+TokenId = Annotated[str, typer.Argument(metavar="ID", help="Id of a token, from `tokens list`.")]
 FileOption = Annotated[
-    Path | None, typer.Option("--file", help="Write the token there, mode 0600, instead of showing it. (default: none)")
+    Path | None,
+    typer.Option("--file", help="Write the token to this file, mode 0600, instead of stdout. (default: none)"),
 ]
 
 
 @app.command("create")
 def create(
     role: Annotated[str, typer.Option(help="admin, publisher, engine or viewer.")],
-    tenant: Annotated[str, typer.Option(help="Whose. (default: the operator's, or the caller's own)")] = "",
-    note: Annotated[str, typer.Option(help="What it is for. (default: none)")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the token. (default: the operator, or the caller's own)")] = "",
+    note: Annotated[str, typer.Option(help="Note for `tokens list`. (default: none)")] = "",
     file: FileOption = None,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make one. It is shown once, and never again."""
+    """Create a token. It is printed once and cannot be shown again."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -53,17 +54,22 @@ def list_tokens(
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """All of them, without what proves them."""
+    """List tokens, without their secrets."""
 
     def command() -> None:
         from lora_server import terminal
         from lora_server.wire import lora_server_pb2 as pb
+        from lora_server.wire.listing import all_pages
 
-        tokens = ask_access(server, data_dir, registry, "ListTokens", pb.ListTokensRequest()).tokens
+        def page(request: pb.ListTokensRequest) -> pb.ListTokensReply:
+            reply: pb.ListTokensReply = ask_access(server, data_dir, registry, "ListTokens", request)
+            return reply
+
+        tokens = sorted(all_pages(page, pb.ListTokensRequest).tokens, key=lambda one: one.created)
         if as_json:
             print_json([_row(one) for one in tokens])
             return
-        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tokens], wrapped="note")
+        terminal.table(terminal.open_console(), COLUMNS, [_cells(one) for one in tokens], left=COLUMNS, wrapped="note")
 
     run(command)
 
@@ -71,14 +77,14 @@ def list_tokens(
 @app.command("rotate")
 def rotate(
     token: TokenId,
-    overlap: Annotated[float, typer.Option(help="Seconds for which the old one is good, too.")] = 3600.0,
+    overlap: Annotated[float, typer.Option(help="Seconds for which the old secret stays valid.")] = 3600.0,
     file: FileOption = None,
     server: ServerOption = DEFAULT_SERVER,
     data_dir: DataDirOption = None,
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Give a token another text. Leases that were made with it go on."""
+    """Give a token a new secret. Leases made with the old one go on."""
 
     def command() -> None:
         from lora_server.wire import lora_server_pb2 as pb
@@ -97,7 +103,7 @@ def revoke(
     registry: RegistryOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Nobody gets in with it any more, two seconds from now.
+    """Revoke a token; takes effect within two seconds.
 
     Leases that were made with it end.
     """
@@ -126,7 +132,7 @@ def _hand_over(reply: pb.Token, file: Path | None, as_json: bool) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """For its owner alone; what is there goes at once, so that who reads it meanwhile gets one or the other."""
+    """Write a file for its owner alone, and replace an existing one atomically."""
     from lora_server.errors import ConfigError
 
     new = file.with_name(f".{file.name}.{os.getpid()}")

@@ -3,7 +3,8 @@
 controller    puts together:
   clients     their leases, and what they hold     prefetch    signals before a request's first step
   arrivals    shards that come, go, and tell       drain       nobody is admitted any more
-                what they kept
+                what they kept                   connections  how many a port has
+  caller      whether who asked still waits
 adapters/     what there is, and what shards were told of it
 admission/    who may use it now, who waits
 members/      shards and clients: who is here, until when

@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from lora_server.control.adapters.reconciled import ReconciledAdapters
+from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.clients import Clients
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.shards import ShardHandle, ShardTable
+from lora_server.control.start import StartState
 from lora_server.errors import ConfigError
 from lora_server.registry.versions import Version
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.messages import badge_of
 
 log = structlog.get_logger()
 
@@ -32,15 +34,15 @@ class Arrivals:
         self,
         agreement: Agreement,
         shards: ShardTable,
-        adapters: ReconciledAdapters,
+        adapters: ServerAdapters,
         clients: Clients,
-        settled: threading.Event,
+        start: StartState,
         restarted: bool,
         listed: Sequence[Version] | None = None,
     ) -> None:
         """`listed`: what the ledger says, if there is one."""
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
-        self.settled, self._restarted, self._listed = settled, restarted, listed
+        self._start, self._restarted, self._listed = start, restarted, listed
         self.run = ""
         self.on_run: Callable[[str], object] = lambda run: None  # which one it is, before anybody is admitted
         self._lock = threading.Lock()
@@ -53,13 +55,13 @@ class Arrivals:
         self._check(registration)
         handle = ShardHandle(registration)
         with self._lock:
-            self._shards.arrive(handle, self.settled.is_set())  # first: what it keeps counts if it has its rank
+            self._shards.arrive(handle, self._start.settled.is_set())  # first: what it keeps counts if it has its rank
             try:
                 self._learn(handle, kept)
             except Exception as error:  # what an older version kept, say
                 self._shards.depart(handle)
                 raise ConfigError(f"shard {handle.shard}: what it kept cannot be read: {error!r}") from error
-            if not self.settled.is_set() and len(self._shards.live()) == self._agreement.layout.num_shards:
+            if not self._start.settled.is_set() and len(self._shards.live()) == self._agreement.layout.num_shards:
                 self._settle()
         if self._agreement.coordination == "leader":
             self._introduce_leader(handle)
@@ -67,23 +69,25 @@ class Arrivals:
         return handle
 
     def _learn(self, handle: ShardHandle, kept: Sequence[pb.Kept]) -> None:
-        registration, settled = handle.registration, self.settled.is_set()
+        registration, settled = handle.registration, self._start.settled.is_set()
         if registration.run and not settled:
             self.run = self.run or registration.run
         if registration.run and registration.run != self.run:
             handle.send(self._claim(handle, self.run))  # drops what it keeps of another run
             kept = ()
+        presumed: Sequence[int] = ()
         loads, grants = [one for one in kept if one.load.handle], [one.grant for one in kept if one.grant.client]
         if not settled and registration.run == self.run:
             if self._restarted and registration.registered:
-                self._adapters.registered.set()
+                self._start.registered.set()
                 if registration.HasField("refused"):
-                    self._adapters.adopt_refused(registration.refused)
-            self._adapters.adopt((one.load for one in loads), registration.gone, registration.last_handle)
+                    self._adapters.catalog.refusals.adopt(registration.refused)
+            self._adapters.recovery.adopt((one.load for one in loads), registration.gone, registration.last_handle)
             self._clients.adopt(grants, registration.last_client)
-            self._adapters.presume(registration.active)
+            presumed = registration.active
         handle.send(self._claim(handle, self.run if settled else ""))
-        self._adapters.introduce(handle, loads)
+        self._adapters.sync.introduce(handle, loads)
+        self._adapters.admission.introduce(handle, presumed)
         self._clients.introduce(handle, grants)
 
     def _check(self, registration: pb.Registration) -> None:
@@ -95,17 +99,19 @@ class Arrivals:
             )
 
     def _claim(self, handle: ShardHandle, run: str) -> pb.ShardCommand:
-        registered, restarts = self._adapters.registered.is_set(), self._shards.restarts[handle.shard]
+        registered, restarts = self._start.registered.is_set(), self._shards.restarts[handle.shard]
         return pb.ShardCommand(claim=pb.Claim(epoch=handle.epoch, run=run, registered=registered, restarts=restarts))
 
     def _settle(self) -> None:
         self.run = self.run or secrets.token_hex(8)
         if self._listed is not None:
-            self._adapters.reconcile(self._listed)
+            self._adapters.recovery.reconcile(self._listed)
         self.on_run(self.run)
-        self.settled.set()
+        self._start.settled.set()
         self.announce()
-        self._adapters.settle()
+        self._adapters.sync.settle()
+        self._adapters.admission.cut_off_at(self._adapters.recovery.deadlines)
+        self._adapters.admission.collect()
 
     def announce(self) -> None:
         """Tell the shards which run they are of, and whether its start-up directory is registered."""
@@ -121,8 +127,9 @@ class Arrivals:
         if leader is None:
             return
         said = leader.registration
-        told = pb.Follow(address=said.order_address, badge=said.order_badge, certificate=said.endpoint.certificate)
+        told = pb.Follow(address=said.order_address, certificate=said.endpoint.certificate)
         for follower in stage.values() if shard == leader_index else [arrived]:
+            told.badge = badge_of(said.order_badge, follower.shard)
             follower.send(pb.ShardCommand(follow=told))
 
     def depart(self, handle: ShardHandle) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.adapters.adapters import Adapters
-from lora_server.control.adapters.held import CheckInUse
-from lora_server.control.adapters.registry import Record
-from lora_server.control.adapters.told import RESTARTED
-from lora_server.control.admission.admission import Queued
+from lora_server.control.adapters.records import Record
+from lora_server.control.admission.queue import QueuePosition
+from lora_server.control.admission.service import AdmissionService, CheckInUse
 from lora_server.control.members.leases import ClientLease, Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
 from lora_server.control.members.world import World
 from lora_server.control.prefetch import Prefetches
+from lora_server.control.start import RESTARTED, StartState
 from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.session import Proof
@@ -27,24 +26,25 @@ log = structlog.get_logger()
 
 
 class Clients:
-    """Thread-safe. `settled`: all shards have said whom they know, so that an unknown lease is none."""
+    """Thread-safe. Leases are refused until the start is settled: then an unknown lease is none."""
 
     def __init__(
         self,
         leases: Leases,
         shards: ShardTable,
-        adapters: Adapters,
-        settled: threading.Event,
+        admission: AdmissionService,
+        start: StartState,
         world: World,
         timings: Timings = DEFAULTS,
         clock: Clock = SYSTEM,
         max_waiters: int = MAX_WAITERS,
     ) -> None:
-        self.leases, self._shards, self._adapters, self._settled = leases, shards, adapters, settled
+        self.leases, self._shards, self._admission, self._start = leases, shards, admission, start
         self.world, self._timings = world, timings
-        self.prefetches = Prefetches(leases, adapters, shards, timings.prefetch_gap, clock)
+        self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
         self._waiters = threading.Semaphore(max_waiters)
         self.refused = ""  # why nobody may join
+        self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
 
     def join(
         self,
@@ -62,8 +62,7 @@ class Clients:
         if self.refused:
             raise ServerUnavailableError(self.refused)
         live = self._shards.require_up()
-        if not self._settled.is_set():
-            raise ServerUnavailableError(RESTARTED)
+        self._start.require_settled()
         lease = self.leases.grant(instance, served_names, tenant, token)
         grant = pb.Grant(client=lease.client, epoch=lease.epoch, key=lease.key, instance=instance)
         grant.served_names.extend(served_names)
@@ -85,15 +84,15 @@ class Clients:
         try:
             return self.leases.renew(proof)
         except LeaseError:
-            if self._settled.is_set():
+            if self._start.settled.is_set():
                 raise
             raise ServerUnavailableError(RESTARTED) from None
 
     def heartbeat(self, proof: Proof, settled: Iterable[int] = ()) -> bool:
         """Whether it has to say what it holds; settled: tickets whose answer it has. Raises LeaseError."""
         client = self.renew(proof)
-        self._adapters.settle_tickets(client, settled)
-        return self._adapters.is_unknown(client)
+        self._admission.settle(client, settled)
+        return self._admission.holds.is_unknown(client)
 
     def leave(self, proof: Proof, unanswered: bool = False) -> None:
         """It goes, if it had not gone before; `unanswered`: steps of it may still be on their way."""
@@ -103,6 +102,8 @@ class Clients:
 
     def end(self, client: int, epoch: int) -> None:
         """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
+        if not self._start.settled.is_set():
+            self._ended.add((client, epoch))
         if self.leases.end(client, epoch):
             self._forget(client)
 
@@ -132,29 +133,29 @@ class Clients:
         tenant: str = "",
         weight: float = 1.0,
         check: CheckInUse | None = None,
-    ) -> tuple[list[Record], Queued | None]:
+    ) -> tuple[list[Record], QueuePosition | None]:
         """Hold adapters for a tenant, or be queued for them; raises UnknownAdapterError, LeaseError, and what `check`
         does."""
-        return self._adapters.acquire(self.renew(proof), names, ticket, tenant, weight, check)
+        return self._admission.acquire(self.renew(proof), names, ticket, tenant, weight, check)
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
-        """See Adapters; where as many wait already as may, at once. Raises LeaseError."""
+        """See AdmissionService; where as many wait already as may, at once. Raises LeaseError."""
         client = self.renew(proof)
         if not self._waiters.acquire(blocking=False):
-            return self._adapters.wait_admitted(client, tickets, 0.0)
+            return self._admission.wait_admitted(client, tickets, 0.0)
         try:
-            return self._adapters.wait_admitted(client, tickets, min(seconds, self._timings.await_call))
+            return self._admission.wait_admitted(client, tickets, min(seconds, self._timings.await_call))
         finally:
             self._waiters.release()
 
     def cancel(self, proof: Proof, tickets: Sequence[int]) -> None:
-        """Take back what was asked for; raises LeaseError."""
-        self._adapters.cancel(self.renew(proof), tickets)
+        """Take back what was asked for; raises LeaseError, AdmissionError."""
+        self._admission.cancel(self.renew(proof), tickets)
 
     def release(self, proof: Proof, handles: Iterable[int]) -> None:
         """Let go of adapters; raises LeaseError."""
         client = self.renew(proof)
-        self._adapters.release(client, handles)
+        self._admission.release(client, handles)
         self.prefetches.released(client)
 
     def prefetch(self, proof: Proof, needs: Mapping[int, int]) -> None:
@@ -165,8 +166,8 @@ class Clients:
     def restore(self, proof: Proof, handles: Iterable[int]) -> None:
         """What a client of an earlier controller holds, which says it once; raises LeaseError."""
         client = self.renew(proof)
-        if self._adapters.is_unknown(client):
-            self._adapters.restore(client, handles)
+        if self._admission.holds.is_unknown(client):
+            self._admission.restore(client, handles)
 
     def borrow(self, proof: Proof, holder: Proof) -> None:
         """Steps of one client may name what the other holds; raises LeaseError for either."""
@@ -178,8 +179,8 @@ class Clients:
         """Clients that a shard kept from an earlier controller of the same run."""
         self.leases.reserve(last_client)
         for grant in grants:
-            if self.leases.adopt(grant):
-                self._adapters.expect(grant.client)
+            if (grant.client, grant.epoch) not in self._ended and self.leases.adopt(grant):
+                self._admission.holds.expect(grant.client)
                 self.world.adopt(grant.client, grant.pe)
 
     def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:
@@ -198,5 +199,5 @@ class Clients:
         self.prefetches.forget(client)
         self.world.give_back(client, rests=True)
         self._shards.broadcast(pb.ShardCommand(revoke=client))
-        self._adapters.forget_client(client)
+        self._admission.forget_client(client)
         log.info("client gone", client=client)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-
 from lora_server.clock import SYSTEM, Clock
 from lora_server.control.adapters.allowed import NOWHERE, Allowed
-from lora_server.control.adapters.followed import FollowedAdapters
+from lora_server.control.adapters.resolver import Resolver
+from lora_server.control.adapters.server_adapters import ServerAdapters
 from lora_server.control.arrivals import Arrivals
 from lora_server.control.clients import MAX_WAITERS, Clients
 from lora_server.control.drain import Drain
 from lora_server.control.members.agreement import Agreement
 from lora_server.control.members.leases import Leases
-from lora_server.control.members.shards import ShardTable
+from lora_server.control.members.shards import ShardHandle, ShardTable
 from lora_server.control.members.world import World
+from lora_server.control.start import StartState
 from lora_server.registry.versions import Ledger
 from lora_server.sources.copies import Copies
 from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import lora_server_pb2 as pb
 
 
 class Controller:
     """Everything that one server's control plane knows; each part is thread-safe."""
+
+    resolver: Resolver | None = None  # of names that nobody registered
 
     def __init__(
         self,
@@ -41,15 +44,15 @@ class Controller:
         """`restarted`: an earlier one of the same node may have registered the start-up directory; `fetcher` brings
         adapters from far; `allowed`: where those that are added may lie; `ledger`: where those are kept for good,
         `copies`: where their files are."""
-        settled = threading.Event()
+        self.start = start = StartState()
         self.timings = timings
         self.agreement, self._require_all, self.allowed = agreement, require_all_adapters, allowed
         self.shards = ShardTable(agreement.layout, agreement.coordination, timings.shard_silence, clock)
         leases = Leases(clock=clock) if leases is None else leases
-        self.adapters = FollowedAdapters(
+        self.adapters = ServerAdapters.of(
             agreement,
             self.shards,
-            settled,
+            start,
             leases,
             max_active_adapters,
             fetcher,
@@ -62,11 +65,11 @@ class Controller:
         self.fetcher = fetcher
         places = agreement.layout.num_shards, agreement.nvshmem_clients, agreement.slots
         world = World(self.shards, *places, timings.world_rest, clock)
-        self.clients = Clients(leases, self.shards, self.adapters, settled, world, timings, clock, max_waiters)
+        self.clients = Clients(leases, self.shards, self.adapters.admission, start, world, timings, clock, max_waiters)
         drains = ledger.drains if ledger is not None else None
-        self.drain = Drain(self.shards, self.clients, self.adapters, drains, timings.drain_look, clock)
+        self.drain = Drain(self.shards, self.clients, self.adapters.admission, drains, timings.drain_look, clock)
         listed = ledger.listed() if ledger is not None else None
-        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, settled, restarted, listed)
+        self.arrivals = Arrivals(agreement, self.shards, self.adapters, self.clients, start, restarted, listed)
         self.arrivals.on_run = self.drain.settle
 
     def not_ready(self) -> str:
@@ -78,8 +81,27 @@ class Controller:
             return f"shards not up: {missing}"
         if self.clients.world.reason:
             return self.clients.world.reason
-        if not self.adapters.registered.is_set():
-            done, total = self.adapters.progress
+        if not self.start.registered.is_set():
+            done, total = self.start.progress
             return f"registering adapters: {done:,} of {total:,}" if total else "registering adapters"
-        refused = [one for one in self.adapters.refused() if one.start_up] if self._require_all else ()
+        refused = [one for one in self.adapters.catalog.refusals.listed() if one.start_up] if self._require_all else ()
         return "; ".join(f"adapter {one.name!r} was refused: {one.reason}" for one in refused)
+
+    def hear(self, handle: ShardHandle, report: pb.ShardReport) -> None:
+        """Apply one report of a shard. Its reports come one at a time, in their order."""
+        kind = report.WhichOneof("report")
+        adapters = self.adapters
+        if kind == "done":
+            handle.finish(report.done)
+            if report.done.code:  # what waits for an adapter that cannot be loaded is refused
+                adapters.admission.admit()
+        elif kind == "stats":
+            self.shards.update(handle, report.stats)
+        elif kind == "residencies":
+            adapters.sync.moved(handle.shard, report.residencies.moved)
+            if adapters.admission.queue.tickets.waiting:
+                adapters.admission.admit()
+        elif kind == "leaving":
+            handle.leaving = True
+        elif kind == "client_gone":
+            self.clients.end(report.client_gone.client, report.client_gone.epoch)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.adapters.adapters import Adapters
-from lora_server.control.adapters.told import RESTARTED
+from lora_server.control.admission.service import AdmissionService
 from lora_server.control.clients import Clients
 from lora_server.control.members.shards import ShardTable, wait_all
+from lora_server.control.start import RESTARTED
 from lora_server.errors import ConfigError, ServerBusyError, ServerUnavailableError
 from lora_server.registry.drains import Drains
 from lora_server.timings import Timings
@@ -34,14 +34,14 @@ class Drain:
         self,
         shards: ShardTable,
         clients: Clients,
-        adapters: Adapters,
+        admission: AdmissionService,
         drains: Drains | None = None,
         look_seconds: float = Timings.drain_look,
         clock: Clock = SYSTEM,
     ) -> None:
         """`drains`: where it is kept. `look_seconds`: between two looks for a shard's successor."""
         self._look_seconds, self._clock = look_seconds, clock
-        self._shards, self._clients, self._adapters, self._drains = shards, clients, adapters, drains
+        self._shards, self._clients, self._admission, self._drains = shards, clients, admission, drains
         self._drained = drains.drained() if drains is not None else set()  # under an earlier controller
         self._run = ""
         self._one = threading.Lock()
@@ -70,7 +70,7 @@ class Drain:
     def _pause(self, seconds: float) -> int:
         self.reason = "draining"
         self._clients.refused = "the server is draining, and will stop: ask another one"
-        return self._adapters.drain(self.reason, seconds)
+        return self._admission.pause(self.reason, seconds)
 
     def resume(self) -> None:
         """As if nothing had been."""
@@ -80,7 +80,7 @@ class Drain:
 
     def _go_on(self) -> None:
         self.reason = self._clients.refused = ""
-        self._adapters.drain("", 0)
+        self._admission.pause("", 0)
 
     def restart(self, shard: int, seconds: float) -> None:
         """Start a shard anew between requests: they wait, and go on with its successor.
@@ -97,7 +97,7 @@ class Drain:
         with self._alone():
             self.reason = f"shard {shard} is started anew"
             try:
-                if held := self._adapters.drain(self.reason, deadline - self._clock.now()):
+                if held := self._admission.pause(self.reason, deadline - self._clock.now()):
                     raise ServerUnavailableError(
                         f"shard {shard}: not started anew, since {held} adapters were still in use after "
                         f"{seconds:g} s; give it longer"

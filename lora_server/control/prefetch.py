@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import structlog
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.control.adapters.adapters import Adapters
+from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardTable
 from lora_server.logs import Repeats
@@ -34,13 +34,13 @@ class Prefetches:
     def __init__(
         self,
         leases: Leases,
-        adapters: Adapters,
+        holds: ClientHolds,
         shards: ShardTable,
         gap_seconds: float = Timings.prefetch_gap,
         clock: Clock = SYSTEM,
     ) -> None:
         """`gap_seconds`: between two of one client."""
-        self._leases, self._adapters, self._shards = leases, adapters, shards
+        self._leases, self._holds, self._shards = leases, holds, shards
         self._gap_seconds, self._clock = gap_seconds, clock
         self.ignored = Counter(dict.fromkeys(("too much", "too often", "not held"), 0))  # by why
         self._complain = Repeats(log.warning)
@@ -64,7 +64,7 @@ class Prefetches:
                 self._pass_on(client, expected)
 
     def _pass_on(self, client: int, expected: Mapping[int, int]) -> None:
-        held = self._adapters.holds(client, expected)
+        held = self._holds.of(client, expected)
         if len(held) < len(expected):
             self._ignore("not held", client=client, handles=sorted(expected.keys() - held)[:8])
         self._announced[client] = held
@@ -79,7 +79,7 @@ class Prefetches:
         """A client let go of something: with the last of what it announced it needs nothing any more."""
         with self._lock:
             announced = self._announced.get(client)
-            if announced and not self._adapters.holds(client, announced):
+            if announced and not self._holds.of(client, announced):
                 self._announced[client] = set()
                 self._tell(client, [])
 

@@ -1,4 +1,4 @@
-"""Where a shard keeps weights and computes: concrete classes for `--device cpu` and `--device cuda`."""
+"""Stores and kernels of a shard: concrete classes for `--device cpu` and `--device cuda`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kernels_cuda import cpu
 from kernels_cuda.heuristics import STAGES
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.layout import PAGE_BYTES
+from lora_server.config import ServeConfig
 from lora_server.errors import ConfigError
 from lora_server.host_memory import available_bytes
 from lora_server.memory.eviction import POLICIES
@@ -22,7 +23,7 @@ from lora_server.memory.on_cpu import CpuTier
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.memory.pools import Pool
-from lora_server.memory.resident import ResidentTier
+from lora_server.memory.resident import resident_tier
 from lora_server.memory.store import WeightStore
 from lora_server.memory.tier import Tier
 from lora_server.placement import Placement
@@ -35,7 +36,7 @@ from lora_server.transport.gpu.connection import SlotsMemory
 from lora_server.transport.gpu.gpu import Gpu
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.opened import gpu_of, world_gpu_of
-from lora_server.units import Size
+from lora_server.units import Size, size
 from lora_server.wire.region import RegionLayout
 
 log = structlog.get_logger()
@@ -48,7 +49,7 @@ OnLayer = Callable[[int, int], None]
 
 
 class Backend(NamedTuple):
-    """What one shard's loop needs of its device."""
+    """A shard's store and compute on its device, for the loop."""
 
     store: WeightStore
     compute: Compute
@@ -56,26 +57,26 @@ class Backend(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What a shard may take for adapters. A share is of what is free at the start, dealt to `sharing` shards."""
+    """Memory that a shard may use for adapters. A share is of what is free at the start, among `sharing` shards."""
 
     device_pool: Size = DEVICE_POOL
     host_pool: Size | None = None
     eviction: str = "lru"
     link_gbps: float = 0.0
     sharing: int = 1
-    fetcher: Fetcher | None = None  # of files from far
+    fetcher: Fetcher | None = None  # of remote files
     preload: bool = False
     timings: Timings = DEFAULTS
 
     def bytes_of(self, size: Size, available: int, flag: str) -> int:
-        """Of one pool; raises ConfigError where it is more than there is."""
+        """Return the size of one pool; raises ConfigError if less than that is available."""
         nbytes = size.of(available) // (self.sharing if size.share else 1)
         if nbytes > available:
             raise ConfigError(f"{flag}: {nbytes / GIB:.1f} GiB asked for, {available / GIB:.1f} GiB are free")
         return nbytes
 
     def pinned_bytes(self, available: int, device_bytes: int) -> int:
-        """Of a GPU's host pool: as asked for, else as large as the device pool, but at most a quarter of the host."""
+        """Return a GPU's host pool size: as configured, else the device pool's, at most a quarter of the host."""
         if self.host_pool is not None:
             return self.bytes_of(self.host_pool, available, "--host-pool")
         return min(device_bytes, self.bytes_of(HOST_POOL_OF_GPUS, available, "--host-pool"))
@@ -83,7 +84,7 @@ class Memory:
     def store(
         self, placement: Placement, shard: int, tier: Tier, host_pool: Pool | None, on_layer: OnLayer
     ) -> WeightStore:
-        """A shard's."""
+        """Create a shard's store."""
         policy = POLICIES[self.eviction]
         return WeightStore(
             placement,
@@ -97,6 +98,23 @@ class Memory:
             preload=self.preload,
             timings=self.timings,
         )
+
+
+def check(config: ServeConfig, local_shards: int) -> str:
+    """Say what the pools of a node's shards would be. Raises ConfigError as their start would; allocates nothing."""
+    memory = Memory(device_pool=config.device_pool, host_pool=config.host_pool, sharing=local_shards)
+    available = available_bytes()
+    if config.device == "cuda":
+        free, _ = torch.cuda.mem_get_info(_gpu(0))
+        of_a_gpu = -(-local_shards // torch.cuda.device_count())
+        pool = dataclasses.replace(memory, sharing=of_a_gpu).bytes_of(memory.device_pool, free, "--device-pool")
+        packed = memory.pinned_bytes(available, pool)
+    else:
+        pool = memory.bytes_of(memory.device_pool, available, "--device-pool")
+        packed = memory.bytes_of(memory.host_pool or Size(), available, "--host-pool")
+    return (
+        f"{config.device}; for each of {local_shards} shards {size(pool)} of device pool, {size(packed)} of host pool"
+    )
 
 
 def host(
@@ -130,7 +148,7 @@ def paged(
     """Weights in the pages of any device, computed by `launch`."""
     tier = PagedTier(placement, shard, dtype, pool)
     store = memory.store(placement, shard, tier, host_pool, on_layer)
-    return Backend(store, DeviceCompute(launch, tier.table, placement.spec, dtype, max_step_rows, lost))
+    return Backend(store, DeviceCompute(launch, tier.rows.table, placement.spec, dtype, max_step_rows, lost))
 
 
 def cuda(
@@ -183,8 +201,8 @@ def _check_step_rows(max_step_rows: int, stages: int) -> None:
         raise ConfigError(f"--max-step-rows: got {max_step_rows}, expected at most {most} with --device cuda")
 
 
-class Resident(NamedTuple):
-    """What a shard needs whose kernel serves by itself."""
+class DeviceBackend(NamedTuple):
+    """A shard's store and kernel, where the kernel serves by itself."""
 
     store: WeightStore
     kernel: ServeKernel
@@ -201,12 +219,12 @@ def resident(
     host_pool: Pool | None = None,
     memory: Memory = Memory(),
     on_layer: OnLayer = lambda *_: None,
-) -> Resident:
+) -> DeviceBackend:
     """Weights in the pages of any GPU, computed by a kernel that serves by itself. Raises ConfigError."""
     _check_step_rows(max_step_rows, STAGES)
     kernel = ServeKernel(gpu, placement.spec, dtype, region, max_step_rows)
-    tier = ResidentTier(placement, shard, dtype, pool, kernel)
-    return Resident(memory.store(placement, shard, tier, host_pool, on_layer), kernel)
+    tier = resident_tier(placement, shard, dtype, pool, kernel)
+    return DeviceBackend(memory.store(placement, shard, tier, host_pool, on_layer), kernel)
 
 
 def cuda_resident(
@@ -221,8 +239,8 @@ def cuda_resident(
     memory: Memory,
     on_layer: OnLayer,
     nvshmem: bool = False,
-) -> Resident:
-    """The same in the memory of the GPU that `cuda` would give the shard. Raises ConfigError.
+) -> DeviceBackend:
+    """As `resident`, on the GPU that `cuda` would give the shard. Raises ConfigError.
 
     One shard to a GPU: the kernel takes every multiprocessor. `nvshmem`: it reaches other PEs.
     """
@@ -239,7 +257,7 @@ def cuda_resident(
 
 
 def _is_lost(device: torch.device) -> bool:
-    """An error that a context does not survive comes back at every call; any other was told once."""
+    """Whether the CUDA context is lost: such an error is raised by every call, any other once."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -248,7 +266,7 @@ def _is_lost(device: torch.device) -> bool:
 
 
 def client_memory(local_index: int, transport: str) -> DeviceMemory:
-    """Where clients' rows go on the GPU that `cuda` gave the shard; from any thread."""
+    """Return the memory for clients' rows on the GPU that `cuda` gave the shard. Thread-safe."""
     if transport != "cuda_ipc":
         prepare_environment()
         return SlotsMemory(gpu_of(_gpu(local_index)))

@@ -1,4 +1,4 @@
-"""What the processes that a node starts have in common: configuration from stdin, and an end with its other end."""
+"""Bootstrap of a node's child processes: read the configuration from stdin; exit when stdin closes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lora_server.daemon.signals import on_signals
 from lora_server.errors import LoraServerError
 from lora_server.sources.cache import DiskCache
 from lora_server.sources.fetch import Fetcher, FromNode0
+from lora_server.sources.urls import prefixes
 from lora_server.spec import ModelSpec
 
 DISK_CACHE = "disk-cache"  # its directory, where --disk-cache does not name one
@@ -27,31 +28,32 @@ log = structlog.get_logger()
 
 
 class Process(Protocol):
-    """What runs in a child."""
+    """The object that a child process runs."""
 
     def run(self) -> int:
-        """Until it is stopped; the exit code. Says that it is up."""
+        """Say that the process is up, serve until stopped, and return the exit code."""
         ...
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop `run`, from any thread."""
         ...
 
 
 def open_fetcher(config: ProcessConfig, spec: ModelSpec, from_node0: FromNode0 | None = None) -> Fetcher:
-    """Into the disk cache that this process shares with the others of its node. Raises ConfigError."""
+    """Open a fetcher into the disk cache that all processes of the node share. Raises ConfigError."""
     assert config.disk_cache is not None  # the node chose
-    return Fetcher(DiskCache(config.disk_cache, config.disk_cache_size), spec, from_node0)
+    cache = DiskCache(config.disk_cache, config.disk_cache_size)
+    return Fetcher(cache, spec, from_node0, prefixes(config.allow_source))
 
 
 def _die(failure: threading.ExceptHookArgs) -> None:
-    """A process without its listener, loader or stream would only look alive: better restarted."""
+    """End the process: without its listener, loader or stream it would only look alive."""
     log.critical("a thread died", thread=failure.thread.name if failure.thread else "", exc_info=failure.exc_value)
     os._exit(1)
 
 
 def run_child(make: Callable[[ProcessConfig], Process]) -> None:
-    """Never returns: daemon threads hold grpc, and nothing is left to flush."""
+    """Run a child process until its end; never returns, since daemon threads hold grpc."""
     logs.configure()
     threading.excepthook = _die
     line = sys.stdin.buffer.readline()
@@ -87,7 +89,7 @@ def _trace(config: ProcessConfig) -> None:
 
 
 def _watch_parent(process: Process, seconds: float) -> None:
-    """A parent that lives would have killed a stuck child before `seconds` are over."""
+    """Stop when stdin closes, and exit after `seconds`: a living parent would have killed a stuck child by then."""
     sys.stdin.buffer.read()
     process.stop()
     time.sleep(seconds)

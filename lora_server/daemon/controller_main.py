@@ -14,12 +14,13 @@ from pathlib import Path
 import structlog
 
 from lora_server.access.gate import Gate
-from lora_server.access.tls import server_credentials
+from lora_server.access.tls import certificate_of
 from lora_server.adapters import find_adapters, is_adapter
+from lora_server.adapters.scan import escaped, is_text
 from lora_server.config import ProcessConfig
 from lora_server.control.adapters.allowed import Allowed
 from lora_server.control.adapters.resolver import Resolver
-from lora_server.control.adapters.watch import Watcher
+from lora_server.control.adapters.watch import DirectoryWatch
 from lora_server.control.controller import Controller
 from lora_server.control.http import page
 from lora_server.control.members.agreement import Agreement
@@ -28,6 +29,7 @@ from lora_server.control.reports.metrics import ControllerCollector
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.daemon.child_main import open_fetcher, run_child
+from lora_server.daemon.guard import cannot_listen
 from lora_server.daemon.heap import give_back_large
 from lora_server.daemon.http import listen_http
 from lora_server.daemon.processes import Up, say
@@ -56,7 +58,7 @@ class ControllerProcess:
         agreement = Agreement.of(config, spec)
         self.controller = controller = Controller(
             agreement,
-            Leases(config.lease_seconds),
+            Leases(config.lease_seconds, most_per_token=config.clients_per_token),
             config.restarted,
             config.require_all_adapters,
             config.max_active_adapters,
@@ -66,35 +68,33 @@ class ControllerProcess:
             _copies(config, spec),
             config.timings,
         )
-        controller.adapters.sends = not config.no_copy
+        controller.adapters.sync.sends = not config.no_copy
         if config.resolve:
-            controller.adapters.resolver = resolver = Resolver(
-                config.resolve, controller.adapters.add, again_seconds=config.timings.resolve_again
-            )
-            self._stack.callback(resolver.close)
-        collector = ControllerCollector(controller)
+            controller.resolver = Resolver(config.resolve, again_seconds=config.timings.resolve_again)
+            self._stack.callback(controller.resolver.close)
+        certificate = certificate_of(config)
+        collector = ControllerCollector(controller, certificate)
         self.control: ControlServer | None = None
         self.gate = Gate(self.database, config.require_tokens, config.secret, config.timings.token_look)
         self._stack.callback(self.gate.close)
-        self.gate.on_change = self._end_revoked
+        self.gate.cache.on_change = self._end_revoked
         pages = page.answers(controller, lambda name: self.gate.names.owner(name))
-        self.http = listen_http(config, self._stack, self._not_ready, collector, pages, self.gate)
+        self.http = listen_http(config, self._stack, self._not_ready, collector, pages, self.gate, certificate)
         try:
             door = Doorkeeper(config.secret, config.nodes > 1 and config.join_token_file is None)
-            tls = server_credentials(config)
-            control = ControlServer(controller, str(config.listen), door, config.grpc_reflection, self.gate, tls)
+            tls = certificate.grpc() if certificate is not None else None
+            control = ControlServer(
+                controller, str(config.listen), door, config.grpc_reflection, self.gate, tls, held=True
+            )
         except RuntimeError as error:
-            raise ConfigError(
-                f"--listen {config.listen}: cannot listen there; expected a free port: end what listens there, or "
-                "choose another"
-            ) from error
+            raise cannot_listen("--listen", config.listen, OSError("gRPC cannot")) from error
         self.control = control
         collector.refusals = control.refused
         self._stack.callback(control.close, config.timings.grace)
         self._stack.callback(controller.shards.close)
 
     def _find_adapters(self) -> dict[str, Path]:
-        """Those of the start-up directory, which an earlier controller may have seen for the last time."""
+        """Return adapters of the start-up directory; only a restarted controller tolerates that it is gone."""
         if self.config.adapters is None:
             return {}
         try:
@@ -106,10 +106,10 @@ class ControllerProcess:
             return {}
 
     def run(self) -> int:
-        """Until stopped."""
-        control, listen, http = self.control, self.config.listen, self.config.http
+        """Serve until stopped."""
+        control = self.control
         assert control is not None
-        say(Up(listen=str(listen._replace(port=control.port)), http=str(http._replace(port=self.http.port))))
+        say(Up())
         registering = threading.Thread(target=self._register, daemon=True, name="register")
         registering.start()
         following = threading.Thread(target=self._follow_registry, daemon=True, name="registry")
@@ -120,7 +120,7 @@ class ControllerProcess:
             try:
                 self._sweep(control, late)
             except Exception:
-                log.exception("sweep failed; it goes on")
+                log.exception("sweep failed; trying again")
         self._stack.close()
         registering.join(self._timings.grace)
         following.join(self._timings.grace)
@@ -129,15 +129,15 @@ class ControllerProcess:
     def _sweep(self, control: ControlServer, late: float) -> None:
         stalled, stall, sweep = control.stalled(), self._timings.stall, self._timings.sweep
         if stall < stalled <= stall + sweep:
-            log.warning("too busy to hear clients: no lease ends meanwhile")
+            log.warning("controller stalled; lease expiry suspended")
         if max(stalled, late) > stall:
             self.controller.clients.leases.excuse(sweep + max(0.0, late))
         self.controller.clients.expire()
-        self.controller.adapters.cut_off()
+        self.controller.adapters.admission.cut_off()
         control.set_ready(not self._not_ready())
 
     def _end_revoked(self) -> None:
-        """Leases of tokens that are not good any more."""
+        """End the leases whose token was revoked or has expired."""
         self.controller.clients.end_where(
             lambda lease: not self.gate.is_good(lease.tenant, lease.token), "its token was revoked"
         )
@@ -148,50 +148,58 @@ class ControllerProcess:
         return self.controller.not_ready() or busy
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop `run`, from any thread."""
         self.controller.shards.closed = True  # what leaves from now on is no loss
         self._stopping.set()
 
     def _register(self) -> None:
-        """The start-up directory, once every shard has said what it keeps; with --watch also what comes later."""
+        """Register the start-up directory once every shard has reported what it keeps; with --watch, follow it."""
         self._name_ignored()
-        while not self.controller.arrivals.settled.wait(self._timings.sweep):
+        while not self.controller.start.settled.wait(self._timings.sweep):
             if self._stopping.is_set():
                 return
-        if self.config.watch and self.config.adapters is not None:
-            settle, poll = self._timings.watch_settle, self._timings.watch_poll
-            adapters, directory = self.controller.adapters, self.config.adapters
-            Watcher(adapters, directory, self._stopping, self._registered, settle, poll).run()
+        start, source, directory = self.controller.start, self.controller.adapters.directory, self.config.adapters
+        if not self.config.watch or directory is None:
+            source.register(self._found)
+            self._registered()
             return
-        self.controller.adapters.register_directory(self._found)
-        self._registered()
+        watch = DirectoryWatch(source, start, directory, self._stopping, self._timings)
+        if not start.registered.is_set():
+            watch.run(start.registered.is_set)
+            self._registered()
+        watch.run(self._stopping.is_set)
 
     def _follow_registry(self) -> None:
-        """What other servers change in a database that they share; and what nobody needs on this disk."""
+        """Apply changes of other servers that share the database, and delete unused copies from this disk."""
         adapters, said = self.controller.adapters, ""
         while not self._stopping.wait(self._timings.registry_look):
             try:
-                if self.controller.arrivals.settled.is_set() and self.database.shared:
-                    adapters.refresh()
-                adapters.tidy()
+                if self.controller.start.settled.is_set() and self.database.shared:
+                    adapters.peers.refresh()
+                adapters.files.tidy()
                 said = ""
             except Exception as error:
                 if str(error) != said:
-                    log.warning("the registry is not followed; trying again", reason=str(error))
+                    log.warning("cannot read the registry; trying again", reason=str(error))
                 said = str(error)
 
     def _registered(self) -> None:
-        adapters = self.controller.adapters
+        catalog = self.controller.adapters.catalog
         self.controller.arrivals.announce()
-        log.info("adapters registered", count=len(adapters), refused=[one.name for one in adapters.refused()])
+        log.info(
+            "adapters registered", count=len(catalog.records()), refused=[one.name for one in catalog.refusals.listed()]
+        )
 
     def _name_ignored(self) -> None:
-        """What lies in the start-up directory and is not served is probably a mistake."""
+        """Warn about everything in the start-up directory that is not served: it is probably a mistake."""
         directory = self.config.adapters
         if directory is None or not directory.is_dir():
             return
         children = [child.name for child in directory.iterdir() if child.is_dir()]
-        if ignored := sorted(set(children) - set(self._found)):
+        unnamed = sorted(escaped(name) for name in children if not is_text(name))
+        if unnamed and not self.config.watch:  # which says it itself, of each that comes
+            log.warning("directories are skipped: their names are not UTF-8; rename them", names=unnamed)
+        if ignored := sorted(set(filter(is_text, children)) - set(self._found)):
             log.warning("no adapters, or hidden or temporary; ignored", directories=ignored)
         if is_adapter(directory):
             log.warning("adapter files beside the adapters' directories; ignored", directory=str(directory))
@@ -200,13 +208,13 @@ class ControllerProcess:
 
 
 def _copies(config: ProcessConfig, spec: ModelSpec) -> Copies | None:
-    """With --data-dir alone: what outlives the server has files that outlive their owner."""
+    """Return the store of adapters' copies; None with --no-copy, or where no adapter outlives the server."""
     if config.data_dir is None or config.no_copy:
         return None
     return Copies(config.data_dir.resolve() / COPIES, spec)
 
 
 def main() -> None:
-    """Of a process that the node's fork server forked."""
+    """Entry point of the controller's process, after the fork."""
     give_back_large()
     run_child(ControllerProcess)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -16,6 +17,7 @@ from lora_server.timings import DEFAULTS, Timings
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
+from lora_server.wire.proofs import sign
 from lora_server.wire.rpc import call, open_channel, translate
 
 MIN_PAUSE = 0.1
@@ -25,37 +27,38 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Node0:
-    """How a shard asks its controller; `instance` is what it registered as."""
+    """The controller as a shard's source of files; `instance` is what the shard registered as."""
 
     address: str
     credentials: Credentials
     shard: int
     instance: str
     timings: Timings = DEFAULTS
+    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @contextlib.contextmanager
     def files(self, version: str) -> Iterator[Node0Files]:
-        """Of a registered adapter; by a connection beside the one that reports go through."""
+        """Open an adapter's files, on a connection apart from the one for reports."""
         with open_channel(self.address, self.credentials, apart=True) as channel:
             yield Node0Files(self, rpc.ShardsStub(channel), version)
 
-    @property
-    def proof(self) -> pb.ShardProof:
-        """Of each call."""
-        return pb.ShardProof(shard=self.shard, instance=self.instance)
+    def sign(self, request: pb.FilesRequest | pb.ReadRequest) -> None:
+        """Prove that a call is this shard's; for one call only."""
+        sign(request, pb.ShardProof(shard=self.shard, count=next(self._calls)), self.instance.encode())
 
 
 class Node0Files:
-    """As sources.remote.RemoteAdapter of a URL. Methods raise AdapterSourceError, and what the controller raises."""
+    """An adapter's files on node 0; see sources.remote.RemoteAdapter. Methods raise AdapterSourceError."""
 
     def __init__(self, node: Node0, shards: rpc.ShardsStub, version: str) -> None:
         self._node, self._shards, self._version = node, shards, version
 
     def sizes(self, check: Callable[[], None]) -> dict[str, int]:
-        """Of each file that the adapter has there, in bytes."""
-        request = pb.FilesRequest(proof=self._node.proof, version=self._version)
+        """Return the size of each of the adapter's files, in bytes."""
+        request = pb.FilesRequest(version=self._version)
 
         def ask() -> pb.FilesReply:
+            self._node.sign(request)
             method, server = self._shards.Files, self._node.address
             reply: pb.FilesReply = call(method, request, server=server, seconds=FILES_SECONDS)
             return reply
@@ -75,9 +78,10 @@ class Node0Files:
                 raise AdapterSourceError(f"{name}: got {have} of {size} bytes; was it changed on node 0?")
 
     def _read(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
-        """Put what one call brings behind what is there; one that breaks after it brought something is no failure."""
+        """Append what one call delivers; a call that breaks after it delivered something is no failure."""
         began = have = target.stat().st_size
-        request = pb.ReadRequest(proof=self._node.proof, version=self._version, name=name, begin=began)
+        request = pb.ReadRequest(version=self._version, name=name, begin=began)
+        self._node.sign(request)
         pieces = self._shards.Read(request, timeout=READ_SECONDS)
         with target.open("ab") as file:
             try:
@@ -95,7 +99,7 @@ class Node0Files:
                 pieces.cancel()
 
     def _patiently(self, request: Callable[[], _T], check: Callable[[], None]) -> _T:
-        """What fails because the controller is away, or has too much to do, is tried again."""
+        """Retry while the controller is away or overloaded."""
         timings = self._node.timings
         retrying = Retrying(
             retry=retry_if_exception_type(ServerUnavailableError),

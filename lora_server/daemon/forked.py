@@ -1,4 +1,4 @@
-"""A child of this process that was forked, not started by subprocess: signals to it, its end and status."""
+"""A forked child of this process, which subprocess does not know: signals to it, its end and its status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 
 
 class Forked:
-    """Thread-safe."""
+    """A child process. Thread-safe."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -20,14 +20,14 @@ class Forked:
         weakref.finalize(self, os.close, self._handle)
 
     def poll(self) -> int | None:
-        """Its exit status, or minus the signal that ended it, as subprocess has them; None while it runs."""
+        """Return the exit status, or minus the signal that ended it; None while it runs."""
         with self._lock:
             if self.returncode is None and self._has_ended(0):
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             return self.returncode
 
     def wait(self, seconds: float | None = None) -> int:
-        """As `poll`, once it ended. Raises TimeoutError."""
+        """Wait for its end and return the status. Raises TimeoutError."""
         self._has_ended(seconds)
         code = self.poll()
         if code is None:
@@ -40,7 +40,7 @@ class Forked:
         return bool(ended.poll(None if seconds is None else 1000 * seconds))
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing to one whose end is known."""
+        """Send a signal, unless its end is known."""
         with self._lock:
             if self.returncode is None:
                 signal.pidfd_send_signal(self._handle, number)
@@ -55,7 +55,7 @@ class Forked:
 
 
 class Piped(Forked):
-    """With this process's ends of the pipes that are its stdin and stdout."""
+    """A child with pipes for stdin and stdout; this process's ends."""
 
     def __init__(self, pid: int, stdin: int, stdout: int) -> None:
         super().__init__(pid)

@@ -10,6 +10,6 @@ _M_MMAP_THRESHOLD = -3
 
 
 def give_back_large() -> None:
-    """Before any thread starts. glibc else keeps buffers of up to 32 MB in its arenas, once one as large was freed."""
+    """Make glibc unmap freed buffers of any size, which it otherwise keeps up to 32 MB. Call before threads start."""
     with contextlib.suppress(AttributeError):  # another libc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)

@@ -1,4 +1,4 @@
-"""The same shards inside the caller's process and thread: for tests, benches and one-process use."""
+"""Shards inside the caller's process and thread: for tests, benches and one-process use."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class InprocServer(Server):
                     outcome.append(error)  # noqa: B023  (used before the next round)
                 finished.set()
 
-            shard.store.load(handle, source, done)
+            shard.store.adapters.load(handle, source, done)
             if not finished.wait(LOAD_SECONDS):
                 raise AdapterLoadError(f"adapter {name!r}: not loaded within {LOAD_SECONDS:g} s")
             if outcome:
@@ -114,7 +114,7 @@ class _InprocSession(Session):
 
     @override
     def release(self, handles: Sequence[int]) -> None:
-        """Nothing is ever removed here."""
+        """Do nothing: adapters are never removed here."""
 
     @property
     @override

@@ -1,12 +1,15 @@
 """What a shard keeps for its controller while that is away: the adapters it was told to load, the clients it
-may serve, and under which claim it has its rank. Not thread-safe: the controller's stream alone uses it."""
+may serve, and under which claim it has its rank. Not thread-safe but for `end`: the controller's stream uses it."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
 
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
+
+MOST_GONE, MOST_ACTIVE = (bounds.BOUNDS[f"Registration.{name}"].items for name in ("gone", "active"))
 
 
 class Kept:
@@ -17,7 +20,8 @@ class Kept:
         self.claim = pb.Claim()
         self.loads: dict[int, pb.Load] = {}
         self.grants: dict[int, pb.Grant] = {}
-        self.gone: set[int] = set()
+        self.ended: dict[int, int] = {}  # clients whose connection ended, and their epoch, until they are revoked
+        self.gone: dict[int, None] = {}  # handles that were dropped, the last MOST_GONE of them
         self.active: set[int] = set()  # handles that clients hold
         self.refused: pb.Refusals | None = None  # start-up adapters that are not served
         self.last_handle = self.last_client = 0
@@ -39,7 +43,9 @@ class Kept:
             self.loads[command.note.handle] = command.note
         elif kind == "drop":
             self.loads.pop(command.drop, None)
-            self.gone.add(command.drop)
+            self.gone[command.drop] = None
+            if len(self.gone) > MOST_GONE:
+                del self.gone[next(iter(self.gone))]
             self.active.discard(command.drop)
         elif kind == "active":
             known = set() if command.active.anew else self.active - set(command.active.fewer)
@@ -51,6 +57,13 @@ class Kept:
             self.last_client = max(self.last_client, command.grant.client)
         elif kind == "revoke":
             self.grants.pop(command.revoke, None)
+            self.ended.pop(command.revoke, None)
+
+    def end(self, gone: pb.ClientGone) -> None:
+        """A client's connection ended. From any thread."""
+        grant = self.grants.get(gone.client)
+        if grant is not None and grant.epoch == gone.epoch:
+            self.ended[gone.client] = gone.epoch
 
     def is_foreign(self, claim: pb.Claim) -> bool:
         """Whether what is kept belongs to another run than the controller's."""
@@ -59,8 +72,8 @@ class Kept:
     def forget(self) -> tuple[list[int], list[int]]:
         """Handles and clients of a run that is over; they are not kept any more."""
         gone = list(self.loads), list(self.grants)
-        self.loads, self.grants, self.gone, self.refused, self.claim = {}, {}, set(), None, pb.Claim()
-        self.active = set()
+        self.loads, self.grants, self.gone, self.refused, self.claim = {}, {}, {}, None, pb.Claim()
+        self.active, self.ended = set(), {}
         self.last_handle = self.last_client = 0
         return gone
 
@@ -71,13 +84,13 @@ class Kept:
         registration.restarts, registration.kept = self.claim.restarts, self.count()
         registration.last_handle, registration.last_client = self.last_handle, self.last_client
         registration.gone.extend(sorted(self.gone))
-        registration.active.extend(sorted(self.active))
+        registration.active.extend(sorted(self.active)[:MOST_ACTIVE])
         if self.refused is not None:
             registration.refused.CopyFrom(self.refused)
         return registration
 
     def count(self) -> int:
-        """How many reports there will be."""
+        """How many of the reports say what is kept."""
         return len(self.loads) + len(self.grants)
 
     def reports(self, layers_ready: Callable[[int], int]) -> Iterator[pb.ShardReport]:
@@ -86,3 +99,5 @@ class Kept:
             yield pb.ShardReport(kept=pb.Kept(load=load, layers=layers_ready(handle)))
         for grant in self.grants.values():
             yield pb.ShardReport(kept=pb.Kept(grant=grant))
+        for client, epoch in list(self.ended.items()):  # no controller may have heard of it
+            yield pb.ShardReport(client_gone=pb.ClientGone(client=client, epoch=epoch))

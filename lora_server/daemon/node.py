@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
+import functools
+import resource
 import signal
 import socket
 import threading
@@ -12,19 +13,19 @@ from pathlib import Path
 
 import structlog
 
-from lora_server import spec as specs
 from lora_server.access import exposure
 from lora_server.access.remote import RemoteGate
-from lora_server.adapters import find_adapters
+from lora_server.access.tls import certificate_of
 from lora_server.address import Address
 from lora_server.config import ProcessConfig, ServeConfig
-from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import processes
+from lora_server.daemon.checks import check_start, node_secret
 from lora_server.daemon.child_main import DISK_CACHE
 from lora_server.daemon.forks import ForkServer
+from lora_server.daemon.guard import hold_port
 from lora_server.daemon.http import NodeCollector, listen_http
 from lora_server.daemon.processes import Child
-from lora_server.daemon.run_directory import run_directory
+from lora_server.daemon.run_directory import locked_data, run_directory
 from lora_server.daemon.signals import on_signals
 from lora_server.daemon.startup import Startup, ask
 from lora_server.errors import ConfigError, LoraServerError
@@ -32,7 +33,6 @@ from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
 
 RETRY_SECONDS = 1.0
-MIN_TOKEN = 16
 CONTROLLER, SHARD = "lora_server.daemon.controller_main", "lora_server.daemon.shard_main"
 log = structlog.get_logger()
 
@@ -57,7 +57,9 @@ class Node:
             raise
 
     def _start(self) -> None:
+        self._stack.enter_context(locked_data(self.config.data_dir, self.config.node_rank))
         run_dir = self._stack.enter_context(run_directory(self.config.data_dir))
+        ports = self._stack.enter_context(contextlib.ExitStack())  # free once the children ended
         self._stack.callback(lambda: processes.stop(self._children, self.config.timings.stop))
         self._stack.callback(self._forks.close)
         process = _process_config(self.config, self.spec.to_json(), run_dir, self._stop)
@@ -65,18 +67,18 @@ class Node:
         log.info("starting", model=self.spec.name, layout=process.layout, node=process.node_rank)
         if process.node_rank:
             assert process.controller is not None
-            collector = NodeCollector(self.spec.name, Layout.parse(process.layout), process.node_rank, self._restarts)
+            layout, certificate = Layout.parse(process.layout), certificate_of(process)
+            collector = NodeCollector(self.spec.name, layout, process.node_rank, self._restarts, certificate)
             gate = RemoteGate(process.controller, process)
-            http = listen_http(process, self._stack, lambda: self._not_up(process), collector, gate=gate)
+            not_ready = functools.partial(self._not_up, process)
+            http = listen_http(process, self._stack, not_ready, collector, gate=gate, certificate=certificate)
             update = {"http": process.http._replace(port=http.port)}
             self._watch(process.model_copy(update=update), process.controller)
             self._start_shards(process)
             return
+        held = {name: hold_port(f"--{name}", getattr(process, name), ports) for name in ("listen", "http")}
+        process = process.model_copy(update=held)
         controller = self._run("controller", CONTROLLER, process)
-        if not (process.listen.port and process.http.port):  # its shards, and its successors, have to be told
-            up = controller.wait_up(process.timings.node_up)
-            chosen = {"listen": Address.parse(up.listen), "http": Address.parse(up.http)}
-            controller.config = process = process.model_copy(update=chosen)
         self._start_shards(process.model_copy(update={"controller": process.listen.local()}))
         controller.wait_up(process.timings.node_up)
         self._watch(process, process.listen.local())
@@ -120,7 +122,9 @@ class Node:
 
 def serve(config: ServeConfig) -> str:
     """Run a node until SIGINT or SIGTERM; returns '' or why it failed. A second signal changes nothing."""
-    spec = _checked(config)
+    spec = check_start(config)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # also of its children: a client takes two of each shard
     forks = ForkServer([CONTROLLER, SHARD], fork_seconds=config.timings.fork)
     forks.fork_off()
     stop = threading.Event()
@@ -134,43 +138,18 @@ def serve(config: ServeConfig) -> str:
         node.close()
 
 
-def _checked(config: ServeConfig) -> ModelSpec:
-    """Raises ConfigError for what can be seen before the imports that take seconds."""
-    spec = specs.load(config.base_model)
-    Agreement.of(config, spec)
-    if config.adapters is not None:
-        find_adapters(config.adapters)
-    return spec
-
-
 def _process_config(config: ServeConfig, spec_json: str, run_dir: Path, stop: threading.Event) -> ProcessConfig:
     bind_host, advertise = _hosts(config, stop)
     found = {"spec_json": spec_json, "bind_host": bind_host, "advertise": advertise, "run_dir": run_dir}
-    found["secret"] = _secret(config)
+    found["secret"] = node_secret(config)
+    if config.join_token_file is None and config.nodes > 1 and not config.node_rank:
+        log.warning("no --join-token-file: any process that reaches --listen can pose as a shard of another node")
     found["disk_cache"] = config.disk_cache or (config.data_dir or run_dir).resolve() / DISK_CACHE
     return ProcessConfig.model_validate(config.model_dump() | found)
 
 
-def _secret(config: ServeConfig) -> str:
-    """What this node's shards show to the controller: the token that all nodes have, or rank 0's of this run."""
-    if config.join_token_file is None:
-        if config.nodes > 1 and not config.node_rank:
-            log.warning("no --join-token-file: whoever reaches --listen can pose as a shard of another node")
-        return "" if config.node_rank else secrets.token_hex(32)
-    try:
-        token = config.join_token_file.read_text("utf-8").strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--join-token-file {config.join_token_file}: cannot be read: {error}") from error
-    if len(token) < MIN_TOKEN:
-        raise ConfigError(
-            f"--join-token-file {config.join_token_file}: got {len(token)} characters, expected {MIN_TOKEN} at least; "
-            "make one with: openssl rand -hex 32"
-        )
-    return token
-
-
 def _hosts(config: ServeConfig, stop: threading.Event) -> tuple[str, str]:
-    """Where this node's shards bind, and where others reach them over TCP."""
+    """Return the host where this node's shards bind, and the one where others reach them over TCP."""
     if config.node_rank and config.controller is not None:
         own = _towards(config.controller, config.controller_seconds, stop)
     else:

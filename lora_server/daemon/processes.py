@@ -31,25 +31,23 @@ log = structlog.get_logger()
 
 
 class Up(msgspec.Struct):
-    """What a child says on stdout, once. `listen`, `http`: the controller's, which may have chosen the ports."""
+    """A child's one message on stdout: it is up, or why it cannot be."""
 
     refused: str = ""
-    listen: str = ""
-    http: str = ""
 
 
 def say(up: Up) -> None:
-    """By a child."""
+    """Send the message; called by the child."""
     sys.stdout.buffer.write(msgspec.json.encode(up) + b"\n")
     sys.stdout.buffer.flush()
 
 
 @dataclass
 class Child:
-    """One process, and who takes its place when it dies."""
+    """One process, which is restarted when it dies."""
 
     name: str
-    module: str  # whose main() it runs
+    module: str  # with the main() that it runs
     forks: ForkServer
     config: ProcessConfig
     on_fatal: Callable[[str], None]
@@ -64,17 +62,16 @@ class Child:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """In the background; see wait_up."""
+        """Start it in the background; see wait_up."""
         self._thread = threading.Thread(target=self._keep_alive, name=self.name, daemon=True)
         self._thread.start()
 
-    def wait_up(self, seconds: float) -> Up:
-        """What it said when it first came up; raises ConfigError where it cannot, ServerUnavailableError in time."""
+    def wait_up(self, seconds: float) -> None:
+        """Wait until it was up once; raises ConfigError if it cannot be, ServerUnavailableError after `seconds`."""
         if not self._answered.wait(seconds):
             raise ServerUnavailableError(f"{self.name}: not up within {seconds:g} s; see the log above")
         if self._up is None or self._up.refused:
             raise ConfigError(self._up.refused if self._up is not None else f"{self.name}: died at its start")
-        return self._up
 
     def _keep_alive(self) -> None:
         failed_starts, last_up, timings = 0, 0.0, self.timings
@@ -132,7 +129,7 @@ class Child:
                 self._process.terminate()
 
     def join(self, deadline: float) -> None:
-        """Until it ended; killed at the deadline (time.monotonic())."""
+        """Wait for its end; kill it at the deadline (time.monotonic())."""
         process = self._process
         if process is not None:
             try:
@@ -145,7 +142,7 @@ class Child:
 
 
 def _first_words(stream: IO[bytes]) -> Up | None:
-    """What a child says; lines that a library printed are passed over. None where it ended first."""
+    """Return a child's message, skipping lines that a library printed; None where the child ended first."""
     for line in stream:
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(line, type=Up)
@@ -153,7 +150,7 @@ def _first_words(stream: IO[bytes]) -> Up | None:
 
 
 def stop(children: list[Child], seconds: float = Timings.stop) -> None:
-    """All of them: SIGTERM, then SIGKILL for what is left after `seconds`."""
+    """Stop children with SIGTERM, and those that are left after `seconds` with SIGKILL."""
     for child in children:
         child.terminate()
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What the controller tells a shard to do."""
+"""Carries out the controller's commands at a shard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lora_server.daemon.world import ShardWorld
 from lora_server.errors import LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.memory.store import WeightStore
-from lora_server.shard.coordination import Part
+from lora_server.shard.coordination import StageRole
 from lora_server.sources.fetch import NODE0
-from lora_server.sources.remote import is_remote
+from lora_server.sources.urls import is_remote
 from lora_server.timings import Timings
 from lora_server.transport.base import Grant, Port
 from lora_server.wire import lora_server_pb2 as pb
@@ -24,35 +24,35 @@ log = structlog.get_logger()
 
 
 class ShardCommands:
-    """In the order in which they come, by one thread."""
+    """One thread carries commands out, in the order of their arrival."""
 
     def __init__(
         self,
         node_rank: int,
         port: Port,
         store: WeightStore,
-        coordinator: Part,
+        coordinator: StageRole,
         world: ShardWorld | None,
         moved: Callable[[], None],
         stop: Callable[[], None],
         step_seconds: float = Timings.expected_step,
     ) -> None:
-        """`step_seconds`: what is prefetched has the deadline of its step, and goes after all that wait already."""
+        """`step_seconds`: after it a prefetched adapter's step is expected; adapters that block steps load first."""
         self._step_seconds = step_seconds
         self._node_rank, self._port, self._store = node_rank, port, store
         self._coordinator, self._world, self._moved, self._stop = coordinator, world, moved, stop
 
     def execute(self, command: pb.ShardCommand, done: Done) -> None:
-        """One; `done` once it has taken effect, or with why it could not."""
+        """Carry a command out; call `done` when it has taken effect, or with its error."""
         kind = command.WhichOneof("command")
         if kind == "load":
             self._load(command.load, done)
             return
         if kind == "pin":
-            self._store.keep(command.pin, self._telling(done))
+            self._store.adapters.keep_resident(command.pin, self._telling(done))
             return
         if kind == "bring":
-            self._store.bring(command.bring, self._telling(done))
+            self._store.adapters.prewarm(command.bring, self._telling(done))
             return
         if kind == "grant":
             self._grant(command.grant)
@@ -62,12 +62,12 @@ class ShardCommands:
             self._port.revoke(command.revoke)
             self._store.forget(command.revoke)
         elif kind == "drop":
-            self._store.drop(command.drop)
+            self._store.adapters.drop(command.drop)
         elif kind == "prefetch":
             self._prefetch(command.prefetch)
         elif kind == "active":
             active = command.active
-            self._store.set_active(active.more, active.fewer, active.anew, dict(active.trace))
+            self._store.adapters.set_active(active.more, active.fewer, active.anew, dict(active.trace))
         elif kind == "holds":
             self._port.hold(command.holds.client, command.holds.more, command.holds.fewer, command.holds.anew)
         elif kind == "borrow":
@@ -75,7 +75,7 @@ class ShardCommands:
         elif kind == "place" and self._world is not None:
             self._world.enter(command.place)
         elif kind == "note":
-            self._store.relocate(command.note.handle, self._source(command.note))
+            self._store.adapters.relocate(command.note.handle, self._source(command.note))
             self._keep(command.note)
         elif kind == "follow":
             told = command.follow
@@ -86,11 +86,11 @@ class ShardCommands:
 
     def _load(self, load: pb.Load, done: Done) -> None:
         size = load.size if load.HasField("size") else None
-        self._store.load(load.handle, self._source(load), self._telling(done), load.eager, size)
+        self._store.adapters.load(load.handle, self._source(load), self._telling(done), load.eager, size)
         self._keep(load)
 
     def _telling(self, done: Done) -> Done:
-        """What has moved is told before the outcome."""
+        """Wrap `done` so that changes of residency are reported before the outcome."""
 
         def told(error: LoraServerError | None) -> None:
             self._moved()
@@ -106,19 +106,19 @@ class ShardCommands:
         return Source(Path(load.path), load.version, load.stamp)
 
     def _keep(self, load: pb.Load) -> None:
-        """As the controller says, which asked whether it fits when it was pinned (and it may be larger since)."""
+        """Pin or unpin an adapter. The controller checked that it fits; an update may have made it larger since."""
 
         def kept(error: LoraServerError | None) -> None:
             if error is not None:
                 log.error("a pinned adapter makes room for others", handle=load.handle, error=str(error))
 
         if load.pinned:
-            self._store.keep(load.handle, kept)
+            self._store.adapters.keep_resident(load.handle, kept)
         else:
-            self._store.unkeep(load.handle)
+            self._store.adapters.allow_eviction(load.handle)
 
     def _prefetch(self, asked: pb.Prefetch) -> None:
-        """Under the client's own name, so that its steps fulfil it."""
+        """Prefetch for a client, so that its steps use the prefetch up."""
         now = time.monotonic()
         for need in asked.needs:
             self._store.prefetch([need.handle], asked.client, now + need.in_us * 1e-6 + self._step_seconds)

@@ -6,9 +6,9 @@ The main thread runs the loop; threads serve the controller's stream, listeners 
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import threading
+import time
 
 import structlog
 import torch
@@ -17,7 +17,7 @@ from lora_server.access.tls import own_credentials
 from lora_server.config import ProcessConfig
 from lora_server.control.members.agreement import Agreement
 from lora_server.daemon import backends
-from lora_server.daemon.backends import Backend, Resident
+from lora_server.daemon.backends import Backend, DeviceBackend
 from lora_server.daemon.child_main import open_fetcher, run_child
 from lora_server.daemon.files import Node0
 from lora_server.daemon.processes import EXIT_REFUSED, Up, say
@@ -28,10 +28,10 @@ from lora_server.daemon.stream import ControllerStream, Done
 from lora_server.daemon.world import ShardWorld
 from lora_server.errors import ConfigError, LeaseError
 from lora_server.placement import Layout, Placement
-from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader, Part
+from lora_server.shard.coordination import Coordinator, Follower, Independent, Leader, StageRole
+from lora_server.shard.device_host import DeviceShardHost
 from lora_server.shard.loop import Shard
 from lora_server.shard.numbers import KernelFollower, KernelLeader
-from lora_server.shard.pump import Pump
 from lora_server.spec import ModelSpec
 from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Port
@@ -49,15 +49,14 @@ log = structlog.get_logger()
 
 
 class ShardProcess:
-    """Everything of one shard, put together."""
+    """A shard: the object that puts all its parts together."""
 
     def __init__(self, config: ProcessConfig) -> None:
+        self._began = time.monotonic()
         torch.set_num_threads(config.threads)
         torch.set_grad_enabled(False)
         sys.setswitchinterval(SWITCH_SECONDS)
         self.config = config
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two descriptors for each client
         self._parent, self._held = os.getppid(), hold(config.run_dir)
         spec, layout = ModelSpec.from_json(config.spec_json), Layout.parse(config.layout)
         self._agreement = Agreement.of(config, spec).digest()
@@ -88,7 +87,7 @@ class ShardProcess:
         )
         node0 = Node0(str(config.controller), own_credentials(config), config.shard, self.stream.instance, timings)
         self.fetcher = open_fetcher(config, spec, node0.files)
-        self.coordinator = Part()
+        self.coordinator = StageRole()
         self.world: ShardWorld | None = None
         self.shard = self._serving(Placement(spec, layout))
         self.store = self.shard.store
@@ -106,11 +105,11 @@ class ShardProcess:
             timings.expected_step,
         )
 
-    def _serving(self, placement: Placement) -> Shard | Pump:
-        """A loop, or a kernel that needs none."""
+    def _serving(self, placement: Placement) -> Shard | DeviceShardHost:
+        """Return the loop, or the host of a kernel that serves by itself."""
         config = self.config
         if config.gpu_transport != "cuda_ipc":
-            return self._pump(self._resident(placement))
+            return self._device_host(self._resident(placement))
         store, compute = self._backend(placement)
         coordinator = self.coordinator = self._coordinator(placement.layout)
         return Shard(
@@ -126,16 +125,16 @@ class ShardProcess:
             turn_seconds=config.timings.turn,
         )
 
-    def _pump(self, resident: Resident) -> Pump:
+    def _device_host(self, resident: DeviceBackend) -> DeviceShardHost:
         config, gpu, ready = self.config, resident.kernel.gpu, None
         if config.gpu_transport == "nvshmem":
             assert isinstance(gpu, WorldGpu)
             self.world = ShardWorld(gpu, config.shard, Layout.parse(config.layout).num_shards, self.port)
             ready = self.world.ready
         self.coordinator = self._part_of(resident.kernel)
-        return Pump(config.shard, self.port, resident.store, resident.kernel, ready, config.timings)
+        return DeviceShardHost(config.shard, self.port, resident.store, resident.kernel, ready, config.timings)
 
-    def _resident(self, placement: Placement) -> Resident:
+    def _resident(self, placement: Placement) -> DeviceBackend:
         config = self.config
         return backends.cuda_resident(
             placement,
@@ -185,7 +184,7 @@ class ShardProcess:
         return self.config.shard - self.config.local_shards.start
 
     def _shm_listener(self) -> ShmListener | None:
-        """None where the CPU does not keep stores in order: then there is TCP."""
+        """Listen on shared memory; None on a CPU that does not keep stores in order, where clients use TCP."""
         try:
             park.require_total_store_order()
         except ConfigError as error:
@@ -198,7 +197,7 @@ class ShardProcess:
         return ShmListener(self.port, path, self._client_memory(), timings.handshake, timings.quarantine)
 
     def _own_certificate(self) -> ShardCertificate | None:
-        """Steps are encrypted where the control plane is."""
+        """Return a certificate if the control plane is encrypted: then steps are too."""
         if self.config.tls_ca is None:
             return None
         from lora_server.access.certificate import shard_certificate  # which takes its time to be imported
@@ -216,22 +215,22 @@ class ShardProcess:
             orders = self.config.data_ports.orders(layout.stage(self.config.shard))
             bind_host, advertise, seconds = self.config.bind_host, self.config.advertise, self.config.timings.handshake
             return Leader(bind_host, advertise, orders, self.certificate, seconds)
-        return Follower(self.port.ring, self.config.slots, self.config.timings.handshake)
+        return Follower(self.config.shard, self.port.ring, self.config.slots, self.config.timings.handshake)
 
-    def _part_of(self, kernel: ServeKernel) -> Part:
-        """The same where a kernel serves."""
+    def _part_of(self, kernel: ServeKernel) -> StageRole:
+        """Return the role in leader mode of a kernel that serves by itself."""
         config = self.config
         if config.coordination == "independent":
-            return Part()
+            return StageRole()
         if Layout.parse(config.layout).ep_rank(config.shard):
-            return KernelFollower(kernel, config.timings.handshake)
+            return KernelFollower(config.shard, kernel, config.timings.handshake)
         name = f"numbers-{config.shard}"
         for killed in config.run_dir.glob(f"{name}-*.sock"):
             killed.unlink(missing_ok=True)
         return KernelLeader(kernel, config.run_dir / f"{name}-{os.getpid()}.sock", config.timings.handshake)
 
     def run(self) -> int:
-        """Serve until told to stop; returns the exit code."""
+        """Serve until stopped; return the exit code."""
         for target, name in ((self._follow_controller, "controller"), (self._report, "stats")):
             threading.Thread(target=target, daemon=True, name=name).start()
         self.shard.run(self.stopping.is_set)
@@ -247,7 +246,7 @@ class ShardProcess:
         return self.exit_code
 
     def stop(self) -> None:
-        """From any thread."""
+        """Stop `run`, from any thread."""
         self.stopping.set()
         self.port.ring()
 
@@ -262,6 +261,7 @@ class ShardProcess:
 
     def _say_up(self) -> None:
         self.stream.up.wait()
+        log.info("shard started", shard=self.config.shard, seconds=round(time.monotonic() - self._began, 2))
         say(Up())
 
     # -- to and from the controller
@@ -273,7 +273,7 @@ class ShardProcess:
         self.port.ring()
 
     def _layers_ready(self, handle: int) -> int:
-        return self.store.layers_ready(handle)
+        return self.store.report.layers_ready(handle)
 
     def _report(self) -> None:
         self._reports.run(self.stopping)
@@ -298,7 +298,6 @@ class ShardProcess:
             agreement=self._agreement,
             endpoint=endpoint,
             pool_bytes=self.store.tier.pool.capacity,
-            secret=config.secret,
             order_address=self.coordinator.address,
             order_badge=self.coordinator.badge,
             place=self.world.place if self.world is not None else None,
@@ -306,5 +305,5 @@ class ShardProcess:
 
 
 def main() -> None:
-    """Of a process that the node's fork server forked."""
+    """Entry point of a shard's process, after the fork."""
     run_child(ShardProcess)

@@ -1,4 +1,4 @@
-"""What a shard tells the controller of itself, twice a second, and as soon as something moved."""
+"""Reports of a shard to its controller: twice a second, and as soon as residency changes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 
 from lora_server.errors import AdapterSourceError
-from lora_server.shard.coordination import Part
+from lora_server.shard.coordination import StageRole
+from lora_server.shard.device_host import DeviceShardHost
 from lora_server.shard.loop import Shard
-from lora_server.shard.pump import Pump
 from lora_server.sources.fetch import Fetcher
 from lora_server.timings import Timings
 from lora_server.transport.base import Port
@@ -17,46 +17,48 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 class ShardReports:
-    """Thread-safe."""
+    """Sends reports; thread-safe."""
 
     def __init__(
         self,
-        shard: Shard | Pump,
+        shard: Shard | DeviceShardHost,
         port: Port,
-        coordinator: Part,
+        coordinator: StageRole,
         fetcher: Fetcher,
         report: Callable[[pb.ShardReport], None],
         seconds: float = Timings.shard_report,
     ) -> None:
         self._shard, self._store, self._port, self._coordinator = shard, shard.store, port, coordinator
         self._fetcher, self._report, self._seconds = fetcher, report, seconds
+        self._reporting = threading.Lock()  # what was taken is reported before anything that follows
 
     def moved(self) -> None:
-        """What came to or left a tier since it was asked last."""
-        moved = [
-            pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f, coming=c)
-            for h, r, p, n, m, f, c in self._store.moved()
-        ]
-        if moved:
-            self._report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
+        """Report the adapters that were loaded or evicted since the last call."""
+        with self._reporting:
+            moved = [
+                pb.Residency(handle=h, layers=r, host_layers=p, bytes=n, measured=m, remote=f, coming=c)
+                for h, r, p, n, m, f, c in self._store.report.take_changes()
+            ]
+            if moved:
+                self._report(pb.ShardReport(residencies=pb.Residencies(moved=moved)))
 
     def run(self, stopping: threading.Event) -> None:
-        """Until it is set."""
+        """Report until `stopping` is set."""
         while not stopping.wait(self._seconds):
-            self._store.note_disk(self._fetcher.cache.versions())
+            self._store.adapters.note_disk(self._fetcher.cache.versions())
             self._tidy_disk()
             self.moved()
             connections = self._port.connections
             stats = pb.ShardStats(
                 **vars(self._shard.counters),
-                **self._store.use()._asdict(),
+                **self._store.report.use()._asdict(),
                 device=self._store.tier.name,
                 clients=len(connections),
                 followers=self._coordinator.followers,
                 phases=[pb.PhaseStats(phase=p, counts=h.counts, sum_ns=h.sum_ns) for p, h in self._shard.phases],
                 load_times=[
                     pb.PhaseStats(phase=tier, counts=h.counts, sum_ns=h.sum_ns)
-                    for tier, h in self._store.load_times.items()
+                    for tier, h in self._store.report.load_times.items()
                 ],
                 disk=pb.DiskStats(**self._fetcher.use()._asdict()),
                 attached=[pb.Attached(client=one.client, transport=one.transport) for one in connections],
@@ -64,7 +66,7 @@ class ShardReports:
             self._report(pb.ShardReport(stats=stats))
 
     def _tidy_disk(self) -> None:
-        """What node 0 sent, and nobody needs; what another shard of this node uses stays until it needs it no more."""
-        for version in self._store.unneeded():
+        """Delete files of node 0 that no shard of this node needs any more."""
+        for version in self._store.report.take_unneeded():
             with contextlib.suppress(AdapterSourceError, OSError):  # what stays makes room for others
                 self._fetcher.cache.discard(version)

@@ -1,4 +1,4 @@
-"""What a node says until it serves: why it does not yet, that its controller is not there, and then that it does."""
+"""Log lines of a node's start: why it does not serve yet, that its controller is missing, and that it serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 def ask(server: Address, config: ProcessConfig) -> tuple[pb.StatusReply, str]:
-    """The controller's answer, and why this node does not serve, or ''. Raises ServerUnavailableError."""
+    """Ask the controller; return its answer and why this node does not serve, or ''. Raises ServerUnavailableError."""
     with open_channel(str(server), own_credentials(config)) as channel:
         request = pb.StatusRequest()
         reply = call(rpc.ServerStub(channel).Status, request, server=str(server), seconds=CALL_SECONDS)
@@ -35,20 +35,20 @@ def ask(server: Address, config: ProcessConfig) -> tuple[pb.StatusReply, str]:
 
 
 class Startup:
-    """A thread that ends once the node serves, or stops. `fail` is called where the controller is never reached."""
+    """A thread that ends when the node serves or stops; it calls `fail` if the controller is never reached."""
 
     def __init__(
         self, config: ProcessConfig, server: Address, stopped: threading.Event, fail: Callable[[str], None]
     ) -> None:
         self._config, self._server, self._stopped, self._fail = config, server, stopped, fail
         self._began = time.monotonic()
-        self._reached = config.node_rank == 0  # its own is watched by who started it
+        self._reached = config.node_rank == 0  # the node watches its own controller
         self._said, self._pause = self._began, REMIND_SECONDS
         self._thread = threading.Thread(target=self._run, name="startup", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Once `stopped` is set."""
+        """Wait for the thread's end; call it once `stopped` is set."""
         self._thread.join(2 * CALL_SECONDS)
 
     @property

@@ -1,30 +1,35 @@
-"""A shard's stream to its controller: registers, reports, carries commands out; finds a controller that was away.
+"""A shard's stream to its controller: registers, reports, receives commands, and reconnects after an outage.
 
 Steps never depend on it: while it is broken the shard serves on, with the weights and clients that it has.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import TypeAlias, cast
 
 import grpc
 import structlog
 
 from lora_server.daemon.kept import Kept
-from lora_server.errors import ConfigError, LeaseError, LoraServerError
+from lora_server.errors import ConfigError, LeaseError, LoraServerError, ProtocolError, ServerUnavailableError
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.credentials import Credentials
+from lora_server.wire.messages import NONCE_BYTES, proof, proves
 from lora_server.wire.rpc import open_channel, translate
 
 log = structlog.get_logger()
 
 Done = Callable[[LoraServerError | None], None]
+_Reports: TypeAlias = "queue.SimpleQueue[pb.ShardReport | None]"
 
 
 class ControllerStream:
@@ -43,28 +48,31 @@ class ControllerStream:
         self._address, self._credentials = address, credentials
         self._register, self._execute, self._layers_ready = register, execute, layers_ready
         self._kept = Kept()
-        self._reports: queue.SimpleQueue[pb.ShardReport | None] = queue.SimpleQueue()
+        self._reports: _Reports = queue.SimpleQueue()
         self._quiet_until = time.monotonic() + timings.controller_start  # or an outage was spoken of
         self.up = threading.Event()  # a controller has taken the registration
         self._ended = threading.Event()
 
     @property
     def instance(self) -> str:
-        """What this process registers as; the controller alone is told."""
+        """The secret name that this process registers with; only the controller learns it."""
         return self._kept.instance
 
     def report(self, report: pb.ShardReport) -> None:
-        """From any thread; what is reported while there is no stream is lost."""
+        """Send a report, from any thread. Without a stream it is lost, unless it says that a client's connection ended:
+        the next registration repeats that."""
+        if report.HasField("client_gone"):
+            self._kept.end(report.client_gone)
         self._reports.put(report)
 
     def leave(self, seconds: float) -> None:
-        """Once `stopping` is set: tell the controller that this end is no death, and wait until it knows."""
+        """Tell the controller that this shard stops in order, and wait for its answer. Call once `stopping` is set."""
         self.report(pb.ShardReport(leaving=True))
         self._reports.put(None)
         self._ended.wait(seconds)
 
     def run(self, stopping: threading.Event) -> LoraServerError | None:
-        """Until `stopping`, or for good: then why this shard may not serve."""
+        """Keep a stream until `stopping`; return early, with the reason, if the controller turns this shard away."""
         try:
             return self._run(stopping)
         finally:
@@ -86,32 +94,64 @@ class ControllerStream:
         return None
 
     def _serve_once(self) -> LoraServerError | None:
-        """One stream, to its end."""
-        self._reports = queue.SimpleQueue()
+        """Serve one stream until it ends; return why."""
+        first: _Reports = queue.SimpleQueue()
+        reports: _Reports = queue.SimpleQueue()
+        self._reports = reports
         with open_channel(self._address, self._credentials) as channel:
+            outgoing = itertools.chain(iter(first.get, None), iter(reports.get, None))
+            commands = rpc.ShardsStub(channel).Register(outgoing)
+            late = threading.Timer(self._timings.handshake, commands.cancel)
+            late.daemon = True
+            late.start()
             try:
-                for command in rpc.ShardsStub(channel).Register(self._outgoing(self._reports)):
-                    self._on_command(command, self._reports)
+                registration = self._introduce(first, commands)
+                late.cancel()
+                first.put(pb.ShardReport(registration=registration))
+                for kept in self._kept.reports(self._layers_ready):
+                    first.put(kept)
+                first.put(None)
+                for command in commands:
+                    self._on_command(command, reports)
             except grpc.RpcError as error:
                 return translate(cast(grpc.Call, error), self._address)
+            except LoraServerError as error:
+                return error
             finally:
-                self._reports.put(None)
+                late.cancel()
+                first.put(None)
+                reports.put(None)
         return None
 
-    def _outgoing(self, reports: queue.SimpleQueue[pb.ShardReport | None]) -> Iterator[pb.ShardReport]:
-        registration, kept = self._kept.sign(self._register()), list(self._kept.reports(self._layers_ready))
-        yield pb.ShardReport(registration=registration)
-        yield from kept
-        while (report := reports.get()) is not None:
-            yield report
+    def _introduce(self, reports: _Reports, commands: Iterator[pb.ShardCommand]) -> pb.Registration:
+        """Authenticate the controller before telling it anything. Raises ConfigError at the start, later
+        ServerUnavailableError: another process may have its port for now."""
+        registration, key = self._kept.sign(self._register()), self._credentials.node_secret.encode()
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        hello = pb.ShardHello(shard=registration.shard, node=registration.node, nonce=nonce)
+        reports.put(pb.ShardReport(hello=hello))
+        challenge = next(commands, pb.ShardCommand()).challenge
+        if not proves(challenge.proof, key, b"controller", nonce, challenge.nonce):
+            kind = ServerUnavailableError if self.up.is_set() else ConfigError
+            raise kind(
+                f"controller {self._address}: its token is not that of node {registration.node}; give every node a "
+                "--join-token-file with the same text"
+            )
+        registration.proof = proof(key, b"shard", challenge.nonce, nonce)
+        return registration
 
-    def _on_command(self, command: pb.ShardCommand, reports: queue.SimpleQueue[pb.ShardReport | None]) -> None:
+    def _on_command(self, command: pb.ShardCommand, reports: _Reports) -> None:
         def done(error: LoraServerError | None = None) -> None:
             report = pb.Done(command=command.id)
             if error is not None:
                 report.code, report.message = error.code, str(error)
             reports.put(pb.ShardReport(done=report))
 
+        if (size := command.ByteSize()) > bounds.KEPT_BYTES:
+            kind = command.WhichOneof("command")
+            log.error("refusing a command: no report to the next controller could carry it", kind=kind, bytes=size)
+            done(ProtocolError(f"command {kind}: got {size:,} bytes, expected at most {bounds.KEPT_BYTES:,}"))
+            return
         if command.HasField("claim"):
             if self._kept.is_foreign(command.claim):
                 self._drop_everything()

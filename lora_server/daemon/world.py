@@ -1,4 +1,4 @@
-"""A shard's part in NVSHMEM's world: it offers to make one, enters it, and knows whom the controller gave a place."""
+"""A shard's place in NVSHMEM's world: offers to make the world, enters it, and connects clients with a place in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 class ShardWorld:
-    """Of one process, which is in one world in its life. `ready`: the kernel may be launched, or why it may not."""
+    """The one world of this process's life. `ready` resolves when the kernel may be launched, or fails with why not."""
 
     def __init__(self, gpu: WorldGpu, shard: int, num_shards: int, port: Port) -> None:
         self._gpu, self._num_shards, self._port = gpu, num_shards, port
@@ -29,11 +29,11 @@ class ShardWorld:
 
     @property
     def place(self) -> pb.Place:
-        """What to register with: the place that this process has, or what it can have one with."""
+        """The place to register with: this process's own, or an offer to make the world."""
         return self._offer if self._world is None else self._world.place
 
     def enter(self, place: pb.Place) -> None:
-        """In a thread of its own; again for the same place: nothing."""
+        """Enter the world in a thread; does nothing the second time."""
         with self._lock:
             if self._world is not None:
                 return
@@ -53,7 +53,7 @@ class ShardWorld:
             self._connect(grant)
 
     def grant(self, grant: Grant) -> None:
-        """A client may push from now on, if it has a place."""
+        """Let a client with a place push, now or once the world is entered."""
         if not grant.pe:
             return
         with self._lock:
@@ -63,7 +63,7 @@ class ShardWorld:
         self._connect(grant)
 
     def revoke(self, client: int) -> None:
-        """It may not any more."""
+        """Forget a client's grant."""
         with self._lock:
             self._grants.pop(client, None)
 

@@ -1,4 +1,4 @@
-"""PEFT's own answers, adapter by adapter, beside those that came through the server."""
+"""Comparison of the server's answers with PEFT's, adapter by adapter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_server.demo import tiny
-from lora_server.demo.engine import Answer, Sequence, generate, load_model
+from lora_server.demo.engine import EngineAnswer, Sequence, generate, load_model
 
 
 @dataclass
-class Verdict:
+class PeftVerdict:
     """`tokens_equal` of `tokens_checked`; logprobs compared up to a sequence's first different token."""
 
     tokens_checked: int = 0
@@ -20,10 +20,10 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """All tokens equal, and log probabilities within the fp32 bar of 1e-4."""
+        """Whether all tokens are equal, and log probabilities within the fp32 bar of 1e-4."""
         return 0 < self.tokens_checked == self.tokens_equal and self.max_abs_logprob_diff <= 1e-4
 
-    def compare(self, ours: Answer, theirs: Answer) -> None:
+    def compare(self, ours: EngineAnswer, theirs: EngineAnswer) -> None:
         """Add one sequence."""
         self.tokens_checked += len(theirs.tokens)
         same = True
@@ -38,16 +38,16 @@ class Verdict:
 def against_peft(
     model_path: Path,
     adapters: Path,
-    answered: Iterable[tuple[Sequence, Answer]],
+    answered: Iterable[tuple[Sequence, EngineAnswer]],
     new_tokens: int,
     progress: Callable[[int], None],
-) -> Verdict:
+) -> PeftVerdict:
     """Generate every sequence again with PEFT, grouped by adapter; `progress(sequences done)`."""
-    by_adapter: dict[str | None, list[tuple[Sequence, Answer]]] = {}
+    by_adapter: dict[str | None, list[tuple[Sequence, EngineAnswer]]] = {}
     for sequence, answer in answered:
         by_adapter.setdefault(sequence.adapter, []).append((sequence, answer))
     base = load_model(model_path)
-    verdict = Verdict()
+    verdict = PeftVerdict()
     for name, pairs in by_adapter.items():
         model = base if name is None else tiny.peft_model(base, adapters / name)
         theirs = generate(model, [sequence for sequence, _ in pairs], new_tokens)

@@ -29,17 +29,17 @@ END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` as a child of this process which ends with it; not for a shell's own."""
+    """Wrap a command line, so that it ends with this process, its parent; not for a shell's own."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def start(command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-    """A child that ends with this process; `how` is subprocess's."""
+    """Start a child that ends with this process; `how` is subprocess's."""
     return subprocess.Popen(own(command), **how)
 
 
 def stop(process: subprocess.Popen[Any], seconds: float = STOP_SECONDS) -> int:
-    """SIGTERM, then SIGKILL at the deadline; returns the exit code."""
+    """Send SIGTERM, then SIGKILL at the deadline; returns the exit code."""
     process.terminate()
     try:
         return process.wait(seconds)
@@ -97,7 +97,7 @@ def leave_keeper(parent: int) -> bool:
 
 
 def _keep(parent: int, group: int) -> None:
-    """Until the parent (a pidfd) or the command ends; then no process of the group is left, this one included."""
+    """Wait until the parent (a pidfd) or the command ends; then end every process of the group, this one included."""
     for number in END_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.dup2(parent, 0)

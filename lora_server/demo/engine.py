@@ -35,7 +35,7 @@ class Job(msgspec.Struct):
     transport: str = "auto"
 
 
-class Answer(msgspec.Struct):
+class EngineAnswer(msgspec.Struct):
     """Greedy tokens of one sequence, and the log probability of each."""
 
     tokens: list[int]
@@ -51,10 +51,10 @@ class Times(msgspec.Struct):
     moe: float = 0.0
 
 
-class Result(msgspec.Struct):
-    """What the engine did."""
+class EngineResult(msgspec.Struct):
+    """Answers by batch, and the engine's speed."""
 
-    answers: list[list[Answer]]
+    answers: list[list[EngineAnswer]]
     tokens_per_s: float
     times_us: Times
 
@@ -72,18 +72,18 @@ class Stopwatch:
         self._gemms = 0
 
     def step(self, times: StepTimes) -> None:
-        """Observer of messages."""
+        """Observe one message."""
         if times.decode and times.site.projection in ("gate_up", "down"):
             self._exchanges[times.site, self._gemms].append(times)
 
     def gemm(self, times: GemmTimes) -> None:
-        """Observer of the engine's own GEMMs; runs once per site of a forward pass."""
+        """Observe one of the engine's own GEMMs; runs once per site of a forward pass."""
         if times.decode and times.site.projection in ("gate_up", "down"):
             self._gemm_ns += times.ended_ns - times.began_ns
             self._gemms += 1
 
     def means(self) -> Times:
-        """Per layer: gate_up and down together."""
+        """Average per layer: gate_up and down together."""
         exchanges = list(self._exchanges.values())
         if not exchanges:
             return Times(moe=2e-3 * self._gemm_ns / max(1, self._gemms))
@@ -97,7 +97,7 @@ class Stopwatch:
 
 
 def pad(batch: list[Sequence], pad_token: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded ids and mask, [B, S] int64."""
+    """Pad a batch on the left: ids and mask, [B, S] int64."""
     longest = max(len(sequence.prompt) for sequence in batch)
     ids = torch.full((len(batch), longest), pad_token, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -107,8 +107,8 @@ def pad(batch: list[Sequence], pad_token: int) -> tuple[torch.Tensor, torch.Tens
     return ids, mask
 
 
-def generate(model: torch.nn.Module, batch: list[Sequence], new_tokens: int) -> list[Answer]:
-    """Greedy, exactly `new_tokens` each."""
+def generate(model: torch.nn.Module, batch: list[Sequence], new_tokens: int) -> list[EngineAnswer]:
+    """Decode greedily, exactly `new_tokens` per sequence."""
     ids, mask = pad(batch, 0)
     out = model.generate(  # type: ignore[operator]
         ids,
@@ -122,11 +122,11 @@ def generate(model: torch.nn.Module, batch: list[Sequence], new_tokens: int) -> 
     )
     tokens = out.sequences[:, ids.shape[1] :]
     logprobs = torch.stack(out.logits, dim=1).float().log_softmax(-1).gather(2, tokens[:, :, None]).squeeze(2)
-    return [Answer(t, p) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+    return [EngineAnswer(t, p) for t, p in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
 
 
 def load_model(path: str | Path) -> torch.nn.Module:
-    """A float32 model from a directory, in eval mode."""
+    """Load a float32 model from a directory, in eval mode."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -135,7 +135,7 @@ def load_model(path: str | Path) -> torch.nn.Module:
     return model.eval()
 
 
-def run(job: Job) -> Result:
+def run(job: Job) -> EngineResult:
     """Generate every batch; prefill counts for tokens/s but not for the step times."""
     from client_connector.transformers import attach
 
@@ -152,7 +152,7 @@ def run(job: Job) -> Result:
                 answers.append(generate(model, batch, job.new_tokens))
         seconds = time.monotonic() - began
     tokens = sum(len(batch) for batch in job.batches) * job.new_tokens
-    return Result(answers, tokens / seconds, watch.means())
+    return EngineResult(answers, tokens / seconds, watch.means())
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def make_adapter(
     dtype: torch.dtype | None = None,
     invocation: Sequence[int] | None = None,
 ) -> None:
-    """Writes a PEFT adapter for `model`, with neither A nor B zero, so large that tokens change.
+    """Write a PEFT adapter for `model`, with neither A nor B zero, so large that tokens change.
 
     `targets`: one of TARGETS; on a dense model `experts` means its MLP. `alpha` is 2 * lora_rank unless
     given. Style `per_expert` names each expert's matrices as Mixtral and Qwen3-MoE did before
@@ -73,7 +73,7 @@ def make_shared_outer(
     alpha: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a shared-outer adapter: 3-D tensors, in which gate/up share A and down shares B among experts."""
+    """Write a shared-outer adapter: 3-D tensors, in which gate/up share A and down shares B among experts."""
     experts, ffn, hidden = _experts(model), _ffn(model), model.config.hidden_size
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -93,7 +93,7 @@ def make_shared_outer(
 def write_adapter(
     path: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> None:
-    """Writes an adapter's two files: `tensors`, cast to `dtype` if given, and `config` over PEFT's usual fields."""
+    """Write an adapter's two files: `tensors`, cast to `dtype` if given, and `config` over PEFT's usual fields."""
     from safetensors.torch import save_file
 
     Path(path).mkdir(parents=True, exist_ok=True)

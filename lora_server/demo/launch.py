@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from lora_server.demo import children
-from lora_server.demo.engine import Job, Result
+from lora_server.demo.engine import EngineResult, Job
 from lora_server.errors import LoraServerError, ServerUnavailableError
 
 READY_SECONDS = 120.0
@@ -33,7 +33,7 @@ class RunningServer:
     log: Path
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and body of an HTTP GET; status 0 where nobody answers."""
+        """Send an HTTP GET; returns status and body, status 0 without an answer."""
         try:
             with urllib.request.urlopen(f"http://{self.http}{path}", timeout=5) as answer:
                 return answer.status, answer.read().decode()
@@ -43,7 +43,7 @@ class RunningServer:
             return 0, ""
 
     def wait_ready(self, seconds: float = READY_SECONDS) -> None:
-        """Until /readyz says yes; raises ServerUnavailableError with the end of the log."""
+        """Wait until /readyz is 200; raises ServerUnavailableError with the end of the log."""
         deadline = time.monotonic() + seconds
         while (answer := self.get("/readyz"))[0] != 200:
             hopeless = self.process.poll() is not None or "was refused" in answer[1]
@@ -52,7 +52,7 @@ class RunningServer:
             time.sleep(0.05)
 
     def tail(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         return self.log.read_text(errors="replace")[-2000:]
 
     def stop(self) -> int:
@@ -61,7 +61,7 @@ class RunningServer:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """A port that nobody listens on at 127.0.0.1 now, of any host."""
+    """Find a port that is free at 127.0.0.1 now; returns it with `host`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"{host}:{probe.getsockname()[1]}"
@@ -90,7 +90,7 @@ def running_server(log: Path, flags: Sequence[str], module: str = "lora_server")
 
 
 def start_engine(job: Job) -> subprocess.Popen[bytes]:
-    """An engine process that works on a job."""
+    """Start an engine process with a job."""
     process = children.start(
         [sys.executable, "-m", "lora_server.demo.engine"],
         stdin=subprocess.PIPE,
@@ -104,8 +104,8 @@ def start_engine(job: Job) -> subprocess.Popen[bytes]:
     return process
 
 
-def finish_engine(process: subprocess.Popen[bytes]) -> Result:
-    """Its result; raises LoraServerError with the end of its stderr, or at the deadline."""
+def finish_engine(process: subprocess.Popen[bytes]) -> EngineResult:
+    """Wait for an engine's result; raises LoraServerError with the end of its stderr, or at the deadline."""
     try:
         out, errors = process.communicate(timeout=ENGINE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -114,4 +114,4 @@ def finish_engine(process: subprocess.Popen[bytes]) -> Result:
         process.kill()
     if process.returncode:
         raise LoraServerError(f"demo: an engine failed:\n{errors.decode(errors='replace')[-3000:]}")
-    return msgspec.json.decode(out, type=Result)
+    return msgspec.json.decode(out, type=EngineResult)

@@ -1,4 +1,4 @@
-"""What an adapter must do to a model: by PEFT, and by a literal merge that knows the layouts on disk.
+"""Oracles for an adapter's effect on a model: PEFT, and a literal merge that knows the layouts on disk.
 
 Slow on purpose, and written without `lora_server.adapters`, so that each checks the other.
 """
@@ -52,7 +52,7 @@ def apply_literal(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
 
 
 def first_match(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """What PEFT takes from rank_pattern or alpha_pattern for a module."""
+    """Return the value that PEFT takes from rank_pattern or alpha_pattern for a module."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
@@ -96,7 +96,7 @@ def _scale(config: dict[str, Any], module: str, lora_rank: int) -> float:
 
 
 def _add(experts: Any, leaf: str, expert: int, delta: torch.Tensor) -> None:
-    """Adds a delta [out, in] in the order of rows of `leaf` to the experts' own parameter."""
+    """Add a delta [out, in] in the order of rows of `leaf` to the experts' own parameter."""
     parameter = experts.gate_up_proj if leaf in ("gate_proj", "up_proj", "gate_up_proj") else experts.down_proj
     weight = parameter[expert]
     transposed = bool(getattr(experts, "is_transposed", False))

@@ -1,4 +1,4 @@
-"""What the demo found, as tables for people and as one JSON document."""
+"""Report of the demo: tables for people, and one JSON document."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from lora_server import terminal
-from lora_server.demo.check import Verdict
-from lora_server.demo.engine import Result
+from lora_server.demo.check import PeftVerdict
+from lora_server.demo.engine import EngineResult
 from lora_server.units import count
 
 
@@ -18,10 +18,10 @@ class LayoutTimes:
     """One layout, one engine."""
 
     layout: str
-    result: Result
+    result: EngineResult
 
     def row(self) -> dict[str, float | str]:
-        """For the JSON."""
+        """Round for the JSON document."""
         times = self.result.times_us
         return {
             "layout": self.layout,
@@ -33,8 +33,8 @@ class LayoutTimes:
         }
 
 
-def as_json(verdict: Verdict, layouts: list[LayoutTimes]) -> str:
-    """One document."""
+def as_json(verdict: PeftVerdict, layouts: list[LayoutTimes]) -> str:
+    """Render the JSON document."""
     document = {
         "passed": verdict.passed,
         "tokens_checked": verdict.tokens_checked,
@@ -45,7 +45,7 @@ def as_json(verdict: Verdict, layouts: list[LayoutTimes]) -> str:
     return json.dumps(document, indent=2)
 
 
-COLUMNS = {"layout": "<", "Recv": ">", "LoRA": ">", "Send": ">", "base MoE": ">", "tokens/s": ">"}
+COLUMNS = ("layout", "Recv", "LoRA", "Send", "base MoE", "tokens/s")
 REMARKS = (
     "Send is what the engine waits for after the LoRA is done; hidden by its own GEMM it is near 0.",
     "Engines and shards share this machine's cores: compare the columns, not the numbers elsewhere.",
@@ -57,10 +57,10 @@ What next:
   LORA_SERVER_ADDRESS=127.0.0.1:7400 vllm serve MODEL         # an engine"""
 
 
-def show(verdict: Verdict, layouts: list[LayoutTimes], console: Console) -> None:
-    """The breakdown per layout (as in the paper's Table 4), the check, and what to do next."""
+def show(verdict: PeftVerdict, layouts: list[LayoutTimes], console: Console) -> None:
+    """Print the breakdown per layout (as in the paper's Table 4), the check, and the next steps."""
     console.print("Mean microseconds per layer, experts' gate_up + down (slowest shard)\n")
-    terminal.table(console, COLUMNS, [_cells(one) for one in layouts], wrapped="layout")
+    terminal.table(console, COLUMNS, [_cells(one) for one in layouts], left=("layout",), wrapped="layout")
     console.print()
     for remark in REMARKS:
         terminal.say(console, remark)

@@ -17,7 +17,7 @@ from lora_server.adapters import find_adapters
 from lora_server.control.members.agreement import require_work
 from lora_server.demo import children, tiny
 from lora_server.demo.check import against_peft
-from lora_server.demo.engine import Job, Result, Sequence
+from lora_server.demo.engine import EngineResult, Job, Sequence
 from lora_server.demo.launch import finish_engine, running_server, start_engine
 from lora_server.demo.report import LayoutTimes, as_json, show
 from lora_server.errors import ConfigError
@@ -30,7 +30,7 @@ TIMED_BATCH, TIMED_TOKENS = 16, 16
 
 
 def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output: bool) -> bool:
-    """The whole demo; whether every token was equal. `model` and `adapters` default to small random ones."""
+    """Run the demo; returns whether every token was equal. `model` and `adapters` default to small random ones."""
     if (model is None) != (adapters is None):
         raise ConfigError("demo: give both --model and --adapters, or neither")
     with (
@@ -70,7 +70,7 @@ def run_demo(model: Path | None, adapters: Path | None, layout: str, json_output
 
 @contextlib.contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """PEFT asks a model what transformers has deprecated: a line per adapter, and nothing that a user could change."""
+    """Silence PEFT, which uses what transformers has deprecated: a line per adapter that no user could act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
@@ -97,7 +97,7 @@ def _make(model_path: Path, adapters: Path, progress: Progress) -> None:
 
 
 def _batches(names: list[str], model: spec.ModelSpec, count: int, size: int, seed: int) -> list[list[Sequence]]:
-    """Zipf-popular adapters, one base row in eight, prompts of mixed lengths."""
+    """Draw prompts of mixed lengths, for Zipf-popular adapters and, one in eight, the base model."""
     rng = np.random.default_rng(seed)
     weights = np.arange(1, len(names) + 1, dtype=float) ** -ZIPF
     chosen = rng.choice(len(names), size=(count, size), p=weights / weights.sum())
@@ -115,7 +115,7 @@ def _flags(model: Path, adapters: Path, layout: str) -> list[str]:
 
 def _serve_and_generate(
     model: Path, adapters: Path, layout: str, batches: list[list[Sequence]], work: Path, progress: Progress
-) -> list[Result]:
+) -> list[EngineResult]:
     task = progress.add_task(f"server {layout}, {ENGINES} engines", total=ENGINES + 1)
     with running_server(work / "server.log", _flags(model, adapters, layout)) as server:
         progress.advance(task)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from lora_server.demo import children
 from lora_server.demo.launch import running_server
 from lora_server.demo.vllm_process import VllmProcess, require_free
@@ -33,8 +33,8 @@ MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")  # VLLM_C
 
 
 @dataclass(frozen=True)
-class Served:
-    """What to serve, and what to try with it; `more` is an adapter directory that is not served yet."""
+class ServedModel:
+    """Model to serve, and how to try it; `more` is an adapter directory that is not served yet."""
 
     model: Path
     adapters: Path | None
@@ -44,8 +44,8 @@ class Served:
     flags: tuple[str, ...] = ()  # of the server
 
 
-def make_tiny(root: Path, name: str) -> Served:
-    """A model directory and directories of adapters."""
+def make_tiny(root: Path, name: str) -> ServedModel:
+    """Make a model directory and directories of adapters."""
     from transformers.utils import logging
 
     from lora_server.demo import tiny
@@ -59,18 +59,18 @@ def make_tiny(root: Path, name: str) -> Served:
     tiny.make_adapter(model, root / "adapters/check", lora_rank=8, seed=3, targets="attention", invocation=INVOCATION)
     tiny.make_adapter(model, root / "chat", lora_rank=4, seed=4, targets="all")
     more, flags = ("chat", str(root / "chat")), ("--adapter-root", str(root))
-    return Served(root / "base", root / "adapters", name, "w5 w6 w7", more, flags)
+    return ServedModel(root / "base", root / "adapters", name, "w5 w6 w7", more, flags)
 
 
 def engine_environment(flags: Sequence[str], environment: Mapping[str, str], server: str) -> dict[str, str]:
-    """On a CPU vLLM would take 0.92 of the machine's memory, unless it is told."""
+    """Limit vLLM's memory on a CPU, of which it takes 0.92 of the machine's by default."""
     told = any(flag.partition("=")[0] in MEMORY_FLAGS for flag in flags)
     ours = {"VLLM_NO_USAGE_STATS": "1"} | ({} if told else {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB})
     return {**ours, **environment, "LORA_SERVER_ADDRESS": server}
 
 
-def serve(served: Served, address: str, flags: list[str], logs: Path, verbose: bool) -> int:
-    """Until vLLM ends; returns its exit code."""
+def serve(served: ServedModel, address: str, flags: list[str], logs: Path, verbose: bool) -> int:
+    """Serve until vLLM ends; returns its exit code."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
     own = ["--base-model", str(served.model), *served.flags]
     own += ["--adapters", str(served.adapters)] if served.adapters else []
@@ -102,16 +102,16 @@ def serve(served: Served, address: str, flags: list[str], logs: Path, verbose: b
 
 
 def adapters_of(server: str) -> list[str]:
-    """Names that a prompt needs no invocation for."""
-    directory = Directory(server)
+    """List the adapters whose prompts need no invocation."""
+    directory = AdapterDirectory(server)
     try:
         return [one.name for one in directory.list() if not one.HasField("invocation")]
     finally:
         directory.close()
 
 
-def to_try(served: Served, names: Sequence[str], address: str, server: str) -> list[tuple[str, str]]:
-    """(what for, a command line for a shell), in the order to try them in."""
+def to_try(served: ServedModel, names: Sequence[str], address: str, server: str) -> list[tuple[str, str]]:
+    """List (purpose, shell command) in the order to try them."""
 
     def complete(model: str) -> str:
         body = json.dumps({"model": model, "prompt": served.prompt, "max_tokens": 8})
@@ -138,7 +138,7 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     with children.ending_on_signals(), tempfile.TemporaryDirectory(prefix="lora-serve-") as scratch:
         logs, address = Path(scratch), f"127.0.0.1:{options.port}"
-        served = Served(options.model, options.adapters, options.served_model_name)
+        served = ServedModel(options.model, options.adapters, options.served_model_name)
         try:
             require_free(address)
             if options.model is None:

@@ -76,7 +76,7 @@ FOR_VLLM: dict[str, Any] = {
 
 
 def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """A model of one of KINDS, on the CPU, frozen and in eval mode; `overrides` are fields of its config.
+    """Make a model of one of KINDS, on the CPU, frozen and in eval mode; `overrides` are fields of its config.
 
     The same arguments give the same weights. They are spread enough that greedy tokens vary.
     """
@@ -97,7 +97,7 @@ def make_model(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 
 
 def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
-    """Writes a tokenizer whose token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
+    """Write a tokenizer whose token i is the word `w<i>`, so that prompts can be typed; 0 and 1 are special."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,5 +109,5 @@ def save_tokenizer(path: str | Path, vocab_size: int = 256) -> None:
 
 
 def save_model(model: PreTrainedModel, path: str | Path) -> None:
-    """Writes the model's config and weights as transformers loads them."""
+    """Write the model's config and weights as transformers loads them."""
     model.save_pretrained(path)

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as a child: its log in a file, what it is doing until it is ready, its last words."""
+"""vLLM's OpenAI server as a child process, with its log in a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VllmProcess:
             stream.close()
 
     def wait_ready(self, console: Console, seconds: float = READY_SECONDS) -> None:
-        """Until /health says yes, with a line of progress in a terminal.
+        """Wait until /health is 200, with a line of progress in a terminal.
 
         Raises ServerUnavailableError with vLLM's last lines where it ends before, or at the deadline.
         """
@@ -55,7 +55,7 @@ class VllmProcess:
                 time.sleep(0.2)
 
     def last_words(self, when: str) -> str:
-        """Exit code and the end of the log, of a process that has ended by itself."""
+        """Describe a process that has ended: exit code and the end of its log."""
         return f"vLLM ended with exit code {self.process.returncode} {when}{self._tail()}"
 
     def _end_of_log(self) -> list[str]:
@@ -70,7 +70,7 @@ class VllmProcess:
         return said[-1] if said else "imports"
 
     def _tail(self) -> str:
-        """Last the errors that its processes logged: the reason may be far above the end."""
+        """Return the end of the log, then the errors that its processes logged: the reason may be far above the end."""
         lines = self._end_of_log()
         errors = dict.fromkeys(found[1] for line in lines if (found := _FAILED.search(line)))
         shown = "\n".join([*lines[-LAST_LINES:], *errors])
@@ -86,7 +86,7 @@ def _answers(address: str) -> bool:
 
 
 def require_free(address: str) -> None:
-    """Raises ConfigError if somebody listens there, who would seem to be vLLM."""
+    """Check that the port is free; raises ConfigError, since another listener would look like vLLM."""
     host, _, port = address.rpartition(":")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The outcome of a check."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
-    """FAILED: a node does not start, or not with what it was told. WARNING: it serves, but slower, or not for long."""
+class Outcome(StrEnum):
+    """FAILED: a node does not start, or not with its settings. WARNING: it serves, but slower, or not for long."""
 
     OK = "ok"
     WARNING = "warning"
@@ -16,24 +16,24 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`cure` is there unless all is well."""
+    """The result of one check; `cure` is empty if the outcome is OK."""
 
     check: str
-    state: State
+    state: Outcome
     found: str
     cure: str = ""
 
 
 def ok(check: str, found: str) -> Finding:
-    """All is well."""
-    return Finding(check, State.OK, found)
+    """Make a finding without a cure."""
+    return Finding(check, Outcome.OK, found)
 
 
 def warning(check: str, found: str, cure: str) -> Finding:
-    """It will serve; this would make it better."""
-    return Finding(check, State.WARNING, found, cure)
+    """Make a finding about a node that serves, but could serve better."""
+    return Finding(check, Outcome.WARNING, found, cure)
 
 
 def failed(check: str, found: str, cure: str) -> Finding:
-    """It will not."""
-    return Finding(check, State.FAILED, found, cure)
+    """Make a finding about a node that would not start."""
+    return Finding(check, Outcome.FAILED, found, cure)

@@ -1,4 +1,4 @@
-"""GPUs, NVSHMEM, InfiniBand. None of them is needed with --device cpu."""
+"""GPUs, NVSHMEM, InfiniBand; --device cpu needs none of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUPY = "cupy-cuda13x"
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """The driver, then what torch makes of it, then the compiler of our kernels."""
+    """Check the driver, then torch's view of it, then the compiler of the kernels."""
     text = machine.read("/proc/driver/nvidia/version")
     if text is None:
         nodes = [entry.name for entry in machine.entries("/dev") if re.fullmatch(r"nvidia\d+", entry.name)]
@@ -60,7 +60,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _transport(index: int) -> Iterator[Finding]:
-    """What --gpu-transport gpu needs beyond cuda_ipc."""
+    """Check the needs of --gpu-transport gpu beyond those of cuda_ipc."""
     for lack in needs.missing(needs.ask(index)):
         found, _, cure = lack.rpartition("; ")
         yield warning(f"gpu {index}", f"for --gpu-transport gpu: {found}", cure)
@@ -74,7 +74,7 @@ def _installed(check: str, package: str, cure: str) -> Finding:
 
 
 def nvshmem(machine: Machine) -> Iterator[Finding]:
-    """Both of its packages, or neither."""
+    """Check that both packages are installed, or neither."""
     found = {}
     for package in (NVSHMEM, NVSHMEM4PY):
         try:
@@ -96,7 +96,7 @@ def nvshmem(machine: Machine) -> Iterator[Finding]:
 
 
 def infiniband(machine: Machine) -> Iterator[Finding]:
-    """Ports that are up; and whether a NIC may read a GPU's memory."""
+    """Check that ports are up, and that a NIC may read a GPU's memory."""
     adapters = machine.entries("/sys/class/infiniband")
     if not adapters:
         yield ok("infiniband", "none: nodes talk TCP")

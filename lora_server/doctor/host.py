@@ -19,7 +19,7 @@ WIDE = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX BF16", "avx512f": "AVX-5
 
 
 def processors(machine: Machine) -> Iterator[Finding]:
-    """How many this process may use, and whether they are wide."""
+    """Check how many processors this process may use, and their vector units."""
     quota = _quota(machine)
     count = machine.processors if quota is None else min(machine.processors, quota)
     text = f"{machine.processors} for this process" + (f", limited to {quota:g} by its container" if quota else "")
@@ -42,7 +42,7 @@ def _quota(machine: Machine) -> float | None:
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
-    """What may still be taken, of the system and of the container."""
+    """Check the memory that is left, of the system and of the container."""
     free, left = available_bytes(machine.read), container_bytes(machine.read)
     text = f"{size(system_bytes(machine.read))} available"
     text += "" if left is None else f", {size(left)} left to this container"
@@ -56,7 +56,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    """/dev/shm is not ours, whose memory has no name; engines that run beside us fill it."""
+    """Check /dev/shm. The server does not use it; engines on the same host do."""
     try:
         there = os.statvfs(machine.path("/dev/shm"))
     except OSError:
@@ -71,7 +71,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
-    """Descriptors, and memory that may be locked."""
+    """Check the limits of open files and of locked memory."""
     most = machine.limits["NOFILE"]
     text = "no limit" if most < 0 else f"at most {most}"
     cure = "ulimit -n 65536, LimitNOFILE= of systemd, or docker run --ulimit nofile=65536"
@@ -90,7 +90,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 
 def kernel(machine: Machine) -> Iterator[Finding]:
-    """Sealed memory without a name, and descriptors that stand for processes."""
+    """Check that the kernel has memfd seals and pidfd_open."""
     found = re.match(r"(\d+)\.(\d+)", machine.release)
     if found is None or (int(found[1]), int(found[2])) < OLDEST_KERNEL:
         cure = f"take one of {'.'.join(map(str, OLDEST_KERNEL))} or newer: pidfd_open tells when an engine is gone"
@@ -100,7 +100,7 @@ def kernel(machine: Machine) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Leases do not need it; logs of several nodes and certificates do."""
+    """Check that the clock is synchronised: certificates and logs of several nodes need it."""
     if machine.clock_synchronised is None:
         yield ok("clock", "the kernel does not say whether it is synchronised")
     elif machine.clock_synchronised:

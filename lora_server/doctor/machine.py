@@ -1,4 +1,4 @@
-"""Where the kernel and the drivers say what there is: files below a root, so that a test can write another machine."""
+"""The files that checks read, below a root, so that a test can write another machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _limits() -> dict[str, int]:
 
 
 def _clock_synchronised() -> bool | None:
-    """Whether something disciplines the system's clock; None where the kernel does not say."""
+    """Ask whether the system's clock is synchronised; None if the kernel does not say."""
     libc = ctypes.CDLL(None, use_errno=True)
     state = libc.adjtimex(ctypes.create_string_buffer(256))  # struct timex with modes = 0: asks, and sets nothing
     return None if state < 0 else state != _UNSYNCHRONISED
@@ -25,7 +25,7 @@ def _clock_synchronised() -> bool | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not in a file is a field."""
+    """A machine: its files below `root`, and the facts that are in no file."""
 
     root: Path = Path("/")
     release: str = field(default_factory=lambda: os.uname().release)
@@ -34,18 +34,18 @@ class Machine:
     clock_synchronised: bool | None = field(default_factory=_clock_synchronised)
 
     def path(self, name: str) -> Path:
-        """`name` is absolute."""
+        """Locate an absolute `name` below the root."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str | None:
-        """None where there is no such file, or none that one may read."""
+        """Read a file; None if it is missing or unreadable."""
         try:
             return self.path(name).read_text(errors="replace")
         except OSError:
             return None
 
     def entries(self, name: str) -> list[Path]:
-        """Of a directory; none where there is none."""
+        """List a directory; a missing one is empty."""
         try:
             return sorted(self.path(name).iterdir())
         except OSError:

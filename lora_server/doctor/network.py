@@ -1,4 +1,4 @@
-"""The ports and directories that a node would take."""
+"""Checks of the ports and directories that a node would use."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LONGEST_SOCKET = 107 - len("/shard-100.sock")  # sun_path of a Unix socket, less
 
 
 @dataclass(frozen=True)
-class Places:
-    """What to listen on by flag, and where to write."""
+class NodeResources:
+    """Addresses that a node listens on and directories that it writes, each with its flag."""
 
     listens: Sequence[tuple[str, Address]]
     directories: Sequence[tuple[str, Path]] = ()
 
 
-def ports(places: Places) -> Iterator[Finding]:
-    """Whether each can be listened on now."""
-    for flag, address in places.listens:
+def ports(resources: NodeResources) -> Iterator[Finding]:
+    """Check that each address can be listened on now."""
+    for flag, address in resources.listens:
         try:
             family, *_, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
             with socket.create_server(target[:2], family=family):
@@ -41,7 +41,7 @@ def ports(places: Places) -> Iterator[Finding]:
 
 
 def _owner(port: int) -> str:
-    """`pid NAME` of who listens on a port, as far as this user may see; '' if not."""
+    """Name the process that listens on a port, as far as this user may see; else return ''."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -73,9 +73,9 @@ def _name(process: Path) -> str:
         return "gone"
 
 
-def directories(places: Places) -> Iterator[Finding]:
-    """Whether each can be written to, and how much it holds."""
-    for flag, directory in places.directories:
+def directories(resources: NodeResources) -> Iterator[Finding]:
+    """Check that each directory is writable and has space."""
+    for flag, directory in resources.directories:
         there = next((one for one in (directory, *directory.absolute().parents) if one.exists()), Path("/"))
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             yield failed("directory", f"{flag} {directory}: {there} cannot be written to", "chown it, or give another")
@@ -87,6 +87,8 @@ def directories(places: Places) -> Iterator[Finding]:
         free = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize
         if free < GIB:
             text = f"{flag} {directory}: {size(free)} free"
-            yield warning("directory", text, "make room, or give another: adapters from far are kept there")
+            yield warning(
+                "directory", text, "free some space, or give another: files of remote adapters are kept there"
+            )
         else:
             yield ok("directory", f"{flag} {directory}: {size(free)} free")

@@ -1,4 +1,4 @@
-"""Python, our packages, and the versions of those that we need."""
+"""Checks of Python and of installed packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def python() -> Iterator[Finding]:
-    """Its version."""
+    """Check the version of Python."""
     text = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
         yield failed("python", text, f"take {'.'.join(map(str, OLDEST_PYTHON))} or newer")
@@ -25,7 +25,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """That nobody hides our modules, and that what is installed is of a version that we can use."""
+    """Check that no other package hides ours, and that dependencies have the right versions."""
     try:
         installed.check_names()
         yield ok("lora-server", __version__)
@@ -47,7 +47,7 @@ def _requirements() -> list[Requirement]:
 
 
 def misfit(requirement: Requirement) -> str:
-    """Why what is installed does not do, or ''. Of extras, only what is installed counts."""
+    """Say why the installed version does not fit, or return ''. A missing package of an extra fits."""
     extra = requirement.marker is not None and "extra" in str(requirement.marker)
     if requirement.marker is not None and not extra and not requirement.marker.evaluate():
         return ""

@@ -1,14 +1,17 @@
-"""Where a shard's adapter weights live, and how they get there (docs/memory.md).
+"""Memory of a shard's adapter weights, and how they are loaded into it (docs/memory.md).
 
-store      adapters of a shard: known, loaded, pinned by steps, evicted, dropped
-filling    its thread, the loader                        loading   from files to memory, layer by layer
-fetching   files from far, to the disk cache             preload   what fills idle memory
-turns      who comes next                                room      who has memory, and gets some
-eviction   who makes room, and for whom                  pins      what steps read now
-entry      one adapter and the states of its layers      manifest  where in its memory each block lies
-pools      bytes that are handed out and taken back      formats   how a block's weights lie in them
-mapped     a pool of the operating system's pages        pages     a pool of 2 MiB pages, on a GPU or pinned
-tier       the memory that steps read                    on_cpu    as tensors, for the CPU kernels
-paged      as tiles in pages, for the CUDA kernels       directory where in the pages each block begins
-resident   the same for a kernel that finds them itself   use      what a store says of itself
+store      the facade that steps use: pin, gather, prefetch
+adapters   commands: register, load, keep, drop         report     what is where
+table      the adapters that a shard knows              entry      one of them, and the states of its layers
+want       a reason to load one                         load_queue wants in the order of their urgency
+planner    chooses what to load next                    loader     the thread that loads it
+layers     from files to memory, layer by layer         fetching   remote files, to the disk cache
+preload    what fills idle memory                       pins       what steps read now
+evictor    reserves memory, and evicts for it           claims     active and pinned adapters
+eviction   the policies: which entries are evicted      manifest   where in its memory each block lies
+pools      bytes that are allocated and freed           formats    how a block's weights lie in them
+mapped     a pool of the operating system's pages       pages      a pool of 2 MiB pages, on a GPU or pinned
+tier       the memory that steps read                   on_cpu     as tensors, for the CPU kernels
+paged      as tiles in pages, for the CUDA kernels      directory  where in the pages each block begins
+resident   the same for a kernel that looks blocks up by itself
 """

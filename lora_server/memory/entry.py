@@ -1,20 +1,20 @@
-"""One adapter on one shard, and where each of its layers stands.
+"""One adapter on one shard, and the state of each of its layers.
 
    REMOTE
-    │  ▲                                its source is far, and the node's disk cache does not have its files
+    │  ▲                                its files are at a URL, and not in this node's disk cache
     ▼  │
     DISK ──► LOADING ──► READY          a layer is LOADING while the adapter has device memory and the layer is
       ▲  ╲   ▲   ╲          │           not there yet; it is HOST where packed weights lie in the host pool, and
       │   ▼  │    ▼         │           no device memory is taken for it
       │  HOST     FAILED ◄──┘
-      └── evicted ──────────┘           FAILED is tried again when somebody asks, after `load_retry`
+      └── evicted ──────────┘           FAILED is retried when the adapter is wanted again, after `load_retry`
 
-An adapter's memory is allocated, and taken back, as a whole; its layers become READY one by one.
+Memory for an adapter is allocated, and freed, for all of its layers at once; they become READY one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,15 +23,14 @@ from typing import NamedTuple
 from lora_server.errors import LoraServerError
 from lora_server.memory.manifest import Manifest
 from lora_server.memory.pools import Extent
+from lora_server.memory.want import NEVER, Reason, Want
 
-MIN_STAY, STAY_PER_LOAD = 0.05, 10.0  # seconds; an adapter stays so many times as long as its load took
+MIN_STAY, STAY_PER_LOAD = 0.05, 10.0  # seconds; an adapter in use stays for so many times its load time
 HALF_LIFE = 60.0  # seconds, of the count of uses
 
-Done = Callable[[LoraServerError | None], None]
 
-
-class State(Enum):
-    """Where the weights of (handle, layer) stand on this shard."""
+class LayerState(Enum):
+    """The state of the weights of (handle, layer) on this shard."""
 
     UNKNOWN = "unknown"
     REMOTE = "at its source alone"
@@ -44,9 +43,9 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Source:
-    """Where an adapter's files are, and which content they must have (see Adapter.version, Adapter.stamp).
+    """Path of an adapter's files, and the content they must have (see Adapter.version, Adapter.stamp).
 
-    `remote`: the URL of one from far, whose files are in the disk cache, or nowhere here; it has no path.
+    A remote source has a URL and no path: its files are in the node's disk cache, or not on this node.
     """
 
     path: Path
@@ -59,7 +58,7 @@ class Source:
 
 
 class Files(NamedTuple):
-    """What was learned of an adapter's files when they had the right content (see adapters.reopen)."""
+    """Facts about files whose content was checked (see adapters.reopen)."""
 
     path: Path
     seen: str
@@ -67,135 +66,140 @@ class Files(NamedTuple):
     outline: bytes  # its key
 
 
+class LoadFailure(NamedTuple):
+    """Error of the last load, and the time of the next attempt."""
+
+    error: LoraServerError
+    retry_at: float
+
+
 @dataclass
 class Usage:
-    """What eviction policies judge by. Times are time.monotonic()."""
+    """Facts that eviction policies judge by. Times are time.monotonic()."""
 
     last: float = 0.0
-    rate: float = 0.0  # uses up to `last`, fewer by half each HALF_LIFE
-    load_seconds: float = 0.0  # of all layers, the last time
+    rate: float = 0.0  # uses up to `last`; halves every HALF_LIFE
+    load_seconds: float = 0.0  # of the last complete load
 
     def count(self, now: float, uses: int = 1) -> None:
-        """So many uses, now."""
+        """Add uses at `now`."""
         self.rate = self.rate * 0.5 ** (max(0.0, now - self.last) / HALF_LIFE) + uses
         self.last = max(self.last, now)
 
 
-class Demand(NamedTuple):
-    """Somebody needs an adapter at `due`, which for a step is when it came, and not any more after `until`."""
+@dataclass
+class Footprint:
+    """Memory that an adapter takes on this shard, and the layout of its blocks there."""
 
-    due: float
-    until: float
-
-
-@dataclass(eq=False)
-class Entry:
-    """From the command to know it to the one to drop it; the store's lock guards it.
-
-    `demands` has who needs it.
-    """
-
-    handle: int
-    source: Source
-    layers: tuple[int, ...]  # of this shard
-    order: int
     nbytes: int = 0  # of its extent
-    size: int | None = None  # what that takes of the device pool; None until the files were looked at
-    manifest: Manifest | None = None  # while anything of it is in memory
+    size: int | None = None  # of that in the device pool; None until its files were measured
+    manifest: Manifest | None = None  # while any of its bytes are in memory
     files: Files | None = None
+
+
+@dataclass
+class MemoryCopies:
+    """Memory that an adapter has in each pool, and its layers there."""
+
     device: Extent | None = None
     host: Extent | None = None
     ready: set[int] = field(default_factory=set)
     packed: set[int] = field(default_factory=set)  # layers in `host`
-    demands: dict[Hashable, Demand] = field(default_factory=dict)
-    stays: bool = False  # it never makes room (`adapters pin`)
-    in_part: float | None = None  # when a step last used a layer of it, while not all are READY: the others follow
-    trace: Mapping[str, str] = field(default_factory=dict)  # of the request that made it active
-    active: bool = False  # a client holds it: it makes room for nobody who is not
-    far: bool = False  # the disk cache does not have its files, as far as this shard knows
-    preloaded: bool = False  # it came, or comes, before anybody asked, and nobody has used it yet
-    eager: bool = False  # to be brought in, though nobody waits
-    first: int = 0  # index of the layer that was asked for last: loading begins there
-    looking: list[Done] = field(default_factory=list)  # who waits for a look at its files
-    waiting: list[Done] = field(default_factory=list)  # for all of its layers
-    failure: LoraServerError | None = None
-    failed_at: float = 0.0
-    dropped: bool = False
-    withdrawn: object = None  # of the tier, until the last pin goes
-    began: float = 0.0  # when its loading did, 0: it has not
-    came_from: str = ""  # host or disk, the last time
-    whole_since: float = 0.0
-    usage: Usage = field(default_factory=Usage)
 
-    def state(self, layer: int) -> State:
-        """Where a layer stands; one that this shard has nothing of is READY."""
-        if layer in self.ready or layer not in self.layers:
-            return State.READY
+
+@dataclass
+class Progress:
+    """Course of the current load, until the adapter is evicted."""
+
+    first: int = 0  # index of the layer that a step needed last: loading starts there
+    began: float = 0.0  # 0: not yet
+    tier: str = ""  # "host" or "disk", from which it is loaded
+    complete_since: float = 0.0
+
+
+@dataclass(eq=False)
+class AdapterEntry:
+    """An adapter that the shard knows. The store's lock guards it."""
+
+    handle: int
+    source: Source
+    layers: tuple[int, ...]  # of this shard
+    order: int  # of registration
+    footprint: Footprint = field(default_factory=Footprint)
+    copies: MemoryCopies = field(default_factory=MemoryCopies)
+    progress: Progress = field(default_factory=Progress)
+    usage: Usage = field(default_factory=Usage)
+    wants: dict[Hashable, Want] = field(default_factory=dict)  # by owner
+    failure: LoadFailure | None = None
+
+    def state(self, layer: int, is_remote: bool = False) -> LayerState:
+        """Return the state of a layer; one that this shard has no part of is READY."""
+        if layer in self.copies.ready or layer not in self.layers:
+            return LayerState.READY
         if self.failure is not None:
-            return State.FAILED
-        if self.device is not None:
-            return State.LOADING
-        if layer in self.packed:
-            return State.HOST
-        return State.REMOTE if self.far else State.DISK
+            return LayerState.FAILED
+        if self.copies.device is not None:
+            return LayerState.LOADING
+        if layer in self.copies.packed:
+            return LayerState.HOST
+        return LayerState.REMOTE if is_remote else LayerState.DISK
 
     def lacks(self, layer: int) -> bool:
         """Whether a step of this layer has to wait."""
-        return layer not in self.ready and layer in self.layers and self.failure is None
+        return layer not in self.copies.ready and layer in self.layers and self.failure is None
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all layers are READY."""
-        return len(self.ready) == len(self.layers)
+        return len(self.copies.ready) == len(self.layers)
 
-    def next_layer(self) -> int:
-        """The one to load now: the one asked for, those after it, and then those before it."""
-        turned = self.layers[self.first :] + self.layers[: self.first]
-        return next(layer for layer in turned if layer not in self.ready)
-
-    def is_wanted(self) -> bool:
-        """Whether somebody needs it, or waits for all of it."""
-        looked_for = self.source.remote and self.looking
-        return bool(self.demands or self.waiting or self.in_part is not None or self.active or self.eager or looked_for)
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to load, or loading failed."""
+        return self.failure is not None or self.is_complete()
 
     def is_packed(self) -> bool:
         """Whether all of it is in the host pool: its files are not needed."""
-        return self.manifest is not None and len(self.packed) == len(self.layers)
+        return self.footprint.manifest is not None and len(self.copies.packed) == len(self.layers)
+
+    def next_layer(self) -> int:
+        """Return the layer to load now: the one that was needed last, then those after it, then those before it."""
+        turned = self.layers[self.progress.first :] + self.layers[: self.progress.first]
+        return next(layer for layer in turned if layer not in self.copies.ready)
+
+    @property
+    def active(self) -> bool:
+        """Whether a client holds it: it is not evicted for an adapter that no client holds."""
+        return Reason.ACTIVE in self.wants
+
+    def is_wanted(self) -> bool:
+        """Whether any of its wants is a demand."""
+        return any(want.reason.is_demand for want in self.wants.values())
 
     def is_spare(self) -> bool:
-        """Whether it makes room for anybody, and nobody for it."""
-        return self.preloaded and not self.is_wanted()
+        """Whether it only fills idle memory: it is evicted for any other, and none is evicted for it."""
+        return Reason.PRELOAD in self.wants and not self.is_wanted()
 
     def deadline(self) -> float:
-        """When it is needed first; infinite where nobody said."""
-        first = min((demand.due for demand in self.demands.values()), default=float("inf"))
-        return first if self.in_part is None else min(first, self.in_part)
+        """Return the time at which it is needed first."""
+        return min((want.due for want in self.wants.values()), default=NEVER)
 
-    def forget_demands(self, now: float) -> None:
-        """Those that are over."""
-        if any(demand.until < now for demand in self.demands.values()):
-            self.demands = {owner: demand for owner, demand in self.demands.items() if demand.until >= now}
+    def expire_wants(self, now: float) -> None:
+        """Remove the wants that have expired."""
+        for owner in [owner for owner, want in self.wants.items() if want.until < now]:
+            del self.wants[owner]
 
     def stays_until(self) -> float:
-        """A turn in memory that is worth its load: nobody takes an adapter that is in use before its time."""
-        return self.whole_since + max(MIN_STAY, STAY_PER_LOAD * self.usage.load_seconds) if self.is_whole() else 0.0
+        """End of the stay in memory that is worth its load: until then it is not evicted while in use."""
+        stay = max(MIN_STAY, STAY_PER_LOAD * self.usage.load_seconds)
+        return self.progress.complete_since + stay if self.is_complete() else 0.0
 
-    def arrived(self, now: float) -> None:
-        """A layer is READY, perhaps the last."""
+    def note_layer(self, now: float) -> None:
+        """Account for a layer that has become READY."""
         if self.is_wanted():
             self.usage.count(now, 0)
-        if self.is_whole():
-            self.in_part, self.eager = None, False
-            self.whole_since, self.usage.load_seconds = now, now - self.began
+        if self.is_complete():
+            self.progress.complete_since, self.usage.load_seconds = now, now - self.progress.began
 
-    def answered(self) -> list[Done]:
-        """Who waits no longer."""
-        over = self.failure is not None or self.is_whole()
-        looked, self.looking = self.looking, []
-        waited = self.waiting if over else []
-        self.waiting = [] if over else self.waiting
-        return looked + waited
-
-    def retry(self, now: float, seconds: float) -> None:
-        """Somebody asks for it: a failure that is so many seconds old may be over."""
-        if self.failure is not None and now > self.failed_at + seconds:
+    def retry(self, now: float) -> None:
+        """Clear a failure that may be over by now."""
+        if self.failure is not None and now > self.failure.retry_at:
             self.failure = None

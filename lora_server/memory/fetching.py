@@ -1,4 +1,4 @@
-"""REMOTE -> DISK, beside the loader's thread: a few fetches at a time, of those that are needed first."""
+"""REMOTE -> DISK: fetch files into the node's disk cache, beside the loader's thread."""
 
 from __future__ import annotations
 
@@ -6,43 +6,66 @@ import threading
 from collections.abc import Callable
 
 from lora_server.errors import AdapterSourceError, LoraServerError
-from lora_server.memory.entry import Entry
+from lora_server.memory.entry import AdapterEntry, Source
 from lora_server.sources.cache import Lease
-from lora_server.sources.fetch import Fetcher
+from lora_server.sources.fetch import NODE0, Fetcher
 
 MOST_AT_ONCE = 4
 
-Fetched = Callable[[Entry, Lease | None, LoraServerError | None], None]
+Fetched = Callable[[AdapterEntry, Lease | None, LoraServerError | None], None]
 
 
-class Fetching:
-    """Not thread-safe: under the store's lock. `fetched` is called from another thread, with a lease or why not."""
+class RemoteFiles:
+    """Files that are, or are not yet, in the node's disk cache. The store's lock guards it.
 
-    def __init__(self, fetcher: Fetcher | None, fetched: Fetched, cancelled: Callable[[], bool]) -> None:
-        self._fetcher, self._fetched, self._cancelled = fetcher, fetched, cancelled
-        self._under_way: set[Entry] = set()
+    `fetched` is called from a fetch's thread, with a lease or an error.
+    """
 
-    def start(self, entry: Entry) -> None:
-        """Unless it is under way, or too many others are."""
+    def __init__(self, fetcher: Fetcher | None, fetched: Fetched, is_cancelled: Callable[[AdapterEntry], bool]) -> None:
+        self._fetcher, self._fetched, self._is_cancelled = fetcher, fetched, is_cancelled
+        self._under_way: set[AdapterEntry] = set()
+        self._on_disk: frozenset[str] = frozenset()  # versions
+        self._unneeded: set[str] = set()  # versions that node 0 sent for entries that were dropped
+
+    def lacks(self, source: Source) -> bool:
+        """Whether the disk cache lacks the files, as far as this shard knows."""
+        return bool(source.remote) and source.version not in self._on_disk
+
+    def note_disk(self, versions: frozenset[str]) -> frozenset[str]:
+        """Note which versions the disk cache has; returns those that came or went."""
+        before, self._on_disk = self._on_disk, versions
+        return before ^ versions
+
+    def fetch(self, entry: AdapterEntry) -> None:
+        """Start to fetch, unless that is under way, or MOST_AT_ONCE others are."""
         if entry in self._under_way or len(self._under_way) >= MOST_AT_ONCE:
             return
         self._under_way.add(entry)
         threading.Thread(target=self._run, args=(entry,), daemon=True, name="fetch").start()
 
-    def finish(self, entry: Entry) -> None:
-        """`fetched` has been told."""
+    def finish(self, entry: AdapterEntry, fetched: bool) -> None:
+        """Account for the end of a fetch."""
         self._under_way.discard(entry)
+        if fetched:
+            self._on_disk |= {entry.source.version}
 
-    def _run(self, entry: Entry) -> None:
+    def drop(self, source: Source) -> None:
+        """Note that a dropped entry does not need its files."""
+        if source.remote.startswith(NODE0):
+            self._unneeded.add(source.version)
+
+    def take_unneeded(self) -> set[str]:
+        """Return the versions that were noted by `drop` since the last call."""
+        unneeded, self._unneeded = self._unneeded, set()
+        return unneeded
+
+    def _run(self, entry: AdapterEntry) -> None:
         url, version = entry.source.remote, entry.source.version
         try:
             if self._fetcher is None:
                 raise AdapterSourceError(f"adapter source {url}: this shard has no disk cache")
-            lease = self._fetcher.fetch(url, version, cancelled=self._is_unwanted(entry))
+            lease = self._fetcher.fetch(url, version, cancelled=lambda: self._is_cancelled(entry))
         except LoraServerError as error:
             self._fetched(entry, None, error)
         else:
             self._fetched(entry, lease, None)
-
-    def _is_unwanted(self, entry: Entry) -> Callable[[], bool]:
-        return lambda: entry.dropped or self._cancelled()

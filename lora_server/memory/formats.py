@@ -1,4 +1,4 @@
-"""How the weights of a block (one expert of one site) lie in memory: what a step's kernels read in place.
+"""Layout of a block's weights (one expert of one site) in memory, which a step's kernels read in place.
 
 Shapes: R lora rank, K input width, O output rows, B bytes.
 """
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from kernels_cuda.layout import TILE_BYTES, BlockShape, PairShape, block_shape, pack
 from kernels_cuda.ops import Block, Pair, stack
-from lora_server.adapters import Part
+from lora_server.adapters import DeltaPart
 from lora_server.errors import AdapterLoadError
 from lora_server.spec import ModelSpec, Site
 
@@ -24,39 +24,39 @@ ShapeT = TypeVar("ShapeT", bound=Hashable)
 
 
 class Format(ABC, Generic[ShapeT]):
-    """A shape says all of a block but its weights; blocks of equal parts have equal ones."""
+    """A shape is all of a block but its weights; blocks of equal parts have equal shapes."""
 
-    alignment: int  # bytes at whose multiples blocks begin
+    alignment: int  # bytes; blocks begin at multiples of it
 
     @abstractmethod
-    def shape(self, site: Site, parts: Sequence[Part]) -> ShapeT:
-        """Of a block; raises AdapterLoadError for what the kernels cannot serve."""
+    def shape(self, site: Site, parts: Sequence[DeltaPart]) -> ShapeT:
+        """Return the shape of a block; raises AdapterLoadError for one that the kernels cannot serve."""
 
     @abstractmethod
     def nbytes(self, shape: ShapeT) -> int:
-        """What `pack` returns."""
+        """Return the size of what `pack` returns."""
 
     @abstractmethod
     def pack(self, pairs: Sequence[Pair], shape: ShapeT, device: torch.device) -> torch.Tensor:
-        """uint8 [B] of a block's pairs, made where they are to go, or on the host."""
+        """Pack a block's pairs as uint8 [B], on the device or on the host."""
 
 
 @dataclass(frozen=True)
 class HostShape:
-    """A block as the CPU kernels take it: the A of all pairs one below the other, then each pair's B."""
+    """Shape of a block for the CPU kernels: the A of all pairs stacked, then each pair's B."""
 
     in_width: int
-    parts: tuple[Part, ...]
+    parts: tuple[DeltaPart, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of A, and of each B."""
+        """Number of elements of A, and of each B."""
         widths = (part.lora_rank * (part.out_end - part.out_begin) for part in self.parts)
         return (self.in_width * sum(part.lora_rank for part in self.parts), *widths)
 
 
 class HostFormat(Format[HostShape]):
-    """Plain matrices, each at a multiple of a cache line."""
+    """Plain matrices, each aligned to a cache line."""
 
     alignment = 64
 
@@ -64,7 +64,7 @@ class HostFormat(Format[HostShape]):
         self._spec, self._dtype = spec, dtype
 
     @override
-    def shape(self, site: Site, parts: Sequence[Part]) -> HostShape:
+    def shape(self, site: Site, parts: Sequence[DeltaPart]) -> HostShape:
         return HostShape(self._spec.in_width(site), tuple(parts))
 
     @override
@@ -81,7 +81,7 @@ class HostFormat(Format[HostShape]):
         return packed_B
 
     def unpack(self, packed_B: torch.Tensor, shape: HostShape) -> Block:
-        """Views of packed weights."""
+        """Return views of packed weights."""
         matrices, begin = [], 0
         for size in shape.sizes:
             matrices.append(packed_B[begin : begin + size * self._dtype.itemsize].view(self._dtype))
@@ -99,7 +99,7 @@ class HostFormat(Format[HostShape]):
 
 
 class TileFormat(Format[BlockShape]):
-    """Tiles as kernels_cuda.layout cuts and orders them; 16-bit weights."""
+    """Tiles in the order of kernels_cuda.layout; 16-bit weights."""
 
     alignment = TILE_BYTES
 
@@ -107,7 +107,7 @@ class TileFormat(Format[BlockShape]):
         self._spec, self._dtype = spec, dtype
 
     @override
-    def shape(self, site: Site, parts: Sequence[Part]) -> BlockShape:
+    def shape(self, site: Site, parts: Sequence[DeltaPart]) -> BlockShape:
         pairs = [PairShape(part.lora_rank, part.out_begin, part.out_end - part.out_begin, part.scale) for part in parts]
         try:
             return block_shape(pairs, self._spec.in_width(site), self._spec.out_width(site))

@@ -1,4 +1,4 @@
-"""What one adapter has on one shard, and where in its extent each block lies."""
+"""Blocks of one adapter on one shard, and the place of each in its extent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lora_server.memory.formats import Format
 from lora_server.placement import Placement
 from lora_server.spec import PROJECTIONS, Site
 
-KEPT_BYTES = 64_000_000  # of manifests that are kept
+KEPT_BYTES = 64_000_000  # of cached manifests
 _LAYER_BYTES = 16
 
 
@@ -22,23 +22,23 @@ class Placed(NamedTuple):
 
     begin: int
     nbytes: int
-    shape: Any  # the format's
+    shape: Any  # of the format
 
 
-Blocks = Mapping[Site, Mapping[int, Placed]]  # of a layer, by expert
+Blocks = Mapping[Site, Mapping[int, Placed]]  # of a layer, by site and expert
 
 
 class Manifest:
-    """Layer after layer, in the order of `layers`; blocks of a layer follow each other.
+    """Lays an extent out: layer after layer in the order of `layers`, and the blocks of a layer one after the other.
 
-    Small: adapters of one outline share it, and it is kept while none of them is in memory. `nbytes` is what the
-    extent must have. One thread at a time.
+    Adapters of one outline share it, and it is cached while none of them is in memory. `nbytes`: size of the extent.
+    Not thread-safe.
     """
 
     def __init__(
         self, outline: Outline, placement: Placement, shard: int, layers: Sequence[int], form: Format[Any]
     ) -> None:
-        """Raises AdapterLoadError for what the format's kernels cannot serve."""
+        """Raises AdapterLoadError for a block that the format's kernels cannot serve."""
         self.outline = outline
         self._placement, self._shard, self._layers, self._form = placement, shard, tuple(layers), form
         self._ends = np.zeros(len(layers) + 1, np.int64)
@@ -49,22 +49,22 @@ class Manifest:
 
     @property
     def kept_bytes(self) -> int:
-        """Of memory, or so."""
+        """Memory that the manifest takes, about."""
         return self.outline.nbytes + _LAYER_BYTES * len(self._layers)
 
     def span(self, layer: int) -> tuple[int, int]:
-        """The bytes of a layer [begin, end)."""
+        """Return the bytes [begin, end) of a layer."""
         index = self._layers.index(layer)
         return int(self._ends[index]), int(self._ends[index + 1])
 
     def blocks(self, layer: int) -> Blocks:
-        """Of a layer; made anew, except for who asks again for the last one."""
+        """Return the blocks of a layer. Only the last layer's are cached."""
         if self._last[0] != layer:
             self._last = layer, self._lay_out(layer, self.span(layer)[0])[0]
         return self._last[1]
 
     def _lay_out(self, layer: int, begin: int) -> tuple[Blocks, int]:
-        """From `begin` on; returns where they end, too."""
+        """Lay a layer out from `begin` on; returns its blocks and their end."""
         blocks: dict[Site, dict[int, Placed]] = {}
         shapes: dict[Any, tuple[Any, int]] = {}
         for site in (Site(layer, projection) for projection in PROJECTIONS):
@@ -83,7 +83,7 @@ class Manifest:
 
 
 class Manifests:
-    """By the key of their outlines; over `kept_bytes` the least recently used go, and are made anew when needed."""
+    """LRU cache of manifests by the key of their outlines, of at most `kept_bytes`."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -91,13 +91,13 @@ class Manifests:
         self.nbytes = 0
 
     def get(self, key: bytes) -> Manifest | None:
-        """One that is kept."""
+        """Return a cached manifest."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
     def put(self, manifest: Manifest) -> None:
-        """A new one."""
+        """Cache a new manifest, and evict others if it takes too much."""
         self._kept[manifest.outline.key] = manifest
         self.nbytes += manifest.kept_bytes
         while self.nbytes > self._kept_bytes:

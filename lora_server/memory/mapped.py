@@ -1,4 +1,4 @@
-"""A pool in host memory: the operating system's own pages, so that any bytes that are free can be had together."""
+"""A pool in host memory. The operating system maps its pages, so free bytes never fragment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 
 class MappedExtent(Extent):
-    """A mapping of its own, so that it goes back to the system with the last view of it."""
+    """A mapping of its own: the system gets it back with the last view of it."""
 
     def __init__(self, nbytes: int, size: int) -> None:
         self.nbytes = nbytes
@@ -31,7 +31,7 @@ class MappedExtent(Extent):
 
 
 class MappedPool(Pool):
-    """So many bytes of host memory at most; they are taken from the system when they are written to."""
+    """A pool of `capacity` bytes of host memory; the system provides a page when it is first written to."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.used = capacity // PAGE_BYTES * PAGE_BYTES, 0

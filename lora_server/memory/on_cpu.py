@@ -1,4 +1,4 @@
-"""Weights as the CPU kernels take them: matrices in host memory."""
+"""Weights as matrices in host memory, for the CPU kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lora_server.spec import Site
 
 
 @dataclass
-class _Published:
-    """Blocks are made when a step first asks for them."""
+class _CpuWeights:
+    """Blocks are unpacked when a step first reads them."""
 
     extent: Extent
     layers: dict[int, Blocks] = field(default_factory=dict)
@@ -28,17 +28,17 @@ class _Published:
 
 
 class CpuTier(Tier):
-    """For `--device cpu`."""
+    """Tier of `--device cpu`."""
 
     def __init__(self, placement: Placement, shard: int, dtype: torch.dtype, pool: Pool) -> None:
         self.pool, self.device = pool, torch.device("cpu")
         self.format: HostFormat = HostFormat(placement.spec, dtype)
         self._placement, self._shard = placement, shard
-        self._published: dict[int, _Published] = {}
+        self._published: dict[int, _CpuWeights] = {}
 
     @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        self._published.setdefault(handle, _Published(extent)).layers[layer] = manifest.blocks(layer)
+        self._published.setdefault(handle, _CpuWeights(extent)).layers[layer] = manifest.blocks(layer)
 
     @override
     def withdraw(self, handle: int) -> object:
@@ -60,7 +60,7 @@ class CpuTier(Tier):
             block = published.blocks[site, expert] = self._read(published, site, expert, refusal, handle)
         return block
 
-    def _read(self, published: _Published, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
+    def _read(self, published: _CpuWeights, site: Site, expert: int, refusal: Refusal, handle: int) -> Block:
         placed = published.layers[site.layer].get(site, {}).get(expert)
         if placed is not None:
             (packed_B,) = published.extent.pieces(placed.begin, placed.begin + placed.nbytes)

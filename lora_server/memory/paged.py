@@ -1,14 +1,14 @@
-"""Weights as packed tiles in the pages of one device: what the CUDA kernels read in place.
+"""Weights as packed tiles in the pages of one device, which the CUDA kernels read in place.
 
-The pages of an adapter lie anywhere; a page table in device memory says where, and a row of the block table, one per
-adapter and shape, points to it. The directory is told of a layer's blocks when all of them can be read.
+The pages of an adapter lie anywhere; a page table in device memory lists them, and a row of the block table, one per
+adapter and shape, points to it. A layer's blocks are put into the directory when all of them can be read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,9 @@ from typing_extensions import override
 from kernels_cuda.layout import TILE_BYTES, BlockShape
 from kernels_cuda.tables import BlockTable, PackedSegments
 from lora_server.errors import AdapterLoadError, ConfigError
-from lora_server.memory.directory import Directory, Ints
+from lora_server.memory.directory import BlockDirectory, Ints
 from lora_server.memory.formats import TileFormat
-from lora_server.memory.manifest import Manifest, Placed
+from lora_server.memory.manifest import Blocks, Manifest, Placed
 from lora_server.memory.pages import PageExtent, PagePool
 from lora_server.memory.pools import Extent
 from lora_server.memory.tier import Refusal, Tier
@@ -31,8 +31,31 @@ from lora_server.spec import PROJECTIONS, Site
 MAX_ROWS = 65536  # of the block table: one per adapter and shape
 
 
+class DirectoryMirror:
+    """Hears of each change of a tier's directory, to keep another one equal; this one keeps none."""
+
+    def know(self, handle: int) -> None:
+        """See Tier.know."""
+
+    def forget(self, handle: int) -> None:
+        """See Tier.forget."""
+
+    def take_uses(self) -> list[int]:
+        """See Tier.take_uses."""
+        return []
+
+    def prepare(self, blocks: Blocks) -> None:
+        """Make the device ready for a layer that is about to be put."""
+
+    def put(self, handle: int, layer: int, entries: Mapping[Site, Ints]) -> None:
+        """Put a layer's entries, each [E, 2]."""
+
+    def withdraw(self, handle: int) -> None:
+        """Remove a handle's entries. Returns when no step reads them."""
+
+
 @dataclass
-class _Published:
+class _PagedWeights:
     """One adapter's place in the directory, its page table on the device, and its rows of the block table."""
 
     place: int
@@ -40,29 +63,78 @@ class _Published:
     rows: dict[BlockShape, int] = field(default_factory=dict)
 
 
-class PagedTier(Tier):
-    """For `--device cuda`. The loader's thread publishes, the shard's loop gathers."""
+class BlockRows:
+    """Rows of the block table: one per adapter and shape, and one per shape without a delta. Thread-safe."""
 
-    def __init__(self, placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool) -> None:
+    def __init__(
+        self, device: torch.device, shard: int, on_stream: Callable[[], contextlib.AbstractContextManager[object]]
+    ) -> None:
+        self.table = BlockTable(MAX_ROWS, device)
+        self._shard, self._on_stream, self._lock = shard, on_stream, threading.Lock()
+        self._empty: dict[tuple[int, int], int] = {}
+
+    def add(self, pages: int, shape: BlockShape) -> int:
+        """Add a row for blocks in these pages; raises AdapterLoadError when the table is full."""
+        with self._lock, self._on_stream():
+            try:
+                return self.table.add(pages, shape)
+            except ValueError as error:
+                raise AdapterLoadError(f"shard {self._shard}: {error}; remove an adapter") from error
+
+    def empty(self, shape: BlockShape) -> int:
+        """Return the row of a block without a delta, whose shape is this."""
+        widths = shape.in_width, shape.out_width
+        if widths not in self._empty:
+            self._empty[widths] = self.add(0, shape)
+        return self._empty[widths]
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Free rows that no step reads."""
+        with self._lock:
+            for row in rows:
+                self.table.remove(row)
+
+
+class PagedTier(Tier):
+    """Tier of `--device cuda`. The loader's thread publishes, the shard's loop gathers."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        shard: int,
+        dtype: torch.dtype,
+        pool: PagePool,
+        mirror: DirectoryMirror | None = None,
+    ) -> None:
         """Raises ConfigError for a dtype that the kernels do not have."""
         if dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"--dtype: got {dtype}, expected bfloat16 or float16 with --device cuda")
         self.pool, self.format, self.device = pool, TileFormat(placement.spec, dtype), pool.memory.device
-        self.table = BlockTable(MAX_ROWS, self.device)
-        self.directory = Directory(placement.spec)
-        self._placement, self._shard = placement, shard
+        self.rows = BlockRows(self.device, shard, self.on_stream)
+        self.directory = BlockDirectory(placement.spec)
+        self._placement, self._shard, self._mirror = placement, shard, mirror or DirectoryMirror()
         self._stream = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the table is there before the loader writes to it
             self._stream = torch.cuda.Stream(self.device)
-        self._empty_rows: dict[tuple[int, int], int] = {}
-        self._published: dict[int, _Published] = {}
-        self._table_lock = threading.Lock()
+        self._published: dict[int, _PagedWeights] = {}
 
     @property
     @override
     def name(self) -> str:
         return f"{self.device} {torch.cuda.get_device_name(self.device)}" if self._stream is not None else "cpu"
+
+    @override
+    def know(self, handle: int) -> None:
+        self._mirror.know(handle)
+
+    @override
+    def forget(self, handle: int) -> None:
+        self._mirror.forget(handle)
+
+    @override
+    def take_uses(self) -> list[int]:
+        return self._mirror.take_uses()
 
     @override
     def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], refusal: Refusal) -> PackedSegments:
@@ -74,70 +146,52 @@ class PagedTier(Tier):
         table_S4 = segments_S4.copy()
         for column in (0, 1):  # one after the other: NumPy takes several times as long for both together
             table_S4[:, column] = blocks_S2[:, column]
-        return PackedSegments(table_S4, self.table.max_rank(blocks_S2[:, 0]))
+        return PackedSegments(table_S4, self.rows.table.max_rank(blocks_S2[:, 0]))
 
     @override
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
+        blocks = manifest.blocks(layer)
+        self._mirror.prepare(blocks)
         published = self._published.get(handle)
         if published is None:
             published = self._published[handle] = self._new(handle, extent)
         sites = [Site(layer, projection) for projection in PROJECTIONS]
-        blocks = manifest.blocks(layer)
         entries = {site: self._entries(site, published, blocks.get(site, {})) for site in sites}
         self.synchronize()
-        self._tell(handle, layer, published.place, entries)
+        self.directory.put(published.place, entries)
+        self._mirror.put(handle, layer, entries)
 
-    def _tell(self, handle: int, layer: int, place: int, entries: Mapping[Site, Ints]) -> None:
-        """Steps find it from now on."""
-        self.directory.put(place, entries)
-
-    def _new(self, handle: int, extent: Extent) -> _Published:
+    def _new(self, handle: int, extent: Extent) -> _PagedWeights:
         assert isinstance(extent, PageExtent)
         with self.on_stream():
             page_table = torch.tensor(extent.addresses(), dtype=torch.int64).to(self.device)
-        return _Published(self.directory.allocate(handle), page_table)
+        return _PagedWeights(self.directory.allocate(handle), page_table)
 
-    def _entries(self, site: Site, published: _Published, blocks: Mapping[int, Placed]) -> Ints:
-        """[E, 2]: row and first tile of each expert; where it has no delta, what says so."""
+    def _entries(self, site: Site, published: _PagedWeights, blocks: Mapping[int, Placed]) -> Ints:
+        """Return [E, 2]: row and first tile of each expert; the row of an empty block where it has no delta."""
         entries_E2, own = self.directory.absent(site), self._placement.experts(site, self._shard)
         if own:
-            entries_E2[own.start : own.stop] = self.empty_row(site), 0
+            entries_E2[own.start : own.stop] = self.rows.empty(self.format.shape(site, ())), 0
         for expert, placed in blocks.items():
             if placed.shape not in published.rows:
-                published.rows[placed.shape] = self.add_row(published.page_table.data_ptr(), placed.shape)
+                published.rows[placed.shape] = self.rows.add(published.page_table.data_ptr(), placed.shape)
             entries_E2[expert] = published.rows[placed.shape], placed.begin // TILE_BYTES
         return entries_E2
 
-    def add_row(self, pages: int, shape: BlockShape) -> int:
-        """A row of the block table; raises AdapterLoadError when it is full."""
-        with self._table_lock, self.on_stream():
-            try:
-                return self.table.add(pages, shape)
-            except ValueError as error:
-                raise AdapterLoadError(f"shard {self._shard}: {error}; remove an adapter") from error
-
-    def empty_row(self, site: Site) -> int:
-        """The row of a block without a delta."""
-        shape = self.format.shape(site, ())
-        widths = shape.in_width, shape.out_width
-        if widths not in self._empty_rows:
-            self._empty_rows[widths] = self.add_row(0, shape)
-        return self._empty_rows[widths]
-
     @override
     def withdraw(self, handle: int) -> object:
-        published = self._published.pop(handle, None)
+        published = self._published.get(handle)
         if published is not None:
+            self._mirror.withdraw(handle)
+            del self._published[handle]
             self.directory.hide(handle)
         return published
 
     @override
     def release(self, withdrawn: object) -> None:
-        if isinstance(withdrawn, _Published):
+        if isinstance(withdrawn, _PagedWeights):
             self.directory.deallocate(withdrawn.place)
-            with self._table_lock:
-                for row in withdrawn.rows.values():
-                    self.table.remove(row)
+            self.rows.remove(withdrawn.rows.values())
 
     @override
     def on_stream(self) -> contextlib.AbstractContextManager[object]:

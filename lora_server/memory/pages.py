@@ -10,11 +10,11 @@ from typing_extensions import override
 from kernels_cuda.layout import PAGE_BYTES
 from lora_server.memory.pools import Extent, Pool
 
-ALIGNMENT = 512  # of a fragment, which the kernels copy whole
+ALIGNMENT = 512  # bytes of a fragment, which the kernels copy at once
 
 
 class PageExtent(Extent):
-    """Pages that lie anywhere in the pool."""
+    """Pages at any places in the pool."""
 
     def __init__(self, nbytes: int, pages: list[int], memory: torch.Tensor) -> None:
         self.nbytes, self.pages, self._memory = nbytes, pages, memory
@@ -30,16 +30,16 @@ class PageExtent(Extent):
         return found
 
     def addresses(self) -> list[int]:
-        """Where its pages begin, in the device's address space."""
+        """Return the device addresses of its pages."""
         base = self._memory.data_ptr()
         return [base + page * PAGE_BYTES for page in self.pages]
 
 
 class PagePool(Pool):
-    """`memory` is all of it, uint8 [pages, PAGE_BYTES]."""
+    """`memory` is the whole pool, uint8 [pages, PAGE_BYTES]."""
 
     def __init__(self, num_pages: int, device: torch.device | str, pinned: bool = False) -> None:
-        """Raises torch.OutOfMemoryError where the device has less."""
+        """Allocate the pool. Raises torch.OutOfMemoryError."""
         whole = torch.empty(num_pages * PAGE_BYTES + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
         skip = -whole.data_ptr() % ALIGNMENT
         self.memory = whole[skip : skip + num_pages * PAGE_BYTES].view(num_pages, PAGE_BYTES)

@@ -1,7 +1,4 @@
-"""Which adapters steps read now, and which were used lately: noted in a moment for any number of them.
-
-Not thread-safe: the store's lock guards it.
-"""
+"""Adapters that steps read now, and those that were used lately."""
 
 from __future__ import annotations
 
@@ -10,11 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator
 
-MOST_USES = 100_000  # noted between two looks at them
+MOST_USES = 100_000  # kept until they are taken
 
 
 class Pins:
-    """One pin for all adapters of a step; `none` is set while there is no pin."""
+    """One pin for all adapters of a step, in constant time. The store's lock guards it.
+
+    `none` is set while there is no pin.
+    """
 
     def __init__(self) -> None:
         self._handles: dict[int, Collection[int]] = {}
@@ -24,7 +24,7 @@ class Pins:
         self._uses: deque[tuple[float, Collection[int]]] = deque(maxlen=MOST_USES)
 
     def add(self, handles: Collection[int], now: float) -> int:
-        """A token, for `remove`."""
+        """Add a pin; returns its token for `remove`."""
         token = next(self._tokens)
         self._handles[token] = handles
         self._uses.append((now, handles))
@@ -32,7 +32,7 @@ class Pins:
         return token
 
     def remove(self, token: int) -> None:
-        """The step was answered."""
+        """Remove a pin."""
         del self._handles[token]
         if not self._handles:
             self.none.set()
@@ -41,6 +41,6 @@ class Pins:
         return any(handle in handles for handles in self._handles.values())
 
     def take_uses(self) -> Iterator[tuple[float, Collection[int]]]:
-        """When which were used, oldest first; each once."""
+        """Yield each use once, the oldest first: its time and its handles."""
         while self._uses:
             yield self._uses.popleft()

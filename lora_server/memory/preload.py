@@ -1,58 +1,59 @@
-"""Idle memory: the best of what is registered, brought in before anybody asks. It makes room for whoever does."""
+"""Fill idle device memory with the most valuable adapters before a request needs them (`--preload`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lora_server.memory.entry import Entry
+from lora_server.memory.entry import AdapterEntry, Source
 from lora_server.memory.eviction import value_density
 from lora_server.memory.pools import Pool
+from lora_server.memory.want import Reason, Want
 from lora_server.timings import Timings
 
 
 @dataclass
-class Preload:
-    """The store's lock guards it. `entries` are all that are known, by handle; `let_go` hears who does not come."""
+class Preloader:
+    """Chooses one entry at a time. The store's lock guards it."""
 
-    entries: Mapping[int, Entry]
+    entries: Mapping[int, AdapterEntry]  # all that are known, by handle
     pool: Pool
-    let_go: Callable[[Entry], object]
+    is_remote: Callable[[Source], bool]
     enabled: bool = False
-    look_seconds: float = Timings.preload_look  # between two looks at all that is registered
-    preloads: int = 0  # whole adapters
-    hits: int = 0  # of these, used before they had to go
-    _chosen: Entry | None = None
-    _next_look: float = 0.0
+    scan_seconds: float = Timings.preload_look  # between two scans of all entries
+    preloads: int = 0  # complete loads
+    hits: int = 0  # preloads that were used before they were evicted
+    chosen: AdapterEntry | None = None
+    _next_scan: float = 0.0
 
-    def choose(self, now: float) -> Entry | None:
-        """Whose next layer to bring while nobody waits: what fits as it is, the most valuable first."""
+    def choose(self, now: float) -> AdapterEntry | None:
+        """Return the entry whose next layer to load when there is no demand: the most valuable that fits as it is."""
         if not self.enabled:
             return None
-        if self._chosen is not None and not self._may_come(self._chosen):
-            self.let_go(self._chosen)
-            self._chosen = None
-        if self._chosen is None:
-            if now < self._next_look:
+        if self.chosen is not None and not self._may_come(self.chosen):
+            self.chosen = None
+        if self.chosen is None:
+            if now < self._next_scan:
                 return None
-            self._next_look = now + self.look_seconds
-            self._chosen = max(filter(self._may_come, self.entries.values()), key=value_density, default=None)
-        if self._chosen is not None:
-            self._chosen.preloaded = True
-        return self._chosen
+            self._next_scan = now + self.scan_seconds
+            self.chosen = max(filter(self._may_come, self.entries.values()), key=value_density, default=None)
+        if self.chosen is not None:
+            self.chosen.wants[Reason.PRELOAD] = Want(Reason.PRELOAD, Reason.PRELOAD)
+        return self.chosen
 
-    def note_whole(self, entry: Entry) -> None:
-        """All of its layers are READY."""
-        self.preloads += entry.preloaded
-        self._next_look = 0.0
+    def note_complete(self, entry: AdapterEntry) -> None:
+        """Count an entry that was preloaded."""
+        self.preloads += Reason.PRELOAD in entry.wants
+        self._next_scan = 0.0
 
-    def note_use(self, entry: Entry) -> None:
-        """A step reads it."""
-        self.hits += entry.preloaded and entry.is_whole()
-        entry.preloaded = False
+    def note_use(self, entry: AdapterEntry) -> None:
+        """Count a use: from the first on, the entry is kept like any other."""
+        if entry.wants.pop(Reason.PRELOAD, None) is not None:
+            self.hits += entry.is_complete()
 
-    def _may_come(self, entry: Entry) -> bool:
-        """A source that is far is not asked for it: only what a client wants leaves this node."""
-        if entry.dropped or entry.far or entry.size is None or entry.failure is not None or entry.is_whole():
+    def _may_come(self, entry: AdapterEntry) -> bool:
+        """Files are not fetched for it: only what a client needs leaves this node."""
+        if self.entries.get(entry.handle) is not entry or entry.footprint.size is None or entry.is_settled():
             return False
-        return entry.device is not None or self.pool.can_allocate(entry.nbytes)
+        fits = entry.copies.device is not None or self.pool.can_allocate(entry.footprint.nbytes)
+        return fits and not self.is_remote(entry.source)

@@ -1,4 +1,4 @@
-"""Weights in pages that a shard's own kernel reads, by a directory on its GPU: no host is asked, and no step pinned."""
+"""Weights in pages that a shard's own kernel reads: it finds them in a directory on its GPU, and pins no step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from typing_extensions import override
 
 from kernels_cuda.layout import GROUP
 from lora_server.memory.directory import Ints
-from lora_server.memory.manifest import Manifest
-from lora_server.memory.paged import PagedTier
+from lora_server.memory.manifest import Blocks
+from lora_server.memory.paged import DirectoryMirror, PagedTier
 from lora_server.memory.pages import PagePool
-from lora_server.memory.pools import Extent
 from lora_server.placement import Placement
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.gpu.directory import DeviceDirectory
 from lora_server.transport.gpu.kernel import ServeKernel
 
 
-class ResidentTier(PagedTier):
-    """See PagedTier. `withdraw` returns when no step reads what it withdraws."""
+class KernelDirectory(DirectoryMirror):
+    """The directory of a serving kernel. It holds the entries of this shard's experts alone."""
 
-    def __init__(
-        self, placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, kernel: ServeKernel
-    ) -> None:
-        super().__init__(placement, shard, dtype, pool)
+    def __init__(self, kernel: ServeKernel, placement: Placement, shard: int) -> None:
         layers = placement.spec.layers
-        self._kernel, self._foreign = kernel, frozenset(range(layers)) - set(placement.layers(shard))
-        kernel.read_blocks(self.table.tensor)
+        self._kernel, self._placement, self._shard = kernel, placement, shard
+        self._foreign = frozenset(range(layers)) - set(placement.layers(shard))
         self._on_device = DeviceDirectory(kernel, layers)
 
     @override
@@ -44,16 +40,12 @@ class ResidentTier(PagedTier):
         return self._on_device.take_uses()
 
     @override
-    def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        ranks = [
-            GROUP * placed.shape.groups for blocks in manifest.blocks(layer).values() for placed in blocks.values()
-        ]
+    def prepare(self, blocks: Blocks) -> None:
+        ranks = [GROUP * placed.shape.groups for experts in blocks.values() for placed in experts.values()]
         self._kernel.reserve_rank(max(ranks, default=0))
-        super().publish(handle, layer, extent, manifest)
 
     @override
-    def _tell(self, handle: int, layer: int, place: int, entries: Mapping[Site, Ints]) -> None:
-        super()._tell(handle, layer, place, entries)
+    def put(self, handle: int, layer: int, entries: Mapping[Site, Ints]) -> None:
         own = {site: self._placement.experts(site, self._shard) for site in entries}
         fields = {
             PROJECTIONS.index(site.projection): (own[site], found[own[site].start : own[site].stop])
@@ -62,8 +54,14 @@ class ResidentTier(PagedTier):
         self._on_device.put(handle, layer, fields)
 
     @override
-    def withdraw(self, handle: int) -> object:
-        """Called again for what is gone already, it has nothing to wait for."""
-        if handle in self._published:
-            self._on_device.take_back(handle, self._foreign)
-        return super().withdraw(handle)
+    def withdraw(self, handle: int) -> None:
+        self._on_device.take_back(handle, self._foreign)
+
+
+def resident_tier(
+    placement: Placement, shard: int, dtype: torch.dtype, pool: PagePool, kernel: ServeKernel
+) -> PagedTier:
+    """Make a tier whose blocks the kernel finds by itself. Raises ConfigError for a dtype that it does not have."""
+    tier = PagedTier(placement, shard, dtype, pool, KernelDirectory(kernel, placement, shard))
+    kernel.read_blocks(tier.rows.table.tensor)
+    return tier

@@ -1,4 +1,4 @@
-"""The memory that steps read: a pool, the format that lies in it, and the way from (handle, expert) to a block."""
+"""Memory that steps read: a pool, the format of the blocks in it, and a look-up from (handle, expert) to a block."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lora_server.memory.manifest import Manifest
 from lora_server.memory.pools import Extent, Pool
 from lora_server.spec import Site
 
-Refusal = Callable[[int, int], LoraServerError]  # of (handle, expert): why there is nothing to read
+Refusal = Callable[[int, int], LoraServerError]  # returns why (handle, expert) cannot be read
 
 
 class Tier(ABC):
-    """Whoever calls `publish` and `withdraw` sees to it that no step reads what is withdrawn (pins)."""
+    """The caller of `withdraw` makes sure by pins that no step reads the adapter."""
 
     pool: Pool
     format: Format[Any]
@@ -29,43 +29,40 @@ class Tier(ABC):
 
     @property
     def name(self) -> str:
-        """Of the device, for people."""
+        """Name of the device for operators."""
         return str(self.device)
 
-    def know(self, handle: int) -> None:  # noqa: B027  (for who is not asked about every step)
-        """Steps that name it wait for it from now on. Raises AdapterLoadError where there is no place for it."""
+    def know(self, handle: int) -> None:  # noqa: B027
+        """Let steps that name the handle wait for it. Raises AdapterLoadError where a table is full."""
 
     def forget(self, handle: int) -> None:  # noqa: B027
-        """Steps that name it are refused from now on."""
+        """Refuse steps that name the handle."""
 
     @abstractmethod
     def publish(self, handle: int, layer: int, extent: Extent, manifest: Manifest) -> None:
-        """A layer's weights are in the extent: steps find them from now on, all or nothing.
-
-        Raises AdapterLoadError if a table is full.
-        """
+        """Let steps find a layer's weights, which are in the extent. Raises AdapterLoadError where a table is full."""
 
     @abstractmethod
     def withdraw(self, handle: int) -> object:
-        """No step finds anything of it from now on; returns what `release` gives back."""
+        """Let no step find the adapter any more; returns the argument of `release`."""
 
-    def release(self, withdrawn: object) -> None:  # noqa: B027  (only tables need it)
-        """No step reads it any more: its place in tables is free."""
+    def release(self, withdrawn: object) -> None:  # noqa: B027
+        """Free the adapter's rows in tables, once no step reads it."""
 
     @abstractmethod
     def gather(self, site: Site, segments_S4: npt.NDArray[np.int32], refusal: Refusal) -> Any:
-        """The weights of a step, as this device's compute takes them; empty where there is no delta.
+        """Return the weights of a step for this device's compute; empty where there is no delta.
 
-        segments_S4: handle, expert (one of the site's), first entry, entries. Raises what `refusal` says of the first
-        segment that is not published here.
+        segments_S4: handle, expert (one of the site's), first entry, entries. Raises the `refusal` of the first segment
+        that is not published.
         """
 
     def take_uses(self) -> list[int]:
-        """Handles that steps read since the last call where no step is pinned, the oldest use first."""
+        """Return the handles that steps without pins have read since the last call, the oldest use first."""
         return []
 
     def on_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Around the loader's device work, which goes beside the shard's own."""
+        """Return a context for the loader's device work, which runs beside the shard's own."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:  # noqa: B027

@@ -30,7 +30,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy import exc as sql
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from lora_server.config import ProcessConfig
@@ -42,7 +42,8 @@ SCHEMA = 1  # higher where a table's columns mean something else than before
 BUSY_SECONDS = 0.5  # of one try, while another process writes
 MIN_PAUSE, MAX_PAUSE = 0.02, 0.5
 _DRIVERS = {"sqlite": "sqlite+pysqlite", "postgresql": "postgresql+psycopg"}
-_PASSING = ("23505", "40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03")  # SQLSTATEs of what may pass
+_READ_ONLY = "25006"  # SQLSTATE of a write on a PostgreSQL that is a standby, or became one in a failover
+_PASSING = (_READ_ONLY, "23505", "40001", "40P01", "55P03", "57014", "57P01", "57P02", "57P03")  # may succeed later
 T = TypeVar("T")
 Work = Callable[[Connection], T]
 log = structlog.get_logger()
@@ -82,6 +83,7 @@ class Database:
     def __init__(self, url: str, timings: Timings = DEFAULTS) -> None:
         """Makes what is not there yet. Raises ConfigError for what cannot be opened, or is of a newer server."""
         parsed, self._stopping, self._seconds = _parsed(url), threading.Event(), timings.database
+        self.check: Work[object] = lambda connection: None  # begins every write; raises where this process may not
         self.shown = parsed.render_as_string(hide_password=True)
         self.shared = parsed.get_backend_name() != "sqlite"
         try:
@@ -95,6 +97,7 @@ class Database:
                 f"{self._who()}: cannot be made or written to ({error.strerror}); expected a place where this user may "
                 "create files: give --data-dir another"
             ) from error
+        event.listen(self._engine, "handle_error", _leave_read_only)
         if not self.shared:
             event.listen(self._engine, "connect", _set_up)
             event.listen(self._engine, "begin", _begin)
@@ -117,7 +120,12 @@ class Database:
     def write(self, work: Work[T], seconds: float | None = None) -> T:
         """One transaction; it is on the disk when this returns. Raises ServerUnavailableError: then nothing was
         changed, unless the connection was lost while it was told."""
-        return self._transact(work, self._seconds if seconds is None else seconds, writes=True)
+
+        def checked(connection: Connection) -> T:
+            self.check(connection)
+            return work(connection)
+
+        return self._transact(checked, self._seconds if seconds is None else seconds, writes=True)
 
     def close(self) -> None:
         """Waits for nobody; who waits for the database gives up."""
@@ -201,6 +209,11 @@ def _set_up(connection: sqlite3.Connection, _: object) -> None:
     connection.isolation_level = None
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _leave_read_only(context: ExceptionContext) -> None:
+    """Close all connections to a database that became read-only: new ones reach the host that is writable now."""
+    context.is_disconnect |= getattr(context.original_exception, "sqlstate", None) == _READ_ONLY
 
 
 def _begin(connection: Connection) -> None:

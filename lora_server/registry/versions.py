@@ -6,7 +6,7 @@ A row outlives every process. A handle is given once, whichever server asks and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sqlalchemy import (
@@ -27,7 +27,7 @@ from sqlalchemy import (
     update,
 )
 
-from lora_server.errors import AdapterExistsError, ConfigError
+from lora_server.errors import AdapterExistsError, ConfigError, ServerUnavailableError
 from lora_server.registry.attempts import Attempts, forget
 from lora_server.registry.database import Database, count, counted, counters, metadata
 from lora_server.registry.drains import Drains
@@ -86,16 +86,25 @@ class Ledger:
     """Thread-safe. Everything raises ServerUnavailableError where the database is not reached."""
 
     def __init__(self, database: Database, model: str) -> None:
-        """Raises ConfigError where its adapters are another base model's."""
+        """Give the database this base model, which every later write checks. Raises ConfigError where it has another.
+
+        An empty file takes a new base model, since --data-dir is locked; a PostgreSQL that may be shared never does.
+        """
         self._database, self.shared = database, database.shared
         self.drains, self.attempts = Drains(database), Attempts(database)
-        digest = hashlib.sha256(model.encode()).hexdigest()
-        other = database.write(lambda connection: _other_model(connection, f"model {digest[:40]}"))
-        if other:
-            raise ConfigError(
-                f"registry {database.shown}: its adapters are of another base model than --base-model's; give each "
-                "base model a --data-dir, or a --registry, of its own"
-            )
+        own = f"model {hashlib.sha256(model.encode()).hexdigest()[:40]}"
+        other = (
+            f"registry {database.shown}: belongs to another base model than --base-model's; give each base model a "
+            "--data-dir, or a --registry, of its own"
+        )
+        if not database.write(lambda connection: _take(connection, own, exclusive=not self.shared)):
+            raise ConfigError(other)
+
+        def check(connection: Connection) -> None:
+            if own not in _models(connection):
+                raise ServerUnavailableError(f"{other}; nothing was changed")
+
+        database.check = check
 
     # -- what there is
 
@@ -228,11 +237,17 @@ def _forget_oldest(connection: Connection, name: str) -> None:
     connection.execute(delete(versions).where(earlier, versions.c.handle.not_in(kept)))
 
 
-def _other_model(connection: Connection, own: str) -> bool:
-    """Whether the database is another model's already; of an empty one it is ours from now on."""
-    models = connection.execute(select(counters.c.name).where(counters.c.name.like("model %"))).scalars().all()
-    if not connection.execute(select(func.count()).select_from(versions)).scalar():
+def _models(connection: Connection) -> Sequence[str]:
+    return connection.execute(select(counters.c.name).where(counters.c.name.like("model %"))).scalars().all()
+
+
+def _take(connection: Connection, own: str, exclusive: bool) -> bool:
+    """Whether the database has this model from now on; of several servers that start, one is the first."""
+    count(connection, CHANGES, 0)
+    models = _models(connection)
+    if models and exclusive and not connection.execute(select(func.count()).select_from(versions)).scalar():
         connection.execute(delete(counters).where(counters.c.name.like("model %")))
+        models = ()
+    if not models:
         count(connection, own)
-        return False
-    return own not in models
+    return not models or own in models

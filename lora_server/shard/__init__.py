@@ -1,8 +1,8 @@
 """One shard: receive, shrink, expand, send.
 
-loop          takes steps, serves them, answers      request        the bytes of a slot, checked
-schedule      which step is next                     coordination   alone, or as the stage's leader says
-compute       on the host, or on a GPU      orders         how that travels
-phases        how long steps take, and where
-pump          the host of a kernel that serves by itself, and numbers its part in leader mode
+loop          picks steps, computes and answers them   receiver      takes steps, and pins their weights
+request       the bytes of a slot, checked             schedule      the fair order of steps
+coordination  alone, or in the leader's order          orders        how that order travels
+compute       on the host, or on a GPU                 phases        how long steps take, by phase
+device_host   the host of a kernel that serves by itself; numbers: its leader mode
 """

@@ -1,11 +1,12 @@
-"""From a checked request to the rows of its response: on the host, or on a GPU.
+"""Compute the rows of a response from a checked request, on the host or on a GPU.
 
-At the end of a compute's parts the response's rows are where the transport takes them from. What a connection has
-on the compute's own device is read and written in place; anything else is copied there and back.
+After its last part the rows are where the transport takes them from. Memory of a connection on the compute's own device
+is read and written in place; any other is copied.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,23 +31,22 @@ Launch = Callable[[DeviceStep, torch.Tensor, Workspace], None]
 
 
 class DeviceLostError(Exception):
-    """The GPU can do no more for this process: the shard has to end, and is started anew."""
+    """The GPU does not recover in this process: the shard has to exit, and is restarted."""
 
 
 class Compute(ABC):
-    """One shard's; used by its loop alone."""
+    """Used by the shard's loop alone."""
 
     @abstractmethod
     def parts(self, request: Request, segments: Any, connection: Connection) -> Iterator[None]:
-        """Fill the response slot's rows, and let the loop do something else now and then; `segments` are what the store
-        beside it gathered.
+        """Fill the response slot's rows, and yield between parts; `segments`: gathered by the shard's store.
 
         Raises ProtocolError for rows of a dtype that it cannot serve.
         """
 
 
 class HostCompute(Compute):
-    """Slots are the tensors."""
+    """Computes on the slots themselves."""
 
     def __init__(self, kernel: Callable[[Step, torch.Tensor], Iterator[None]]) -> None:
         self._kernel = kernel
@@ -90,31 +90,26 @@ class DeviceCompute(Compute):
         max_step_rows: int,
         lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`lost`: whether the device is beyond recovery, asked after an error."""
+        """`lost`: called after an error; whether the device does not recover."""
         sites = list(spec.sites())
         self._lost = lost
         self._launch, self._table, self._spec, self._dtype = launch, table, spec, dtype
         self._device = table.tensor.device
-        self._widest_in = max(spec.in_width(site) for site in sites)
-        self._widest_out = max(spec.out_width(site) for site in sites)
-        self._max_step_rows = max_step_rows
-        self._workspace = self._new_workspace(16)
+        self._new_workspace = functools.partial(
+            Workspace.new,
+            max_entries=max_step_rows,
+            max_in_width=max(spec.in_width(site) for site in sites),
+            max_out_width=max(spec.out_width(site) for site in sites),
+            device=self._device,
+        )
+        self._workspace = self._new_workspace(max_rank=16)
         # counts, at most one segment per entry, two maps and the weights, each rounded up to 4
         self._staging = _Staging(4 + (SEGMENT_INTS + 3) * (max_step_rows + 4), self._device)
 
-    def _new_workspace(self, max_rank: int) -> Workspace:
-        return Workspace.new(
-            max_entries=self._max_step_rows,
-            max_rank=max_rank,
-            max_in_width=self._widest_in,
-            max_out_width=self._widest_out,
-            device=self._device,
-        )
-
     @override
     def parts(self, request: Request, segments: PackedSegments, connection: Connection) -> Iterator[None]:
-        """All at once: a GPU is done with a step in the time of a part. Raises DeviceLostError after an error from
-        which it does not recover."""
+        """Compute all at once: a GPU serves a step in the time of a part. Raises DeviceLostError after an error from
+        which the GPU does not recover."""
         self.run(request, segments, connection)
         yield
 
@@ -139,7 +134,7 @@ class DeviceCompute(Compute):
 
     def _run(self, request: Request, segments: PackedSegments, connection: Connection) -> None:
         if segments.max_rank > self._workspace.max_rank:
-            self._workspace = self._new_workspace(segments.max_rank)
+            self._workspace = self._new_workspace(max_rank=segments.max_rank)
         rows_TK = connection.rows.request(request.header).to(self._device, non_blocking=True)
         out_UO = connection.rows.response(request.header)
         if request.header.dtype == slot.E4M3:

@@ -1,11 +1,10 @@
-"""In which order the shards of a stage serve: each for itself, or as its leader says.
+"""Coordination of the shards of a stage: each picks its own steps, or all follow a leader.
 
-A shard needs nothing from its peers to serve a step, so by default each picks its own (Independent).
-In leader mode (paper section 5.1) the first shard of each stage picks, and broadcasts (client, epoch,
-seq) to the others, which serve in that order; each still waits for its own signal, because the
-leader's payload having arrived says nothing of theirs. An order whose step does not arrive (its
-client died half-way) is kept until the client's own deadline, and holds nobody up. An order says what is
-begun, so there a step that was begun is finished: only independent shards let small ones pass it.
+A shard needs nothing from its peers to serve a step, so by default each picks its own (Independent). In leader mode
+(paper section 5.1) the first shard of each stage picks, and broadcasts (client, epoch, seq) to the others, which serve
+in that order. Each still waits for its own signal: the leader's payload may arrive before theirs. An order whose step
+does not arrive (its client died half-way) is kept until the client's deadline, and delays no other. In leader mode a
+step that was begun is finished; only independent shards let small ones pass it.
 """
 
 from __future__ import annotations
@@ -28,38 +27,39 @@ from lora_server.wire.messages import Order
 
 
 def new_badge() -> bytes:
-    """What a leader's followers know, and nobody else."""
+    """Return a new secret of a leader; its followers' badges are derived from it."""
     return secrets.token_bytes(messages.NONCE_BYTES)
 
 
-class Part:
-    """A shard's in its stage. In leader mode one shard has an address and a badge, and the others follow it."""
+class StageRole:
+    """Role of a shard in its stage. In leader mode one shard has an address and a badge, and the others follow it, each
+    with a badge of its own."""
 
     address: str = ""
     badge: bytes = b""
 
     @property
     def followers(self) -> int:
-        """How many listen now."""
+        """Number of followers that are connected."""
         return 0
 
     def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
-        """Whose orders count from now on; only followers are told."""
+        """Follow this leader, with this shard's own badge; only followers are told to."""
 
     def close(self) -> None:
-        """Give up sockets."""
+        """Close sockets."""
 
 
-class Coordinator(Part, ABC):
+class Coordinator(StageRole, ABC):
     """Picks the next step among each client's oldest."""
 
     @abstractmethod
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The step to serve now, or to go on with, or None."""
+        """Return the step to serve now, or to go on with, or None."""
 
 
 class Independent(Coordinator):
-    """Each shard for itself."""
+    """Picks by the shard's own schedule."""
 
     def __init__(self) -> None:
         self._rule = TenantShare()
@@ -70,7 +70,7 @@ class Independent(Coordinator):
 
 
 class Leader(Coordinator):
-    """Picks, and tells the followers of its stage, which know its badge."""
+    """Picks, and sends the order to the followers of its stage, which know its badge."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Leader(Coordinator):
 
     @override
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The order goes out before the step is served, or refused: its client waits for the followers' parts, too."""
+        """Send the order before the step is served, or refused: its client waits for the followers' parts, too."""
         under_way = begun(pending.values())
         if under_way:
             return under_way[0]
@@ -108,35 +108,37 @@ class Leader(Coordinator):
 
 
 class Follower(Coordinator):
-    """Serves in the leader's order; a thread listens to it and wakes the shard's loop.
+    """Serves in the leader's order, which a thread receives; it wakes the shard's loop.
 
-    `depth`: steps that a client may have outstanding; orders of more of them are of steps that never came.
+    `depth`: steps that a client may have in flight. Older orders of that client are for steps that never came.
     """
 
-    def __init__(self, ring: Callable[[], None], depth: int, handshake_seconds: float = Timings.handshake) -> None:
-        self._ring, self._depth, self._handshake_seconds = ring, depth, handshake_seconds
+    def __init__(
+        self, shard: int, ring: Callable[[], None], depth: int, handshake_seconds: float = Timings.handshake
+    ) -> None:
+        self._shard, self._ring, self._depth, self._handshake_seconds = shard, ring, depth, handshake_seconds
         self._queue: deque[tuple[Order, int]] = deque()
         self._leader = "", b"", b""
         self._orders: OrderReceiver | None = None
 
     @override
     def follow(self, address: str, badge: bytes, certificate: bytes = b"") -> None:
-        """Listen to this leader from now on, and forget what another one said."""
+        """Follow this leader, and forget the orders of another one."""
         leader = address, badge, certificate
-        if leader == self._leader:  # one that was restarted may have the same port
+        if leader == self._leader:  # the badge differs where a restarted leader has the same port
             return
         self.close()
         self._queue, self._leader = deque(), leader
-        self._orders = OrderReceiver(address, badge, self._take, certificate, self._handshake_seconds)
+        self._orders = OrderReceiver(address, self._shard, badge, self._take, certificate, self._handshake_seconds)
 
     def _take(self, order: Order) -> None:
         self._queue.append((order, time.monotonic_ns() + order.budget_us * 1000))
         self._ring()
 
     def next(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The first ordered step that has arrived here; what is blocked or late keeps its place.
+        """Return the first ordered step that has arrived; one that is blocked or late keeps its place.
 
-        What is refused here waits for no order, which may be gone by then.
+        A refused step waits for no order: its order may have expired.
         """
         first = next((one for one in pending.values() if one.work is not None or one.refusal is not None), None)
         if first is not None:

@@ -1,8 +1,8 @@
-"""Leader mode where kernels serve by themselves: a follower hands the table of its leader's numbers over, on a Unix
+"""Leader mode of kernels that serve by themselves. A follower passes a table for the leader's numbers over a Unix
 socket of their host; the two kernels do the rest (transport/gpu/leader.cuh).
 
-A table is of one leader and one follower, from the moment at which both have it until either goes: then the other's
-kernel forgets it, and the next one is new. The leader lets nobody in who does not know its badge.
+A table belongs to one leader and one follower until either ends: then the other's kernel forgets it, and the next table
+is a new one. The leader admits no follower without its badge.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from typing_extensions import override
 
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
-from lora_server.shard.coordination import Part, new_badge
+from lora_server.shard.coordination import StageRole, new_badge
 from lora_server.timings import Timings
 from lora_server.transport.gpu.gpu import Memory
 from lora_server.transport.gpu.kernel import ServeKernel
 from lora_server.transport.gpu.layout import LANES
 from lora_server.transport.gpu.mailbox import TAKEN_SECONDS
-from lora_server.transport.stranger import accept_user
+from lora_server.transport.unauthenticated import accept_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Numbers
 
-MAX_FOLLOWERS = LANES  # a lane of the leader's poller tells one
-RETRY_SECONDS = 0.1  # within which a thread stops, and a follower tries again
+MAX_FOLLOWERS = LANES  # each is served by a lane of the leader's poller
+RETRY_SECONDS = 0.1  # within which a thread stops, and a follower retries
 HEARD = b"heard"
 log = structlog.get_logger()
 
 
-class KernelLeader(Part):
-    """Its kernel stores every number into the tables of those that have come. A thread lets them in."""
+class KernelLeader(StageRole):
+    """Has its kernel store every number into the tables of its followers, which a thread admits."""
 
     def __init__(self, kernel: ServeKernel, path: Path, handshake_seconds: float = Timings.handshake) -> None:
-        self._kernel, self._path, self._handshake_seconds = kernel, path, handshake_seconds
+        self._kernel, self._handshake_seconds = kernel, handshake_seconds
         self.address, self.badge = str(path), new_badge()
         kernel.lead(())
         self._tables: dict[socket.socket, Memory] = {}
-        self._strangers: dict[socket.socket, float] = {}  # until when they may say who they are
+        self._unauthenticated: dict[socket.socket, float] = {}  # deadline of each
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(str(path))
         path.chmod(0o600)
@@ -70,33 +70,34 @@ class KernelLeader(Part):
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     self._hear(key.fileobj)
-            for sock in [one for one, due in self._strangers.items() if due < time.monotonic()]:
+            for sock in [one for one, due in self._unauthenticated.items() if due < time.monotonic()]:
                 self._end(sock)
 
     def _accept(self) -> None:
         if (accepted := accept_user(self._server)) is None:
             return
         sock, _ = accepted
-        if len(self._strangers) >= MAX_FOLLOWERS:
+        if len(self._unauthenticated) >= MAX_FOLLOWERS:
             sock.close()
             return
-        self._strangers[sock] = time.monotonic() + self._handshake_seconds
+        self._unauthenticated[sock] = time.monotonic() + self._handshake_seconds
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, sock: socket.socket) -> None:
-        """A follower's table, or its end: it says nothing else."""
+        """Receive a follower's table, or the end of its connection."""
         fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(sock, messages.MAX_MESSAGE_BYTES, 1)
-            if not data or sock not in self._strangers or not fds or len(self._tables) >= MAX_FOLLOWERS:
-                raise ProtocolError("it went, or says too much")
-            if not hmac.compare_digest(messages.decode(data, Numbers).badge, self.badge):
+            if not data or sock not in self._unauthenticated or not fds or len(self._tables) >= MAX_FOLLOWERS:
+                raise ProtocolError("it disconnected, or sent more than its table")
+            said = messages.decode(data, Numbers)
+            if not hmac.compare_digest(said.badge, messages.badge_of(self.badge, said.shard)):
                 raise ProtocolError("it does not know the badge")
             self._admit(sock, fds[0])
         except BlockingIOError:
             return
         except (LoraServerError, OSError) as error:
-            log.info("a follower goes, or was not let in", reason=str(error))
+            log.info("follower disconnected", reason=str(error))
             self._end(sock)
         finally:
             for fd in fds:
@@ -109,13 +110,13 @@ class KernelLeader(Part):
         except BaseException:
             table.close()
             raise
-        del self._strangers[sock]
+        del self._unauthenticated[sock]
         self._tables[sock] = table
         sock.send(HEARD)
 
     def _end(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
-        self._strangers.pop(sock, None)
+        self._unauthenticated.pop(sock, None)
         table = self._tables.pop(sock, None)
         sock.close()
         if table is not None:
@@ -124,23 +125,23 @@ class KernelLeader(Part):
 
     @override
     def close(self) -> None:
-        """Once its kernel has left; idempotent."""
+        """Close, once the kernel has stopped. Idempotent."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._thread.join()
-            for sock in (*self._strangers, *self._tables):
+            for sock in (*self._unauthenticated, *self._tables):
                 self._end(sock)
             self._selector.close()
             self._server.close()
-            self._path.unlink(missing_ok=True)
+            Path(self.address).unlink(missing_ok=True)
 
 
-class KernelFollower(Part):
-    """Its kernel serves by the numbers of whoever it was told to follow; a thread hands a table over."""
+class KernelFollower(StageRole):
+    """Has its kernel serve by its leader's numbers; a thread passes a table to the leader."""
 
-    def __init__(self, kernel: ServeKernel, handshake_seconds: float = Timings.handshake) -> None:
-        self._kernel, self._leader = kernel, ("", b"")
-        self._heard_seconds = handshake_seconds + TAKEN_SECONDS  # in which a leader's kernel knows a table
+    def __init__(self, shard: int, kernel: ServeKernel, handshake_seconds: float = Timings.handshake) -> None:
+        self._shard, self._kernel, self._leader = shard, kernel, ("", b"")
+        self._heard_seconds = handshake_seconds + TAKEN_SECONDS  # within which a leader's kernel takes a table
         kernel.follow(0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -159,18 +160,18 @@ class KernelFollower(Part):
             try:
                 self._be_led(stop)
             except (LoraServerError, OSError) as error:
-                say(type(error).__name__, "a shard has no leader", reason=str(error))
+                say(type(error).__name__, "shard has no leader", reason=str(error))
             stop.wait(RETRY_SECONDS)
 
     def _be_led(self, stop: threading.Event) -> None:
-        """As long as the leader is there."""
+        """Follow the leader until it disconnects."""
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock:
             sock.settimeout(RETRY_SECONDS)
             sock.connect(self._leader[0])
             table = self._kernel.gpu.create(self._kernel.numbers_bytes)
             try:
                 self._kernel.follow(table.address)
-                socket.send_fds(sock, [messages.encode(Numbers(self._leader[1]))], [table.fd])
+                socket.send_fds(sock, [messages.encode(Numbers(self._shard, self._leader[1]))], [table.fd])
                 self._listen(sock, stop)
             finally:
                 self._kernel.follow(0)
@@ -181,14 +182,14 @@ class KernelFollower(Part):
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
                 if sock.recv(len(HEARD)) != HEARD:
-                    raise ConnectionResetError("the leader is gone, or does not want it")
+                    raise ConnectionResetError("the leader disconnected, or refused the table")
                 heard = True
             if not heard and time.monotonic() > due:
                 raise ConnectionResetError(f"the leader did not take its table in {self._heard_seconds:g} s")
 
     @override
     def close(self) -> None:
-        """Nobody is followed any more."""
+        """Follow no leader. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""How long steps take in each of their phases at a shard, as histograms.
+"""Histograms of the phases of a step at a shard.
 
-wait: from when the loop saw a step to when its turn came; receive: reading and checking its tables; compute; send:
-what the loop does to answer, which is a signal in shared memory and a write on a socket.
+wait: from receiving a step to starting it; receive: reading and checking its tables; compute; send: answering it, by a
+signal in shared memory or a write to a socket.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PHASES = ("wait", "receive", "compute", "send")
 
 
 class Phases:
-    """One shard's. Written by its loop, read by others now and then."""
+    """Written by the shard's loop, read by other threads."""
 
     def __init__(self) -> None:
         self._each = tuple(Histogram() for _ in PHASES)
 
     def add(self, *nanoseconds: int) -> None:
-        """One step's, as in PHASES."""
+        """Add one step's durations, in the order of PHASES."""
         for histogram, duration in zip(self._each, nanoseconds, strict=True):
             histogram.add(duration)
 

@@ -1,7 +1,7 @@
-"""From the bytes of a slot to tensors, and back. What a client wrote is checked before it is used.
+"""Read a request from a slot, and write its response. All that a client wrote is checked before it is used.
 
-The memory is the client's to change at any time: header and tables are copied first, then checked;
-rows may change under the kernel's hands, which harms only that client's own result.
+A client may change its memory at any time: header and tables are copied first, then checked. Rows may change while the
+kernel reads them, which harms only that client's own result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lora_server.spec import PROJECTIONS, ModelSpec, Site
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader, ResponseHeader
 
-FEW_SEGMENTS = 48  # so many are looked at one after the other in the time of a dozen NumPy calls
+FEW_SEGMENTS = 48  # up to so many, a loop is faster than a dozen NumPy calls
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Request:
 
     @property
     def handles(self) -> frozenset[int]:
-        """The adapters that it names."""
+        """Handles of the adapters that it names."""
         return _distinct(self.segments_S4[:, 0])
 
 
 def read_header(memory: memoryview, client: int, epoch: int, seq: int, max_step_rows: int) -> RequestHeader:
-    """The header of an expected step, fit for the scheduler; raises ProtocolError if it is any other's."""
+    """Return the header of an expected step, fit for the scheduler; raises ProtocolError for any other step's."""
     header = RequestHeader.unpack_from(memory)
     if (header.client, header.epoch, header.seq) != (client, epoch, seq):
         raise ProtocolError(
@@ -48,13 +48,13 @@ def read_header(memory: memoryview, client: int, epoch: int, seq: int, max_step_
         )
     if header.step_class not in (slot.DECODE, slot.PREFILL):
         raise ProtocolError(f"{header.where}: got class {header.step_class}, expected {slot.DECODE} or {slot.PREFILL}")
-    if header.num_segments > max_step_rows:  # before anybody looks at so many
+    if header.num_segments > max_step_rows:  # before they are read
         raise ProtocolError(f"{header.where}: got {header.num_segments} segments, expected at most {max_step_rows}")
     return header
 
 
 def handles(memory: memoryview, header: RequestHeader) -> frozenset[int]:
-    """The adapters that a step names; empty if its tables do not fit the slot (`read_request` says so)."""
+    """Return the handles that a step names; none if its tables do not fit the slot, which `read_request` refuses."""
     count = header.num_segments
     if slot.HEADER_BYTES + count * slot.SEGMENT_BYTES > len(memory):
         return frozenset()
@@ -70,7 +70,7 @@ def _distinct(handles_S: npt.NDArray[np.int32]) -> frozenset[int]:
 def read_request(
     memory: memoryview, header: RequestHeader, spec: ModelSpec, max_step_rows: int, wire: slot.Wire = "exact"
 ) -> Request:
-    """The rest of a step; raises ProtocolError naming what is out of range. Scales of rows become weights."""
+    """Return the rest of a step; raises ProtocolError naming what is out of range. Scales of rows become weights."""
     site = _site(header, spec)
     _check_dtype(header, wire)
     _check_counts(header, site, spec, max_step_rows)
@@ -144,7 +144,7 @@ def _check_counts(header: RequestHeader, site: Site, spec: ModelSpec, max_step_r
 def _check_segments(
     segments_S4: npt.NDArray[np.int32], header: RequestHeader, experts: int, few: int = FEW_SEGMENTS
 ) -> None:
-    """The loop says what a segment must be, and names the first that is not; many are first looked at together."""
+    """The loop defines a valid segment, and names the first invalid one; many are first checked together."""
     if len(segments_S4) > few and _all_sound(segments_S4, header.num_entries, experts):
         return
     expected = 0
@@ -174,7 +174,7 @@ def _all_sound(segments_S4: npt.NDArray[np.int32], num_entries: int, experts: in
 
 
 def _segments(memory: memoryview, offset: int, count: int) -> npt.NDArray[np.int32]:
-    """[S, 4], still the client's memory."""
+    """Return [S, 4] in the client's memory."""
     return np.frombuffer(memory, np.int32, 4 * count, offset).reshape(count, 4)
 
 
@@ -198,7 +198,7 @@ def _scales(memory: memoryview, offset: int, header: RequestHeader) -> npt.NDArr
 
 
 def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[int, int, int]) -> int:
-    """The header of a response whose rows are in place; returns the bytes to push."""
+    """Write the header of a response whose rows are in place; returns the bytes to push."""
     end = slot.response_offsets(header.num_out_rows, header.out_width, header.dtype).end
     ResponseHeader(
         slot.OK,
@@ -216,7 +216,7 @@ def write_response(memory: memoryview, header: RequestHeader, times_ns: tuple[in
 
 
 def write_failure(memory: memoryview, client: int, epoch: int, seq: int, error: LoraServerError) -> int:
-    """A typed error as the response; returns the bytes to push."""
+    """Write a typed error as the response; returns the bytes to push."""
     text = f"{error.code}\n{error}".encode()[: len(memory) - slot.HEADER_BYTES]
     ResponseHeader(slot.FAILED, client, epoch, seq, 0, 0, 0, 0, len(text), 0, 0, 0).pack_into(memory)
     memory[slot.HEADER_BYTES : slot.HEADER_BYTES + len(text)] = text

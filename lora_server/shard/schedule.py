@@ -1,19 +1,18 @@
-"""Which step a shard serves next: fair queueing between tenants, and between the clients of each.
+"""Order of steps at a shard: fair queueing between tenants, and between the clients of each.
 
-A step costs its rows, and STEP_ROWS for being one. Each client has a time of its own: a step starts where the one
-before it finished, but not before the shard's time, and finishes its cost later. The least finish is served first, the
-oldest of equals; the shard's time is the least start of those that are ready. So small steps pass large ones, a client
-with many or large ones is passed by all that had less, nobody saves up for later, and nobody waits for more than
-each other client's share of what its own step costs. What a client calls its steps does not count.
+A step costs its rows plus STEP_ROWS. Each client has a virtual time: a step starts where the client's last one
+finished, but not before the shard's time, and finishes its cost later. The least finish is served first, the oldest of
+equals; the shard's time is the least start of the ready steps. So small steps pass large ones, a client that has had
+less passes one that has had more, no client saves up a share, and a step waits for each other client no longer than its
+own cost. The class that a client gives its steps does not count.
 
-Tenants are to the shard what clients are to a tenant, but that a tenant of twice the weight finishes in half the time:
-so much of a shard is a tenant's, however many clients it has.
+The same rule orders tenants, with a cost divided by the tenant's weight: its share does not depend on how many clients
+it has.
 
-A step that is computed in parts is asked about again after each, and goes on while it is still the least: small steps
-pass a large one that was begun, too.
+A step that is computed in parts is scheduled again after each part, so small steps pass a large one that was begun.
 
-Steps of one client are served in the order it pushed them, so a client is represented here by its oldest unanswered
-step alone. A GPU does the same with a warp, and finishes what it begins: transport/gpu/poller.cuh.
+A client's steps are served in the order it pushed them: only its oldest unanswered step is scheduled. A GPU does the
+same with a warp, and finishes what it begins: transport/gpu/poller.cuh.
 """
 
 from __future__ import annotations
@@ -21,20 +20,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from lora_server.errors import LoraServerError
 from lora_server.transport.base import Connection
 from lora_server.wire.slot import RequestHeader
 
 STEP_ROWS = 8
-MOST_ROWS = 65536  # that a step may claim; how many it may have is checked when it is served
-MOST_BEGUN = 4  # steps at a time: each keeps its buffers
-_START, _ORDER = attrgetter("start"), attrgetter("order")
+MOST_ROWS = 65536  # that count; the number of rows is checked when the step is served
+MOST_BEGUN = 4  # steps that are begun at a time: each keeps its buffers
+_START, _ORDER = attrgetter("share.start"), attrgetter("share.order")
+
+
+class StepShare(NamedTuple):
+    """A ready step's place in its client's share, in rows."""
+
+    start: int
+    cost: int
+    finish: int
+    order: tuple[int, int]  # the least is served first
+
+
+NOT_READY = StepShare(-1, 0, -1, (0, 0))
+
+
+@dataclass(slots=True)
+class StepWork:
+    """A step that was begun."""
+
+    parts: Iterator[None]  # what is left of it
+    read_ns: int = 0  # spent on reading it
+    spent_ns: int = 0  # spent on it so far, reading included
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A client's oldest unanswered step. Times are time.monotonic_ns() of this host, but start and finish."""
+    """A client's oldest unanswered step. Times are time.monotonic_ns() of this host."""
 
     connection: Connection
     seq: int
@@ -42,77 +63,71 @@ class PendingStep:
     received_ns: int
     expires_ns: int
     handles: frozenset[int] = frozenset()
-    pin: int | None = None  # on its weights, from the moment on at which all are here, and its client may use them
-    refusal: LoraServerError | None = None  # all that it gets, when its turn comes
-    start: int = -1  # of its share, once it is ready
-    cost: int = 0
-    finish: int = -1
-    order: tuple[int, int] = (0, 0)  # the least is served first
-    work: Iterator[None] | None = None  # what is left of it, once it is begun
-    read_ns: int = 0  # that reading it took
-    spent_ns: int = 0  # on it so far, reading included
+    pin: int | None = None  # on its weights, once all are READY and its client may use them
+    refusal: LoraServerError | None = None  # the answer, when its turn comes
+    share: StepShare = NOT_READY
+    work: StepWork | None = None  # once it is begun
 
     @property
     def blocked(self) -> bool:
-        """Its weights are not here yet."""
+        """Whether its weights are not READY yet."""
         return self.pin is None and self.refusal is None
 
 
 def begun(pending: Iterable[PendingStep]) -> list[PendingStep]:
-    """Those of which a part is done."""
+    """Return the steps that were begun."""
     return [step for step in pending if step.work is not None]
 
 
 class FairShare:
-    """The rule between the clients of a tenant; what each has had is kept with its connection."""
+    """The rule between the clients of a tenant; each connection keeps its virtual time."""
 
     def __init__(self) -> None:
         self._now = 0
 
     def pick(self, pending: Iterable[PendingStep]) -> PendingStep | None:
-        """The step to serve now, or to go on with, among those whose weights are here; None if there is none."""
+        """Return the step to serve now, or to go on with; None if none is ready."""
         ready = [step for step in pending if not step.blocked]
         return self.among(ready) if ready else None
 
     def among(self, ready: list[PendingStep], begin: bool = True) -> PendingStep | None:
-        """The same, of one or more that are ready. `begin`: it may be one that is not begun yet."""
+        """Pick from one or more ready steps. `begin`: also one that was not begun."""
         for step in ready:
-            if step.start < 0:
-                step.cost = cost(step.header)
-                step.start = max(self._now, step.connection.finish)
-                step.finish = step.start + step.cost
-                step.order = step.finish, step.received_ns
+            if step.share is NOT_READY:
+                its_cost, start = cost(step.header), max(self._now, step.connection.finish)
+                finish = start + its_cost
+                step.share = StepShare(start, its_cost, finish, (finish, step.received_ns))
         choice = ready if begin else begun(ready)
-        if len(ready) == 1:  # as it mostly is: nothing to compare
-            self._now = ready[0].start
+        if len(ready) == 1:  # the usual case: nothing to compare
+            self._now = ready[0].share.start
             picked = choice[0] if choice else None
         else:
             self._now = min(map(_START, ready))
             picked = min(choice, key=_ORDER, default=None)
         if picked is not None:
-            picked.connection.finish = picked.finish
+            picked.connection.finish = picked.share.finish
         return picked
 
 
 @dataclass
 class _Tenant:
-    had: float = 0.0  # of its share, up to where its next step starts
+    had: float = 0.0  # virtual time at which its next step starts
     clients: FairShare = field(default_factory=FairShare)
 
 
 class TenantShare:
-    """The rule between tenants, and within each: what the loop asks."""
+    """The rule between tenants, and within each."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._tenants: dict[str, _Tenant] = {}
-        self._ready = set[str]()  # tenants, when it was asked last
-        # by client, until it is answered: epoch, seq, tenant, cost; not the step, which would keep its client's memory
+        self._ready = set[str]()  # tenants at the last call
+        # by client, until the step is answered: epoch, seq, tenant, cost; a step would keep its client's memory
         self._picked: dict[int, tuple[int, int, str, float]] = {}
 
     def pick(self, pending: Mapping[int, PendingStep]) -> PendingStep | None:
-        """The step to serve now, or to go on with; None if there is none. What was picked before, and is not pending
-        any more, was answered."""
+        """Return the step to serve now, or to go on with; None if none is ready. A step that was picked and is not
+        pending any more was answered."""
         self._count(pending)
         ready = [step for step in pending.values() if not step.blocked]
         tenants = {step.connection.tenant for step in ready}
@@ -124,7 +139,7 @@ class TenantShare:
             return None
         connection = step.connection
         if connection.client not in self._picked:
-            its_cost = step.cost / connection.weight
+            its_cost = step.share.cost / connection.weight
             self._picked[connection.client] = connection.epoch, step.seq, connection.tenant, its_cost
         return step
 
@@ -148,7 +163,7 @@ class TenantShare:
 
     def _order(self, step: PendingStep) -> tuple[float, int]:
         connection = step.connection
-        return self._tenants[connection.tenant].had + step.cost / connection.weight, step.received_ns
+        return self._tenants[connection.tenant].had + step.share.cost / connection.weight, step.received_ns
 
     def _count(self, pending: Mapping[int, PendingStep]) -> None:
         for client, (epoch, seq, tenant, its_cost) in list(self._picked.items()):
@@ -159,5 +174,5 @@ class TenantShare:
 
 
 def cost(header: RequestHeader) -> int:
-    """In rows."""
+    """Return the cost of a step in rows."""
     return STEP_ROWS + min(max(header.num_rows, header.num_entries, header.num_out_rows), MOST_ROWS)

@@ -1,7 +1,7 @@
-"""Adapters that come from far: fetched into a node's disk cache, whose files all its processes share. And the server's
-own copies of those that were added from this host.
+"""Sources of adapters: remote ones are fetched into a node's disk cache, local ones copied into the server's data.
 
-remote   the files behind a URL, by fsspec      retries  which of its errors may pass
-cache    what lies on this node's disk          fetch    from the one into the other
-copies   of adapters that were added from this host
+urls     accepted and listed URLs               redirects  checks of redirects, and of addresses
+remote   files behind a URL, by fsspec          retries    which of its errors are transient
+cache    the disk cache of a node               fetch      from a URL into the cache
+copies   the server's own copies of adapters that were added from this host
 """

@@ -1,11 +1,11 @@
-"""Files of far adapters on a node's disk, with a cap on their bytes, shared by the node's processes.
+"""Disk cache of remote adapters' files, of limited size, shared by the processes of a node.
 
-    DIR/lock                              held for moments, by who looks at the others or moves them
-    DIR/VERSION.BYTES/                    an adapter, whole; VERSION is the digest of its content
-    DIR/fetching-VERSION.BYTES.RANDOM/    one that comes: its bytes are reserved. Or one that goes
+    DIR/lock                              held for moments, by a process that reads or changes the cache
+    DIR/VERSION.BYTES/                    a complete adapter; VERSION is the digest of its content
+    DIR/fetching-VERSION.BYTES.RANDOM/    one that is being fetched, with its bytes reserved; or one being deleted
 
-`.held` in each directory is locked (flock) as long as somebody reads or writes it, and not longer than that process
-lives. So nothing has to be told to anybody, and what a killed process left is found.
+A process that reads or writes a directory has its `.held` locked (flock). The lock ends with the process, so processes
+need no messages, and find what a killed one left.
 """
 
 from __future__ import annotations
@@ -23,31 +23,47 @@ from typing import NamedTuple
 from lora_server.errors import AdapterSourceError, ConfigError
 from lora_server.units import Size, size
 
-HELD = ".held"
+HELD, HELD_BYTES = ".held", 1 << 20
 COMING = "fetching-"
 LOCK_SECONDS, LOCK_PAUSE = 30.0, 0.002
 RESOLUTION_NS = 1_000_000_000
 
 
-class Kept(NamedTuple):
+class CachedAdapter(NamedTuple):
     """A directory of the cache."""
 
     path: Path
     version: str  # empty while it is not known
     nbytes: int
-    whole: bool
+    complete: bool
+
+    def is_unused(self) -> bool:
+        """Whether no process reads or writes it. The caller has the cache's lock, so none begins to."""
+        try:
+            descriptor = os.open(self.path / HELD, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            return True
+        finally:
+            os.close(descriptor)
 
 
 class Lease:
-    """An adapter's files, which stay until `close`. `stamp` is what Adapter.stamp was when they had this content."""
+    """Keeps an adapter's files in the cache until `close`. `stamp`: Adapter.stamp when they were checked."""
 
     def __init__(self, path: Path, version: str, descriptor: int) -> None:
         self.path, self.version = path, version
-        self.stamp = (path / HELD).read_text()
+        said = os.pread(descriptor, HELD_BYTES, 0).decode(errors="replace")
+        self.stamp = said.removeprefix(f"{version} ")  # equals no stamp if it is another version's
         self._descriptor = descriptor
 
     def close(self) -> None:
-        """May be called again."""
+        """End the lease. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -60,7 +76,7 @@ class Lease:
 
 
 class Claim(NamedTuple):
-    """A directory for an adapter that comes."""
+    """A directory for an adapter that is being fetched, with its bytes reserved."""
 
     path: Path
     nbytes: int
@@ -68,10 +84,10 @@ class Claim(NamedTuple):
 
 
 class DiskCache:
-    """Any number of them, in any process and thread, may be of one directory."""
+    """Thread-safe; any number of processes may use one directory."""
 
     def __init__(self, directory: Path, capacity: Size) -> None:
-        """A share is of the whole file system. Raises ConfigError for a directory that cannot be used."""
+        """`capacity`: a share is of the whole file system. Raises ConfigError for a directory that cannot be used."""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             (directory / "lock").touch(mode=0o600)
@@ -83,27 +99,30 @@ class DiskCache:
             ) from error
         self.directory = directory
         self.evictions = 0  # by this object
-        self._listed: tuple[int, list[Kept]] = 0, []  # when the directory was changed last, and what it had then
+        self._listed: tuple[int, list[CachedAdapter]] = (
+            0,
+            [],
+        )  # when the directory was changed last, and what it had then
 
     def take(self, version: str) -> Lease | None:
-        """What is here."""
+        """Lease a version that is in the cache."""
         with self._alone():
             return self._lease(version)
 
     def claim(self, version: str, nbytes: int) -> Claim | None:
-        """A place for so many bytes; others go for it. None while somebody else brings that version, or everything
-        is in use. Raises AdapterSourceError for what can never fit."""
+        """Reserve a directory for so many bytes, and evict others for it. None while another process fetches that
+        version, or all others are in use. Raises AdapterSourceError for more bytes than the cache may have."""
         if nbytes > self.capacity:
             raise AdapterSourceError(
                 f"it has {size(nbytes)}, and --disk-cache-size is {size(self.capacity)}: give the disk cache more"
             )
         with self._alone():
-            for one in self._kept():
-                if not one.whole and self._is_unheld(one):
-                    shutil.rmtree(one.path, ignore_errors=True)
-            if version and any(one.version == version for one in self._kept()):
+            for one in self._list():
+                if not one.complete and one.is_unused():
+                    _delete(one.path)
+            if version and any(one.version == version for one in self._list()):
                 return None
-            if not self._make_room(nbytes):
+            if not self._evict_for(nbytes):
                 return None
             path = self.directory / f"{COMING}{version}.{nbytes}.{secrets.token_hex(8)}"
             path.mkdir(mode=0o700)
@@ -112,14 +131,14 @@ class DiskCache:
             return Claim(path, nbytes, descriptor)
 
     def keep(self, claim: Claim, version: str, stamp: str) -> Lease:
-        """It is whole, and has been looked at."""
-        os.write(claim.descriptor, stamp.encode())
+        """Turn a claim whose files are complete and checked into a lease."""
+        os.write(claim.descriptor, f"{version} {stamp}".encode())
         for file in claim.path.iterdir():
             sync(file)
         sync(claim.path)
         with self._alone():
             lease = self._lease(version)
-            if lease is not None:  # the same content under another name
+            if lease is not None:  # another URL had the same content
                 self.abandon(claim)
                 return lease
             path = self.directory / f"{version}.{claim.nbytes}"
@@ -129,37 +148,37 @@ class DiskCache:
             return Lease(path, version, claim.descriptor)
 
     def abandon(self, claim: Claim) -> None:
-        """It does not come."""
+        """Give a claim up."""
         shutil.rmtree(claim.path, ignore_errors=True)
         os.close(claim.descriptor)
 
     def discard(self, version: str) -> None:
-        """Its files are not what they were."""
+        """Delete a version whose files were changed, unless a process uses it."""
         with self._alone():
-            for one in self._kept():
-                if one.whole and one.version == version and self._is_unheld(one):
+            for one in self._list():
+                if one.complete and one.version == version and one.is_unused():
                     self._remove(one)
 
     def versions(self) -> frozenset[str]:
-        """What is here, and whole."""
-        return frozenset(one.version for one in self._kept_lately() if one.whole)
+        """Return the versions that are complete."""
+        return frozenset(one.version for one in self._list_cached() if one.complete)
 
-    def is_coming(self, version: str) -> bool:
-        """Whether somebody brings it."""
-        return bool(version) and any(one.version == version and not one.whole for one in self._kept())
+    def is_fetching(self, version: str) -> bool:
+        """Whether a process fetches this version now."""
+        return bool(version) and any(one.version == version and not one.complete for one in self._list())
 
     def nbytes(self) -> int:
-        """Of all that is here or comes."""
-        return sum(one.nbytes for one in self._kept_lately())
+        """Return the bytes that are used or reserved."""
+        return sum(one.nbytes for one in self._list_cached())
 
-    def _kept_lately(self) -> list[Kept]:
-        """Read again where the directory was changed, or has been within the resolution of its time."""
+    def _list_cached(self) -> list[CachedAdapter]:
+        """List the cache, anew where its mtime changed, or is so recent that it may hide a change."""
         try:
             changed = self.directory.stat().st_mtime_ns
         except FileNotFoundError:
             return []
         if changed != self._listed[0] or time.time_ns() - changed < RESOLUTION_NS:
-            self._listed = changed, self._kept()
+            self._listed = changed, self._list()
         return self._listed[1]
 
     # -- under the lock
@@ -167,7 +186,7 @@ class DiskCache:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         deadline = time.monotonic() + LOCK_SECONDS
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it was tidied up, perhaps
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # a user may have deleted it
         with (self.directory / "lock").open("a") as lock:
             while True:
                 with contextlib.suppress(BlockingIOError):
@@ -180,7 +199,7 @@ class DiskCache:
                 time.sleep(LOCK_PAUSE)
             yield
 
-    def _kept(self) -> list[Kept]:
+    def _list(self) -> list[CachedAdapter]:
         try:
             found = sorted(self.directory.iterdir())
         except FileNotFoundError:
@@ -188,28 +207,29 @@ class DiskCache:
         return [one for path in found if (one := _parse(path)) is not None]
 
     def _lease(self, version: str) -> Lease | None:
-        one = next((one for one in self._kept() if one.whole and one.version == version), None)
+        one = next((one for one in self._list() if one.complete and one.version == version), None)
         if one is None:
             return None
         try:
             descriptor = os.open(one.path / HELD, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # somebody tidied up by hand
+        except OSError:  # deleted by hand, or not a directory of the cache
             self._remove(one)
             return None
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.utime(one.path)  # the least recently used goes first
+        with contextlib.suppress(OSError):  # another process removes it now
+            os.utime(one.path)  # the least recently used is evicted first
         return Lease(one.path, version, descriptor)
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Whether there is room now; nothing goes where that would not do."""
-        kept = self._kept()
-        over = sum(one.nbytes for one in kept) + nbytes - self.capacity
+    def _evict_for(self, nbytes: int) -> bool:
+        """Evict adapters to free so many bytes; whether they are free now. Evicts none where that is too little."""
+        cached = self._list()
+        over = sum(one.nbytes for one in cached) + nbytes - self.capacity
         missing = max(over, nbytes - shutil.disk_usage(self.directory).free)
         chosen = []
-        for one in sorted((one for one in kept if one.whole), key=lambda one: one.path.stat().st_mtime_ns):
+        for one in sorted((one for one in cached if one.complete), key=_last_use):
             if missing <= 0:
                 break
-            if self._is_unheld(one):
+            if one.is_unused():
                 chosen.append(one)
                 missing -= one.nbytes
         if missing > 0:
@@ -219,37 +239,40 @@ class DiskCache:
             self.evictions += 1
         return True
 
-    def _is_unheld(self, one: Kept) -> bool:
-        """Whether nobody reads or writes it; under the lock, so nobody begins to."""
-        try:
-            descriptor = os.open(one.path / HELD, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            return True
-        finally:
-            os.close(descriptor)
-
-    def _remove(self, one: Kept) -> None:
+    def _remove(self, one: CachedAdapter) -> None:
         going = self.directory / f"{COMING}.{one.nbytes}.{secrets.token_hex(8)}"
-        one.path.rename(going)  # first: half of it is nothing
-        shutil.rmtree(going, ignore_errors=True)
+        one.path.rename(going)  # first, so that no process finds half of it
+        _delete(going)
 
 
-def _parse(path: Path) -> Kept | None:
+def _last_use(one: CachedAdapter) -> int:
+    """Return when it was used last: 0 for an adapter that another process removes now; of a link its own time, as it
+    may lead nowhere."""
+    try:
+        return one.path.lstat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _parse(path: Path) -> CachedAdapter | None:
     coming = path.name.startswith(COMING)
     version, *numbers = path.name.removeprefix(COMING).split(".")
     if len(numbers) != 1 + coming or not numbers[0].isdecimal():
         return None
-    return Kept(path, version, int(numbers[0]), not coming)
+    return CachedAdapter(path, version, int(numbers[0]), not coming)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory, or a link or file that was put in its place; what cannot be deleted stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def sync(path: Path) -> None:
-    """It is on the disk: the content of a file, the names in a directory."""
+    """Flush a file's content, or a directory's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,14 @@
-"""The server's own copies of adapters that were added from this host, by version: nobody changes them behind it.
+"""The server's own copies of adapters that were added from this host, by version: its users do not change them.
 
-    DIR/VERSION/           whole
-    DIR/coming-RANDOM/     one that comes, or that a killed process left
+    DIR/VERSION/           a complete copy
+    DIR/coming-RANDOM/     one that is being made, or that a killed process left
 
-Like the disk cache's, but nothing makes room: a copy stays as long as a name means it, or meant it (`keep`).
+A copy is not evicted: it stays as long as `keep` says.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 import shutil
@@ -15,18 +16,21 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
+import structlog
+
 from lora_server.adapters import is_watched, validate_adapter
-from lora_server.errors import AdapterSourceError, ConfigError
+from lora_server.errors import AdapterError, AdapterSourceError, ConfigError
 from lora_server.sources.cache import sync
 from lora_server.spec import ModelSpec
 from lora_server.units import size
 
 COMING = "coming-"
+log = structlog.get_logger()
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Copies:
-    """Thread-safe; of one process."""
+    """Thread-safe; one process uses a directory."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         """Raises ConfigError for a directory that cannot be used."""
@@ -40,10 +44,11 @@ class Copies:
                 "this user may create files: choose another"
             ) from error
         self._directory, self._spec, self._lock = directory, spec, threading.Lock()
-        self._wanted: dict[str, int] = {}  # versions that somebody is about to list
+        self._wanted: dict[str, int] = {}  # versions that callers of `take` have not finished with
 
-    def take(self, path: Path, version: str) -> Path:
-        """The copy of an adapter of this version, made where there is none; `done` once it is listed, or given up.
+    def take(self, path: Path, version: str) -> tuple[Path, str]:
+        """Return the copy of an adapter and its stamp, made where there is none, or a damaged one. The caller calls
+        `done` when the version is registered, or given up.
 
         Raises AdapterSourceError where it does not fit on the disk, or its files changed meanwhile.
         """
@@ -56,30 +61,37 @@ class Copies:
             raise
 
     def find(self, version: str) -> Path | None:
-        """Where there is one."""
+        """Return the directory of a copy."""
         found = self._directory / version
         return found if found.is_dir() else None
 
     def done(self, version: str) -> None:
-        """Whether it stays is for `keep` to say from now on."""
+        """End a `take`: from now on `keep` decides whether the copy stays."""
         with self._lock:
             left = self._wanted.pop(version) - 1
             if left:
                 self._wanted[version] = left
 
     def keep(self, versions: Collection[str]) -> None:
-        """Others go, but for those that are wanted now."""
+        """Delete the copies of other versions, except those that are being taken."""
         with self._lock:
             for one in self._directory.iterdir():
                 if one.name not in versions and one.name not in self._wanted and not one.name.startswith(COMING):
-                    going = self._directory / f"{COMING}{secrets.token_hex(8)}"
-                    one.rename(going)  # first: half of it is nothing
-                    shutil.rmtree(going, ignore_errors=True)
+                    self._delete(one)
 
-    def _take(self, path: Path, version: str) -> Path:
+    def _delete(self, copy: Path) -> None:
+        going = self._directory / f"{COMING}{secrets.token_hex(8)}"
+        with contextlib.suppress(FileNotFoundError):  # deleted by another thread
+            copy.rename(going)  # first, so that no caller finds half of it
+        shutil.rmtree(going, ignore_errors=True)
+
+    def _take(self, path: Path, version: str) -> tuple[Path, str]:
         target = self._directory / version
         if target.is_dir():
-            return target
+            with contextlib.suppress(AdapterError):
+                return target, self._check_same(target, version, path)
+            log.error("the server's own copy of an adapter was changed; copying it again", directory=str(target))
+            self._delete(target)
         coming = self._directory / f"{COMING}{secrets.token_hex(8)}"
         files = [one for one in path.iterdir() if is_watched(one.name) and one.is_file()]
         nbytes = sum(one.stat().st_size for one in files)
@@ -89,7 +101,7 @@ class Copies:
             for one in files:
                 shutil.copyfile(one, coming / one.name)
                 sync(coming / one.name)
-            self._check_same(coming, version, path)
+            stamp = self._check_same(coming, version, path)
             sync(coming)
             self._put(coming, target)
         except OSError as error:
@@ -98,19 +110,21 @@ class Copies:
             raise
         finally:
             shutil.rmtree(coming, ignore_errors=True)
-        return target
+        return target, stamp
 
     def _put(self, coming: Path, target: Path) -> None:
         with self._lock:
-            if not target.is_dir():  # somebody else brought the same meanwhile
+            if not target.is_dir():  # another thread has made the same copy
                 coming.rename(target)
                 sync(self._directory)
 
-    def _check_same(self, coming: Path, version: str, path: Path) -> None:
+    def _check_same(self, coming: Path, version: str, path: Path) -> str:
+        """Return the stamp of files with the content of this version. Raises AdapterError for other content."""
         adapter, found = validate_adapter(coming, self._spec)
         adapter.close()
         if found != version:
             raise AdapterSourceError(f"adapter source {path}: its files were changed while they were copied; try again")
+        return adapter.stamp
 
     def _check_room(self, nbytes: int) -> None:
         if nbytes > shutil.disk_usage(self._directory).free:

@@ -1,34 +1,34 @@
-"""From a URL into the disk cache: once per node, checked to the last number before anybody may use it."""
+"""Fetch adapters into the disk cache: once per node, and completely checked before any process may use them."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 import structlog
 
-from lora_server.adapters import Limits, open_adapter, validate_adapter
+from lora_server.adapters import AdapterLimits, open_adapter, validate_adapter
 from lora_server.errors import AdapterError, AdapterFormatError, AdapterSourceError
 from lora_server.sources.cache import Claim, DiskCache, Lease
 from lora_server.sources.remote import RemoteAdapter
 from lora_server.sources.retries import patiently
 from lora_server.spec import ModelSpec
 
-NODE0 = "node0://"  # and a path there: begins what is no URL, for shards of other nodes
+NODE0 = "node0://"  # before a path of node 0, for shards of other nodes
 FETCH_SECONDS = 600.0
-ROOM_SECONDS, ROOM_PAUSE = 30.0, 0.05  # while all that is there is in use
+ROOM_SECONDS, ROOM_PAUSE = 30.0, 0.05  # while all cached adapters are in use
 log = structlog.get_logger()
 
 
 @dataclass
 class FetchCounters:
-    """Of one process, since its start."""
+    """Counters of one process since its start."""
 
     fetches: int = 0
     fetched_bytes: int = 0
@@ -37,7 +37,7 @@ class FetchCounters:
 
 
 class DiskUse(NamedTuple):
-    """What the disk cache holds and may hold, and what this process did to it."""
+    """Bytes of the disk cache, and counters of this process."""
 
     bytes: int
     total_bytes: int
@@ -49,14 +49,14 @@ class DiskUse(NamedTuple):
 
 
 class AdapterFiles(Protocol):
-    """Of one adapter, wherever they are; `check` is called again and again, and may raise."""
+    """Source of one adapter's files; `check` is called often, and may raise."""
 
     def sizes(self, check: Callable[[], None]) -> dict[str, int]:
-        """By name, in bytes."""
+        """Return the sizes of the files by name, in bytes."""
         ...
 
     def get(self, name: str, target: Path, size: int, check: Callable[[], None]) -> None:
-        """Copy one."""
+        """Copy one file."""
         ...
 
 
@@ -64,33 +64,40 @@ FromNode0: TypeAlias = Callable[[str], AbstractContextManager[AdapterFiles]]
 
 
 def never() -> bool:
-    """Nobody cancels it."""
+    """Cancel no fetch."""
     return False
 
 
 @dataclass
 class Fetcher:
-    """Thread-safe. `from_node0`: the files of a version there."""
+    """Thread-safe. `from_node0`: opens a version's files on node 0; `listed`: --allow-source, for redirects."""
 
     cache: DiskCache
     spec: ModelSpec
     from_node0: FromNode0 | None = None
+    listed: Sequence[str] = ()
     counters: FetchCounters = field(default_factory=FetchCounters)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fetch(
-        self, url: str, version: str = "", seconds: float = FETCH_SECONDS, cancelled: Callable[[], bool] = never
+        self,
+        url: str,
+        version: str = "",
+        seconds: float = FETCH_SECONDS,
+        cancelled: Callable[[], bool] = never,
+        listed: Sequence[str] = (),
     ) -> Lease:
-        """The files of `version`, or of what is there now; from the cache where it has them.
+        """Lease the files of `version` ("": whatever the source has now), from the cache where it has them. `listed`: a
+        narrower list for redirects than the fetcher's own.
 
-        Raises AdapterSourceError where they do not come within `seconds` or have another content, AdapterFormatError
+        Raises AdapterSourceError where they are not fetched within `seconds` or have other content, AdapterFormatError
         where they cannot be served.
         """
         began = time.monotonic()
         try:
-            lease = self._kept(version) if version else None
+            lease = self._cached(version) if version else None
             if lease is None:
-                lease, nbytes = self._fetch(url, version, began + seconds, cancelled)
+                lease, nbytes = self._fetch(url, version, began + seconds, cancelled, listed or self.listed)
                 self._count(nbytes, time.monotonic() - began)
         except Exception as error:
             with self._lock:
@@ -98,11 +105,11 @@ class Fetcher:
             if isinstance(error, AdapterError):
                 prefix = f"adapter source {url}: "
                 raise type(error)(str(error) if url in str(error) else prefix + str(error)) from error
-            raise AdapterSourceError(f"adapter source {url}: cannot be fetched: {_told(error)}") from error
+            raise AdapterSourceError(f"adapter source {url}: cannot be fetched: {_reason(error)}") from error
         return lease
 
     def use(self) -> DiskUse:
-        """For metrics."""
+        """Return what metrics report."""
         counters, cache = self.counters, self.cache
         return DiskUse(
             cache.nbytes(),
@@ -120,8 +127,8 @@ class Fetcher:
             self.counters.fetched_bytes += nbytes
             self.counters.seconds += seconds if nbytes else 0.0
 
-    def _kept(self, version: str) -> Lease | None:
-        """What the cache has; files that were touched since must have the same content still."""
+    def _cached(self, version: str) -> Lease | None:
+        """Lease a version from the cache. Files that were touched are checked again, and discarded if they changed."""
         lease = self.cache.take(version)
         if lease is None:
             return None
@@ -132,17 +139,19 @@ class Fetcher:
         self.cache.discard(version)
         return None
 
-    def _fetch(self, url: str, version: str, deadline: float, cancelled: Callable[[], bool]) -> tuple[Lease, int]:
-        """Also how many bytes came; 0 where another process has brought them meanwhile."""
+    def _fetch(
+        self, url: str, version: str, deadline: float, cancelled: Callable[[], bool], listed: Sequence[str]
+    ) -> tuple[Lease, int]:
+        """Return the lease and the bytes that were fetched; 0 where another process has fetched them meanwhile."""
 
         def check() -> None:
             if cancelled() or time.monotonic() > deadline:
                 raise AdapterSourceError("not wanted any more" if cancelled() else "not fetched within its time")
 
-        with self._files(url, version) as files:
-            return self._bring(files, url, version, deadline, check)
+        with self._files(url, version, listed) as files:
+            return self._copy(files, url, version, deadline, check)
 
-    def _bring(
+    def _copy(
         self, files: AdapterFiles, url: str, version: str, deadline: float, check: Callable[[], None]
     ) -> tuple[Lease, int]:
         sizes = patiently(functools.partial(files.sizes, check), deadline)
@@ -163,19 +172,19 @@ class Fetcher:
             self.cache.abandon(claim)
             raise
 
-    def _files(self, url: str, version: str) -> AbstractContextManager[AdapterFiles]:
+    def _files(self, url: str, version: str, listed: Sequence[str]) -> AbstractContextManager[AdapterFiles]:
         if url.startswith(NODE0) and self.from_node0 is not None:
             return self.from_node0(version)
-        return nullcontext(RemoteAdapter(url, Limits.of(self.spec)))
+        return RemoteAdapter(url, AdapterLimits.of(self.spec), listed)
 
     def _claim(self, version: str, nbytes: int, check: Callable[[], None]) -> Claim | Lease:
-        """A place for it; what another process brings is waited for."""
+        """Reserve a directory, or wait for another process that fetches this version."""
         until = time.monotonic() + ROOM_SECONDS
         while (claim := self.cache.claim(version, nbytes)) is None:
-            lease = self._kept(version) if version else None
+            lease = self._cached(version) if version else None
             if lease is not None:
                 return lease
-            if time.monotonic() > until and not self.cache.is_coming(version):
+            if time.monotonic() > until and not self.cache.is_fetching(version):
                 raise AdapterSourceError(
                     f"there is no room for its {nbytes} bytes: the disk is full, or all of {self.cache.directory} is "
                     "in use; give it more with --disk-cache-size, or another disk with --disk-cache"
@@ -201,6 +210,9 @@ def _is_intact(lease: Lease, spec: ModelSpec) -> bool:
         return False
 
 
-def _told(error: Exception) -> str:
-    """What libraries say, on one line; some say nothing but their name."""
+def _reason(error: Exception) -> str:
+    """Return a library's message on one line. An HTTP status stands for the answer, whose first bytes aiohttp may
+    quote."""
+    if isinstance(status := getattr(error, "status", None), int):
+        return f"{type(error).__name__}: status {status}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")

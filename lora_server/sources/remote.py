@@ -1,55 +1,51 @@
-"""The files of one adapter behind a URL, in whatever fsspec opens. It, and what it needs, is imported here alone."""
+"""Files of one adapter behind a URL that fsspec opens. Only this module imports fsspec."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from lora_server.adapters import CONFIG, INDEX, WEIGHTS, Limits, check_values, no_weights, weight_map
+from lora_server.adapters import CONFIG, INDEX, WEIGHTS, AdapterLimits, check_values, no_weights, weight_map
 from lora_server.errors import AdapterSourceError
+from lora_server.sources.redirects import RedirectPolicy
+from lora_server.sources.urls import EXTRAS, canonical
 
-EXTRAS = {"http": "http", "https": "http", "s3": "s3", "s3a": "s3", "hf": "hf", "gs": "gs", "gcs": "gs"}
-SILENCE_SECONDS = 30.0  # of an HTTP server; other libraries have limits of their own
+CHECK_SECONDS = 0.1  # between two checks whether a request was cancelled
 _ABSENT = (404, 410)
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.+")
-
-
-def is_remote(source: str) -> bool:
-    """Whether it is a URL, of anything but a file of this host."""
-    match = _URL.fullmatch(source)
-    return match is not None and match[1].lower() != "file"
-
-
-def canonical(url: str) -> str:
-    """One text for one place; raises AdapterSourceError for a URL that cannot be one of an adapter's directory."""
-    scheme, _, rest = url.partition("://")
-    host = rest.partition("/")[0]
-    secret = "@" in host and scheme.lower() != "hf"  # would be shown to everybody
-    if secret or any(mark in rest for mark in ("::", "?", "#")):
-        raise AdapterSourceError(
-            f"adapter source {scheme}://...: got a URL with a query, a fragment, a password or a chain, expected that "
-            "of a directory; give credentials to the server's processes, in their environment or their home"
-        )
-    return f"{scheme.lower()}://{rest.rstrip('/')}"
 
 
 class RemoteAdapter:
-    """Its methods raise what the library of its file system raises, and AdapterError."""
+    """Raises AdapterError, and the errors of the file system's library. Its context hides what a redirect led to."""
 
-    def __init__(self, url: str, limits: Limits) -> None:
-        """Raises AdapterSourceError for a scheme that is unknown, or whose package is missing."""
-        self.url, self._limits = url, limits
-        self._files, path = _open(url)
+    def __init__(self, url: str, limits: AdapterLimits, listed: Sequence[str] = ()) -> None:
+        """`listed`: see RedirectPolicy. Raises AdapterSourceError for a scheme that is not accepted, or whose
+        package is missing."""
+        self.url, self._limits, self._redirects = url, limits, RedirectPolicy(listed)
+        self._files, path = _open(canonical(url), self._redirects)
         self._path = path.rstrip("/")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._redirects.followed and isinstance(error, Exception) and not isinstance(error, AdapterSourceError):
+            status = getattr(error, "status", "none")
+            raise AdapterSourceError(
+                f"adapter source {self.url}: it redirects to what is no adapter of this base model, or cannot be read "
+                f"({type(error).__name__}, status {status}); name the address that it leads to, to be told more"
+            ) from error
+
     def sizes(self, check: Callable[[], None]) -> dict[str, int]:
-        """Of each file that the adapter has there, in bytes; `check` is called between requests, and may raise."""
+        """Return the size of each file of the adapter; `check` is called between requests, and may raise."""
         self._files.invalidate_cache()
-        sizes = {name: self._size(name) for name in (CONFIG, WEIGHTS)}
+        sizes = {name: self._size(name, check) for name in (CONFIG, WEIGHTS)}
         if sizes[WEIGHTS] is None:
-            sizes[INDEX] = self._size(INDEX)
+            sizes[INDEX] = self._size(INDEX, check)
         found = {name: size for name, size in sizes.items() if size is not None}
         if CONFIG not in found:
             raise AdapterSourceError(
@@ -58,14 +54,15 @@ class RemoteAdapter:
             )
         if INDEX in found:
             self._check_small(INDEX, found[INDEX], self._limits.index_bytes)
-            content = self._files.cat_file(self._at(INDEX))
+            with tempfile.TemporaryDirectory() as place:
+                self.get(INDEX, index := Path(place) / INDEX, found[INDEX], check)
+                content = index.read_bytes()
             check_values(INDEX, content, self._limits.index_bytes)
             for name in set(weight_map(content).values()):
-                check()
-                if (size := self._size(name)) is not None:
+                if (size := self._size(name, check)) is not None:
                     found[name] = size
         elif WEIGHTS not in found:
-            raise no_weights([name for name in ("adapter_model.bin",) if self._size(name) is not None])
+            raise no_weights([name for name in ("adapter_model.bin",) if self._size(name, check) is not None])
         self._check_small(CONFIG, found[CONFIG], self._limits.config_bytes)
         return found
 
@@ -78,7 +75,7 @@ class RemoteAdapter:
                 raise ConnectionError(f"{name}: got more than the {size} bytes that it has")
             check()
 
-        self._files.get_file(self._at(name), str(target), callback=Callback(size, hooks={"look": look}))
+        self._call("get_file", check, self._at(name), str(target), callback=Callback(size, hooks={"look": look}))
         got = target.stat().st_size
         if got != size:
             raise ConnectionError(f"{name}: got {got} of {size} bytes")
@@ -86,13 +83,31 @@ class RemoteAdapter:
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
-    def _size(self, name: str) -> int | None:
-        """None where there is no such file."""
+    def _call(self, method: str, check: Callable[[], None], *args: Any, **options: Any) -> Any:
+        """Call a method of the file system. Asynchronous ones (http, s3, gs) end when `check` raises."""
+        check()
+        if not self._files.async_impl:
+            return getattr(self._files, method)(*args, **options)
+        work = getattr(self._files, f"_{method}")(*args, **options)
+        future = asyncio.run_coroutine_threadsafe(work, self._files.loop)
         try:
-            size = self._files.info(self._at(name)).get("size")
+            while not wait([future], CHECK_SECONDS).done:
+                check()
+            return future.result()
+        except Exception:
+            if self._redirects.refused is not None:
+                raise self._redirects.refused from None
+            raise
+        finally:
+            future.cancel()
+
+    def _size(self, name: str, check: Callable[[], None]) -> int | None:
+        """Return the size of a file; None where there is no such file."""
+        try:
+            size = self._call("info", check, self._at(name)).get("size")
         except FileNotFoundError as error:
-            cause = error.__cause__  # fsspec says of any answer over HTTP that there is no such file
-            if getattr(cause, "status", 404) in _ABSENT or cause is None:
+            cause = error.__cause__  # fsspec turns any failure over HTTP into this error
+            if cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) in _ABSENT:
                 return None
             raise cause from None
         if size is None:
@@ -106,27 +121,15 @@ class RemoteAdapter:
             )
 
 
-def _open(url: str) -> tuple[Any, str]:
-    scheme = url.partition("://")[0]
+def _open(url: str, redirects: RedirectPolicy) -> tuple[Any, str]:
+    extra = EXTRAS[url.partition("://")[0]]
+    options = {"get_client": redirects.session} if extra == "http" else {}
     try:
         from fsspec.core import url_to_fs
 
-        files, path = url_to_fs(url, skip_instance_cache=True, **_options(scheme))
+        files, path = url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
-        package = f"lora-server[{EXTRAS[scheme]}]" if scheme in EXTRAS else "what fsspec needs for it"
-        raise AdapterSourceError(f"adapter source {url}: {error}; install {package} on every node") from error
-    except ValueError as error:
         raise AdapterSourceError(
-            f"adapter source {url}: got scheme {scheme!r}, expected a path, file://, or what fsspec opens, such as "
-            f"s3://, gs://, hf:// or https:// ({error})"
+            f"adapter source {url}: {error}; install lora-server[{extra}] on every node"
         ) from error
     return files, str(path)
-
-
-def _options(scheme: str) -> dict[str, Any]:
-    if EXTRAS.get(scheme) != "http":
-        return {}
-    import aiohttp
-
-    silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)
-    return {"client_kwargs": {"timeout": silence}}

@@ -1,4 +1,4 @@
-"""Which errors of a source may pass. By status, errno and name, so that no library is imported that is not used."""
+"""Retry requests to a source after transient errors, known by status, errno and name: no library is imported for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ATTEMPTS = 5
 MIN_PAUSE, MAX_PAUSE = 0.1, 5.0  # seconds
 _STATUSES = (408, 425, 429)  # and 500 and above
 _NUMBERS = (errno.EIO, errno.EAGAIN, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EBUSY)
-# Python's own; of aiohttp the next two; of botocore, httpx and urllib3
+# of Python; of aiohttp; of botocore, httpx and urllib3
 _NAMES = {
     *("ConnectionError", "TimeoutError"),
     *("ClientConnectionError", "ClientPayloadError"),
@@ -33,7 +33,8 @@ def may_pass(error: BaseException) -> bool:
 
 
 def patiently(request: Callable[[], _T], deadline: float) -> _T:
-    """Its result; what may pass is tried again, a few times and not after `deadline` (time.monotonic())."""
+    """Return the result of a request; retries transient errors up to ATTEMPTS times, until `deadline`
+    (time.monotonic())."""
     retrying = Retrying(
         retry=retry_if_exception(may_pass),
         stop=lambda state: state.attempt_number >= ATTEMPTS or time.monotonic() > deadline,

@@ -5,8 +5,8 @@ connect   which backend a client uses       mapping   memory that can be given u
 shm       shared memory on one host         park      spin a little, then sleep on a futex
           (shm_listener: the shard's side; bells: who pushed; slack: memory that goes back)
 tcp       across hosts (tcp_listener: the   address   binding sockets
-          shard's side; frames; stranger:   tls       encrypted, between hosts
-          who has proved nothing yet)
+          shard's side; frames;             tls       encrypted, between hosts
+          unauthenticated: connections that have proved nothing yet)
 inproc    one thread of one process         rows      where the rows of a step lie
 e4m3      rows in 8 bits
 cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal

@@ -23,7 +23,7 @@ TAKEN_SECONDS, RETRY_SECONDS = 3.0, 0.1  # for a process that is ending to give 
 
 
 def listen(host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> tuple[socket.socket, str]:
-    """A socket that listens at a port of a host, and where others reach it.
+    """Return a socket that listens at a port of a host, and the address where others reach it.
 
     Raises ConfigError where a port of --data-port-base cannot be had.
     """
@@ -37,13 +37,13 @@ def listen(host: str, advertise: str = "", port: TcpPort = ANY_PORT) -> tuple[so
 
 
 def parse(address: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT."""
+    """Return host and port of tcp://HOST:PORT."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def watch(sock: socket.socket) -> None:
-    """Small frames go at once, and a peer whose host is gone is noticed within seconds."""
+    """Send small frames at once, and notice within seconds that the peer's host is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
@@ -53,12 +53,12 @@ def watch(sock: socket.socket) -> None:
 
 
 def readable(sock: Stream, seconds: float) -> bool:
-    """Whether something came, if only its end, within so many seconds; whatever the number of its descriptor is."""
+    """Wait up to `seconds` for data, or the connection's end; return whether there is any."""
     return _polled(sock, select.POLLIN, seconds)
 
 
 def writable(sock: Stream, seconds: float) -> bool:
-    """Whether it takes more within so many seconds."""
+    """Wait up to `seconds` until the socket takes more; return whether it does."""
     return _polled(sock, select.POLLOUT, seconds)
 
 

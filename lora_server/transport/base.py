@@ -1,4 +1,4 @@
-"""The transport interface, and what a shard keeps of its clients whatever the backend.
+"""The transport interface, and a shard's table of clients, for every backend.
 
 Client side, one `Link` per shard:        Shard side, one `Port` with a `Connection` per client:
     fill link.region.request(seq)             take what port.rung() says
@@ -46,9 +46,9 @@ class End:
 
     @property
     def rows(self) -> Rows:
-        """Where the rows of the region's steps lie."""
+        """The rows of the region's steps."""
         if self._slot_rows is None:
-            from lora_server.transport.rows import SlotRows  # torch: who only holds adapters needs none
+            from lora_server.transport.rows import SlotRows  # torch: a client that only holds adapters needs none
 
             self._slot_rows = SlotRows(self.region)
         return self._slot_rows
@@ -64,21 +64,21 @@ class Link(End, ABC):
     unanswered = False  # once it is closed: what was pushed may still arrive
 
     def put_rows(self, header: RequestHeader, x_TK: torch.Tensor, rows_M: torch.Tensor) -> None:
-        """Rows `rows_M` (int64 on the host, or int32 where x is) of x become those of a request. Raises ProtocolError.
+        """Copy rows `rows_M` (int64 on the host, or int32 where x is) of x into a request. Raises ProtocolError.
 
-        Nobody writes to x until the answer was waited for.
+        The caller must not write to x before it has waited for the answer.
         """
         self.rows.fill(header, x_TK, rows_M)
 
     def put_routed(self, header: RequestHeader, x_TK: torch.Tensor, choice: Choice, by_entry: bool) -> None:
-        """The same for a step that is routed on `device`, which completes header and tables; by links that have one.
+        """As `put_rows`, for a step that `device` routes: it completes header and tables. For links with a device.
 
         `by_entry`: a row per entry, weighted and summed per token, instead of a row per token.
         """
         raise ProtocolError(f"shard {self.shard}: this link routes nothing; give it rows")
 
     def routed(self, seq: int) -> Route:
-        """How such a step was routed, on `device`, once its answer is there."""
+        """Return how a step of `put_routed` was routed, on `device`, once its answer is there."""
         raise ProtocolError(f"shard {self.shard}: this link routes nothing")
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Link(End, ABC):
         """
 
     def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
-        """A step of so many bytes is done; `idle`: and nothing is outstanding here."""
+        """Note that a step of so many bytes is done; `idle`: no other is outstanding on this link."""
 
     @abstractmethod
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Link(End, ABC):
         """Give the region up; idempotent."""
 
     def responded(self) -> int:
-        """The newest seq whose response is there."""
+        """Return the newest seq whose response has arrived."""
         return slot.signalled_seq(self.region.response_signal[0], self.epoch)
 
     def _timeout(self, seq: int) -> StepTimeoutError:
@@ -133,7 +133,7 @@ class Connection(End, ABC):
     weight: float = 1.0
     served: int = 0  # the newest seq that was answered
     finish = 0  # of its share of the loop, see shard.schedule
-    gone = False  # nobody waits for answers any more
+    gone = False  # the client does not wait for answers any more
     rings: ClassVar[bool] = True  # when it has pushed, unless the loop looks at its signal
     bell: Bell | None = None  # in the client's own hands
 
@@ -145,11 +145,11 @@ class Connection(End, ABC):
         """Let the client know that the region is given up; idempotent."""
 
     def requested(self) -> int:
-        """The newest seq that the client has pushed."""
+        """Return the newest seq that the client has pushed."""
         return slot.signalled_seq(self.region.request_signal[0], self.epoch)
 
     def pause(self) -> float:
-        """Seconds that the loop may sleep without a look at this client: any number, if it rings."""
+        """Return for how many seconds the loop need not check this client's signal: any number, if it rings."""
         return math.inf
 
 
@@ -167,12 +167,12 @@ class Twin(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What a shard that computes on a GPU has for its clients; from any thread. `slots`: its twins are slots."""
+    """Device memory that a shard on a GPU gives its clients. Thread-safe. `slots`: its twins are slots."""
 
     slots: ClassVar[bool]
 
     def twin(self, layout: RegionLayout, pid: int) -> Twin:
-        """For a client's process. Raises ShardUnavailableError where there is no room, or memory cannot be shared."""
+        """Allocate a twin for a client's process; raises ShardUnavailableError if that cannot be done."""
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
@@ -181,14 +181,14 @@ class DeviceMemory(Protocol):
 
 
 def pin(connection: Connection, device: DeviceMemory | None) -> None:
-    """The slots of a connection stay pinned for as long as anybody, the loop say, has the connection."""
+    """Pin the slots of a connection for as long as the connection is referenced, by the loop for example."""
     if device is not None:
         weakref.finalize(connection, device.pin(connection.region.memory)).atexit = False
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What the controller lets a client do here."""
+    """The controller's permission for a client to push steps to this shard."""
 
     client: int
     epoch: int
@@ -196,6 +196,33 @@ class Grant:
     tenant: str = ""  # the operator
     weight: float = 1.0  # of the tenant, beside others
     pe: int = 0  # in NVSHMEM's world; 0, a shard's: none
+
+
+class GrantTable:
+    """The grants of all clients. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._grants: dict[int, Grant] = {}
+
+    def put(self, grant: Grant) -> None:
+        """Keep a client's grant, in place of an earlier one."""
+        self._grants[grant.client] = grant
+
+    def drop(self, client: int) -> None:
+        """Forget a client's grant; idempotent."""
+        self._grants.pop(client, None)
+
+    def get(self, client: int, epoch: int) -> Grant | None:
+        """Return a client's grant of this epoch. The caller still has to check that it talks to that client."""
+        grant = self._grants.get(client)
+        return grant if grant is not None and grant.epoch == epoch else None
+
+    def admit(self, hello: Hello) -> Grant:
+        """Return the grant that a Hello proves; raises LeaseError for any other."""
+        grant = self.get(hello.client, hello.epoch)
+        if grant is None or not hmac.compare_digest(grant.key, hello.key):
+            raise LeaseError(f"client {hello.client} epoch {hello.epoch}: no such lease on this shard; join again")
+        return grant
 
 
 class Port:
@@ -209,7 +236,7 @@ class Port:
     ) -> None:
         self.layout = layout
         self.connections: tuple[Connection, ...] = ()
-        self._grants: dict[int, Grant] = {}
+        self.grants = GrantTable()
         self._holds: dict[int, frozenset[int]] = {}  # by client
         self._lenders: dict[int, int] = {}  # by client that borrows
         self._lock = threading.Lock()
@@ -217,15 +244,14 @@ class Port:
         self._bells = Bells[Connection](max_watched)
 
     def grant(self, grant: Grant) -> None:
-        """Let a client connect under this epoch; an older epoch of it is cut off."""
+        """Let a client connect under this epoch; cut its older epoch off."""
         self.revoke(grant.client)
-        with self._lock:
-            self._grants[grant.client] = grant
+        self.grants.put(grant)
 
     def revoke(self, client: int) -> None:
-        """Cut a client off; its late pushes land in memory that nobody reads."""
+        """Cut a client off; its late pushes land in memory that is not read any more."""
         with self._lock:
-            self._grants.pop(client, None)
+            self.grants.drop(client)
             self._holds.pop(client, None)
             self._lenders.pop(client, None)
             gone = [connection for connection in self.connections if connection.client == client]
@@ -235,45 +261,32 @@ class Port:
             connection.close()
 
     def hold(self, client: int, more: Iterable[int], fewer: Iterable[int] = (), anew: bool = False) -> None:
-        """A client holds these handles from now on, or does not any more; anew: `more` are all."""
+        """Add and remove handles that a client holds; `anew`: `more` is the whole set."""
         with self._lock:
             before = _NOTHING if anew else self._holds.get(client, _NOTHING)
             self._holds[client] = (before - set(fewer)) | set(more)
         self.ring()
 
     def borrow(self, client: int, holder: int) -> None:
-        """A client may compute with what another holds, too."""
+        """Let a client use what another client holds, too."""
         with self._lock:
             self._lenders[client] = holder
         self.ring()
 
     def held(self, client: int) -> tuple[frozenset[int], frozenset[int]]:
-        """What a client holds, and what is lent to it: the same objects until that changes."""
+        """Return the handles that a client holds, and those lent to it: the same objects until they change."""
         return self._holds.get(client, _NOTHING), self._holds.get(self._lenders.get(client, 0), _NOTHING)
 
     def not_held(self, client: int, handles: frozenset[int]) -> frozenset[int]:
-        """Which of these neither a client holds, nor who lends to it."""
+        """Return the handles that neither the client nor its lender holds."""
         lacking = handles - self._holds.get(client, _NOTHING)
         return lacking - self._holds.get(self._lenders.get(client, 0), _NOTHING) if lacking else lacking
 
-    def lease(self, client: int, epoch: int) -> Grant | None:
-        """What the controller lets a client do here; whether it is that client has to be proved."""
-        with self._lock:
-            grant = self._grants.get(client)
-        return grant if grant is not None and grant.epoch == epoch else None
-
-    def admit(self, hello: Hello) -> Grant:
-        """The grant that a Hello proves; raises LeaseError for any other."""
-        grant = self.lease(hello.client, hello.epoch)
-        if grant is None or not hmac.compare_digest(grant.key, hello.key):
-            raise LeaseError(f"client {hello.client} epoch {hello.epoch}: no such lease on this shard; join again")
-        return grant
-
     def connect(self, connection: Connection) -> None:
-        """A client has its region; the loop sees it from its next round on."""
+        """Add a client's connection; the loop serves it from its next round on. Raises LeaseError."""
         with self._lock:
-            grant = self._grants.get(connection.client)
-            if grant is None or grant.epoch != connection.epoch:
+            grant = self.grants.get(connection.client, connection.epoch)
+            if grant is None:
                 raise LeaseError(f"client {connection.client}: its lease was revoked while it connected")
             connection.tenant, connection.weight = grant.tenant, grant.weight
             replaced = [c for c in self.connections if c.client == connection.client]
@@ -285,7 +298,7 @@ class Port:
             older.close()
 
     def disconnect(self, connection: Connection) -> None:
-        """A client closed, died, or broke the rules."""
+        """Remove a connection whose client closed, died, or broke the protocol."""
         with self._lock:
             known = connection in self.connections
             self.connections = tuple(c for c in self.connections if c is not connection)
@@ -299,22 +312,21 @@ class Port:
         self._bells.drop(connection)
 
     def ring(self, connection: Connection | None = None) -> None:
-        """Wake the shard's loop: something changed, or this client pushed."""
+        """Wake the shard's loop; with a connection, to check whether that client pushed."""
         self._bells.call(connection)
 
     # -- the loop's
 
     def rung(self) -> list[Connection]:
-        """Clients with a step to be taken. None of them is named again before that is answered, but for those that
-        ring for nothing."""
+        """Return clients with a new step. Each is returned once per step, except after a ring without a push."""
         return self._bells.rung()
 
     def respond(self, connection: Connection, seq: int, nbytes: int) -> None:
-        """Answer a step; its client's next one may come."""
+        """Answer a step, after which `rung` may return the client's next one."""
         connection.served = seq
         connection.respond(seq, nbytes)
         self._bells.answered(connection)
 
     def wait(self, seconds: float) -> None:
-        """Until somebody rang or pushed since `rung`, at most one bounded sleep."""
+        """Wait until a client rang or pushed since `rung`: at most one bounded sleep."""
         self._bells.wait(seconds)

@@ -1,9 +1,9 @@
-"""How a shard's loop learns who pushed, at a price that idle clients do not raise.
+"""Notifies a shard's loop of pushes, at a cost that idle clients do not raise.
 
-The loop looks at the signals of the few clients that it answered last. Every other client finds 1 in a word of its own
-region, `unwatched`, and rings a bell (eventfd) that nobody else has: so nobody can keep another's push from being
-seen, and who rings for nothing costs the loop one look. Before the loop sleeps, all have to ring; the barrier that
-`park` describes then makes sure that a push was seen, or rings.
+The loop polls the signals of the few clients that it answered last. Every other client finds 1 in a word of its own
+region, `unwatched`, and rings a bell (eventfd) of its own: so no client can hide another's push, and a ring without a
+push costs the loop one check. Before the loop sleeps, all clients have to ring; the barrier that `park` describes then
+makes sure that a push was seen, or rings.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from lora_server.transport import park
 from lora_server.wire import slot
 from lora_server.wire.region import Region
 
-MAX_WATCHED = 16  # clients whose signals the loop looks at, in each of its rounds
+MAX_WATCHED = 16  # clients with signals that the loop polls in each round
 MAX_RINGS = 64  # heard in a round; the others have theirs in the next ones
 _ONCE = select.EPOLLIN | select.EPOLLET  # each ring is heard once, and never read
 
 
 def make_bell() -> int:
-    """The descriptor of a bell; raises OSError."""
+    """Return the descriptor of a new bell; raises OSError."""
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
 class Bell:
-    """Of one client, at either end. Owns its descriptor. `word`: four bytes of the client's region."""
+    """One end of a client's bell, which owns its descriptor. `word`: four bytes of the client's region."""
 
     def __init__(self, word: memoryview, fd: int) -> None:
         self.unwatched, self.fd = word.cast("I"), fd
         self._in_order = park.register()
 
     def ring(self) -> None:
-        """By the client, after each push; next to nothing while the shard looks at its signal anyway."""
+        """Ring after a push, unless the shard polls the signal anyway. Called by the client."""
         if self.unwatched[0] or not self._in_order:
             self.unwatched[0] = 0
             with contextlib.suppress(OSError):  # it was closed; or rung 2^64 times
                 os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class Pusher(Protocol):
-    """What the loop has of a client: a Connection."""
+    """A client as the loop sees it: a Connection."""
 
     region: Region
     epoch: int
@@ -64,11 +64,11 @@ class Pusher(Protocol):
 
     @property
     def rings(self) -> bool:
-        """When it has pushed, unless its signal is watched."""
+        """Whether it rings after a push, while its signal is not watched."""
         ...
 
     def pause(self) -> float:
-        """Seconds that the loop may sleep without a look at it."""
+        """Return for how many seconds the loop need not check its signal."""
         ...
 
 
@@ -76,7 +76,7 @@ _P = TypeVar("_P", bound=Pusher)
 
 
 class Bells(Generic[_P]):
-    """`add`, `drop` and `call` from any thread; the rest is the loop's."""
+    """The bells of all clients. Any thread may call `add`, `drop` and `call`; only the loop calls the rest."""
 
     def __init__(self, max_watched: int = MAX_WATCHED) -> None:
         self._max_watched = max_watched
@@ -91,21 +91,21 @@ class Bells(Generic[_P]):
         self._spin_seconds = park.SPIN_SECONDS
 
     def add(self, connection: _P) -> None:
-        """It may have pushed already."""
+        """Listen to a client's bell, and check once whether it has pushed already."""
         if connection.bell is not None:
             self._by_fd[connection.bell.fd] = connection
             self._epoll.register(connection.bell.fd, _ONCE)
         self.call(connection)
 
     def drop(self, connection: _P) -> None:
-        """Its bell is not heard any more, and closed."""
+        """Stop listening to a client's bell, and close it."""
         if connection.bell is not None and self._by_fd.pop(connection.bell.fd, None) is not None:
             self._epoll.unregister(connection.bell.fd)  # the client has it still
             connection.bell.close()
-        self.call(connection)  # what is pending of it is let go
+        self.call(connection)  # the loop forgets its pending steps
 
     def call(self, connection: _P | None = None) -> None:
-        """Wake the loop, to look at a connection if one is named."""
+        """Wake the loop, to check a connection if one is named."""
         if connection is not None:
             self._called.append(connection)
         self._rang = True
@@ -113,7 +113,7 @@ class Bells(Generic[_P]):
             os.eventfd_write(self._own, 1)
 
     def rung(self) -> list[_P]:
-        """Those that pushed, each once, and its oldest step is the loop's to answer."""
+        """Return each client that pushed, once; the loop then has to answer its oldest step."""
         self._rang = False
         self._hear(self._epoll.poll(0, MAX_RINGS))
         self._called.extend([one for one, (signal, seen) in self._watched.items() if signal[0] != seen])
@@ -128,12 +128,12 @@ class Bells(Generic[_P]):
         return found
 
     def answered(self, connection: _P) -> None:
-        """The loop has nothing of it any more."""
+        """Note that the loop has answered a client; watch it, or queue it if it has pushed again."""
         if not connection.gone and not self._watch(connection):
             self._called.append(connection)
 
     def _watch(self, connection: _P) -> bool:
-        """False for one that has pushed."""
+        """Watch a client's signal; return False if it has pushed already."""
         signal = connection.region.request_signal
         seen = signal[0]
         if slot.signalled_seq(seen, connection.epoch) > connection.served:
@@ -144,7 +144,7 @@ class Bells(Generic[_P]):
         return True
 
     def wait(self, seconds: float) -> None:
-        """Until somebody pushed or rang, at most one bounded sleep."""
+        """Wait until a client pushed or rang: at most one bounded sleep."""
         began = time.monotonic()
         seconds = min(seconds, *(one.pause() for one in self._watched), math.inf)
         spin_until = began + (min(self._spin_seconds, seconds) if seconds > 0 else park.MAX_SPIN_SECONDS)
@@ -184,7 +184,7 @@ class Bells(Generic[_P]):
                 self._called.append(connection)
 
     def _leave_to_ring(self, connections: Iterable[_P]) -> None:
-        """Those that can are not watched any more; one that pushed meanwhile is looked at once more."""
+        """Stop watching clients that can ring; queue a check of one that pushed meanwhile."""
         left = [one for one in connections if one.rings]
         for connection in left:
             if connection.bell is not None:

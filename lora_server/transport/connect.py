@@ -1,8 +1,8 @@
-"""Which backend a client uses to reach a shard."""
+"""Chooses and opens the backend by which a client reaches a shard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -11,11 +11,13 @@ import structlog
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Link
+from lora_server.transport.session import Terms
 from lora_server.transport.shm import ShmLink
 from lora_server.transport.tcp import TcpLink
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.host import host_identity
 from lora_server.wire.messages import Hello
+from lora_server.wire.region import RegionLayout
 from lora_server.wire.slot import Wire
 
 log = structlog.get_logger()
@@ -25,7 +27,7 @@ FAR = "on another host"
 
 
 def check_transport(name: str) -> str:
-    """The one that a name means; raises ConfigError if it is none of TRANSPORTS."""
+    """Return the transport of a name; raises ConfigError if it is none of TRANSPORTS."""
     if name == "zmq":
         log.warning("transport zmq is tcp now")
         return "tcp"
@@ -35,14 +37,14 @@ def check_transport(name: str) -> str:
 
 
 def check_wire(name: str) -> str:
-    """One of WIRES; raises ConfigError for any other."""
+    """Return the name of a wire; raises ConfigError if it is none of WIRES."""
     if name not in WIRES:
         raise ConfigError(f"wire: got {name!r}, expected one of {', '.join(WIRES)}")
     return name
 
 
 def agreed_wire(served: str, wanted: str) -> Wire:
-    """The server's, if the engine takes it; raises ConfigError if not. A server that says nothing is exact."""
+    """Return the server's wire if the engine takes it; raises ConfigError if not. An empty one is exact."""
     served = served or "exact"
     if served in get_args(Wire) and wanted in ("any", served):
         return cast(Wire, served)
@@ -53,7 +55,7 @@ def agreed_wire(served: str, wanted: str) -> Wire:
 
 
 def why_far(endpoint: pb.Endpoint) -> str:
-    """Why a shard cannot be reached by shared memory; empty where it can."""
+    """Return why a shard cannot be reached by shared memory; empty if it can."""
     if endpoint.host != host_identity():
         return FAR
     if not endpoint.shm:
@@ -66,6 +68,8 @@ def why_far(endpoint: pb.Endpoint) -> str:
             "use shared memory"
         )
     except OSError:
+        if Path(endpoint.shm).parent.is_dir():
+            return ""  # the shard ended: connecting to it says so
         return (
             f"on this host, but {Path(endpoint.shm).parent} cannot be seen from here: give both containers the "
             "server's --data-dir"
@@ -74,7 +78,7 @@ def why_far(endpoint: pb.Endpoint) -> str:
 
 
 def tell_far(endpoints: Iterable[pb.Endpoint]) -> None:
-    """One line per reason for which `auto` goes over TCP: it is slower, and nobody asked for it."""
+    """Log each reason for which `auto` falls back to TCP, which is slower."""
     shards: dict[tuple[str, bool], list[int]] = {}
     for endpoint in endpoints:
         shards.setdefault((why_far(endpoint), bool(endpoint.certificate)), []).append(endpoint.shard)
@@ -92,10 +96,10 @@ def connect(
     seconds: float = Timings.handshake,
     timings: Timings = DEFAULTS,
 ) -> Link:
-    """A link to one shard, for activations on `device`; it may take as many seconds.
+    """Open a link to one shard, within `seconds`, for activations on `device`.
 
     `auto` takes shared memory where the shard is on this host, and rows in GPU memory where both compute on
-    GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that is asked for and not offered.
+    GPUs. Raises ShardUnavailableError, LeaseError, and ConfigError for a transport that the shard does not offer.
     """
     gpu = device.startswith("cuda")
     if transport == "gpu":
@@ -117,6 +121,37 @@ def connect(
         except ConfigError as error:
             log.warning("activations are copied by the host", shard=endpoint.shard, reason=str(error))
     return ShmLink(endpoint.shm, hello, endpoint.shard, seconds, timings.region_keep)
+
+
+def place_in_world(device: str) -> pb.Place:
+    """Return this process's place in NVSHMEM's world, empty before it has one: what to join with.
+
+    Raises ConfigError that names what this machine lacks.
+    """
+    import torch
+
+    from lora_server.transport.gpu.opened import world_gpu_of
+    from lora_server.transport.gpu.world import entered
+
+    world_gpu_of(torch.device(device))
+    return entered.place
+
+
+def connect_world(place: pb.Place, terms: Terms, device: str, is_served: Callable[[], bool]) -> list[Link]:
+    """Enter NVSHMEM's world with all other processes, unless this one is in it, and return a link to every shard.
+
+    Raises WorldError.
+    """
+    import torch
+
+    from lora_server.transport.gpu.opened import world_gpu_of
+    from lora_server.transport.gpu.world import World, entered
+    from lora_server.transport.gpu.world_link import WorldLink
+
+    layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, terms.wire)
+    shards = terms.layout.num_shards
+    world = entered.enter(World(world_gpu_of(torch.device(device)), place, shards, layout))
+    return [WorldLink(world, terms.client, terms.epoch, shard, is_served) for shard in range(shards)]
 
 
 def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:

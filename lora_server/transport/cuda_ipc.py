@@ -98,5 +98,5 @@ class IpcLink(DeviceLink):
 
 
 def _used_parts(layout: RegionLayout, twin: bool) -> list[tuple[int, int]]:
-    """What a GPU stores to or loads from: everything, or the signal and all but the rows."""
+    """Return the parts of a region that a GPU accesses: all of it, or with a twin all but the rows."""
     return [(0, PAGE_BYTES), *layout.tables()] if twin else [(0, layout.nbytes)]

@@ -1,7 +1,7 @@
-"""A client whose activations lie on a device: kernels put its steps where the shard finds them.
+"""A client with activations on a device: kernels put its steps where the shard finds them.
 
-What a kernel is told, and which memory belongs to which step, is here; how kernels are launched and memory is
-reached, in a subclass: transport.cuda_ipc on a GPU. Steps go out in order on one queue of the device, beside
+Arguments of kernels, and the memory of each step, are here; subclasses launch kernels and map memory:
+transport.cuda_ipc on a GPU. Steps go out in order on one queue of the device, beside
 the engine's own; that queue waits for what the engine had queued when the step was pushed.
 """
 
@@ -23,13 +23,13 @@ from lora_server.wire.slot import RequestHeader
 
 
 class DeviceSteps(Link):
-    """Steps of a client whose activations are on `device`; `twin` is where rows are, unless in the slots."""
+    """Steps of a client with activations on `device`; `twin` holds the rows, unless the slots do."""
 
     device: torch.device
     twin: TwinRows | None = None
 
     def _begin(self, device: torch.device) -> None:
-        """Before anything else."""
+        """Set the fields up; call it first."""
         self.device = device
         self._waiting: tuple[Put, Choice | None] | None = None
         self._routes: dict[int, Route] = {}  # of each slot
@@ -42,7 +42,7 @@ class DeviceSteps(Link):
 
     @abstractmethod
     def _address(self, seq: int | None) -> int:
-        """Where the device finds the request slot of a step; without one, the request signal."""
+        """Return the device's address of a step's request slot; without a seq, of the request signal."""
 
     @property
     @override
@@ -59,7 +59,7 @@ class DeviceSteps(Link):
         self._waiting = self._step(header, x_TK, to, rows_M=rows), None
 
     def _moved(self, rows_M: torch.Tensor) -> torch.Tensor:
-        """From the host, without a wait."""
+        """Copy row numbers from the host, without a wait."""
         return rows_M.to(self.device)
 
     @override
@@ -73,7 +73,7 @@ class DeviceSteps(Link):
         return self._routes[seq % self.region.layout.depth]
 
     def _route(self, seq: int, choice: Choice) -> Route:
-        """The slot's; the kernels and copies that used it before are ahead in the queue."""
+        """Return the slot's route; kernels and copies that used it before are ahead in the queue."""
         index, (tokens, top_k) = seq % self.region.layout.depth, choice.experts_Tk.shape
         route = self._routes.get(index)
         if route is None or route.token_M is None or len(route.token_M) < tokens or len(route.pair_N) < tokens * top_k:
@@ -81,7 +81,7 @@ class DeviceSteps(Link):
         return route
 
     def _scales(self, header: RequestHeader) -> int:
-        """Where those of a step go whose tables the host has written."""
+        """Return the address of the scales of a step with tables that the host has written."""
         counts = (header.num_segments, header.num_entries, header.flags)
         return self._address(header.seq) + slot.request_offsets(*counts, 0, header.num_rows).scales
 

@@ -46,7 +46,7 @@ class _DescriptorTwin:
         self.rows = TwinRows(self._memory.tensor, layout)
 
     def free(self) -> bool:
-        """At once, whatever the client does: its own mapping holds what it maps. Idempotent."""
+        """Free the memory at once: the client's own mapping keeps what it maps. Idempotent."""
         try:
             self._memory.close()
         except RuntimeError as error:  # the GPU is lost to this process, and its next step ends it
@@ -79,7 +79,7 @@ class _HandleTwin:
         self.rows = TwinRows(self._memory, layout)
 
     def give(self, pid: int) -> _HandleTwin:
-        """To a client's process, which sees zeros."""
+        """Hand it to a client's process, zeroed."""
         zero(self._memory)
         with contextlib.suppress(OSError):  # it has ended, or is out of sight: in another container, say
             self._client = os.pidfd_open(pid)
@@ -96,7 +96,7 @@ class _HandleTwin:
 
 
 class GpuMemory:
-    """What a shard's GPU has for its clients; see DeviceMemory."""
+    """Memory of a shard's GPU for its clients; see DeviceMemory."""
 
     slots: ClassVar[bool] = False
 
@@ -106,7 +106,7 @@ class GpuMemory:
         self._lock = threading.Lock()
 
     def twin(self, layout: RegionLayout, pid: int) -> Twin:
-        """For a client's process. Raises ShardUnavailableError where the GPU has no room, or cannot share it."""
+        """Allocate a twin for a client's process; raises ShardUnavailableError if that cannot be done."""
         with self._lock, on_device(self._device):
             try:
                 if can_share_descriptors(self._device):
@@ -195,7 +195,7 @@ class Pinned:
             raise ConfigError(f"{device} cannot pin host memory ({error}); raise the limit on locked memory") from error
 
     def pointer(self, offset: int) -> int:
-        """Where the device finds a byte of a registered part."""
+        """Return the device's address of a byte of a registered part."""
         with on_device(self._device):
             return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
 

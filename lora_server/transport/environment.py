@@ -1,4 +1,4 @@
-"""CUDA's environment variables for processes whose kernels wait for memory to change."""
+"""CUDA's environment variables for processes with kernels that wait for memory to change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 def prepare_environment() -> None:
-    """Before this process's first call of CUDA; warn where torch has made that already.
+    """Set them before this process's first call of CUDA; warn if torch has made that already.
 
     The user's number of connections stays; modules are loaded eagerly whatever the user set.
     """

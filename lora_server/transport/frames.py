@@ -1,10 +1,12 @@
-"""What goes over a TCP connection of a client and a shard: (kind, bytes, seq), and so many bytes."""
+"""Frames of a TCP connection between a client and a shard: (kind, bytes, seq), and so many bytes."""
 
 from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 
+from lora_server.errors import ProtocolError
 from lora_server.transport.tls import Stream
 
 HEADER = struct.Struct("<IIQ")  # kind, payload bytes, seq
@@ -13,12 +15,38 @@ DIRECT_BYTES = 64 << 10  # larger payloads are sent by a thread
 
 
 def frame(kind: int, payload: bytes | memoryview = b"", seq: int = 0) -> list[bytes | memoryview]:
-    """In two parts, so that the payload is not copied."""
+    """Return a frame in two parts, so that the payload is not copied."""
     return [HEADER.pack(kind, len(payload), seq), payload]
 
 
+def receive(sock: Stream, memory: bytearray | memoryview, wait: Callable[[Stream], None]) -> memoryview:
+    """Fill `memory` from a socket that does not block; `wait` returns once it may be readable, or raises OSError.
+
+    Raises ConnectionResetError at the end of the connection.
+    """
+    left = view = memoryview(memory)
+    while left:
+        try:
+            received = sock.recv_into(left)
+        except BlockingIOError:
+            wait(sock)
+            continue
+        if not received:
+            raise ConnectionResetError("the connection was closed")
+        left = left[received:]
+    return view
+
+
+def receive_message(sock: Stream, max_bytes: int, wait: Callable[[Stream], None]) -> bytes:
+    """Receive one MESSAGE frame and return its payload; raises ProtocolError for any other. See `receive`."""
+    kind, nbytes, _ = HEADER.unpack(receive(sock, bytearray(HEADER.size), wait))
+    if kind != MESSAGE or nbytes > max_bytes:
+        raise ProtocolError(f"got frame {kind} of {nbytes} bytes, expected a message of at most {max_bytes}")
+    return bytes(receive(sock, bytearray(nbytes), wait))
+
+
 class Outbox:
-    """What a socket that does not block did not take yet. Not thread-safe."""
+    """The queue of bytes that a socket, which does not block, has not taken yet. Not thread-safe."""
 
     def __init__(self, sock: Stream) -> None:
         self._socket, self._left = sock, deque[memoryview]()
@@ -27,11 +55,11 @@ class Outbox:
         return bool(self._left)
 
     def put(self, frames: list[bytes | memoryview]) -> None:
-        """Behind what is there; not copied."""
+        """Queue frames, without a copy."""
         self._left.extend(memoryview(frame).cast("B") for frame in frames if len(frame))
 
     def go_on(self) -> bool:
-        """As much as the socket takes now; whether all is sent. Raises OSError."""
+        """Send as much as the socket takes now; return whether the queue is empty. Raises OSError."""
         while self._left:
             try:
                 sent = self._socket.sendmsg(list(self._left)[:8])

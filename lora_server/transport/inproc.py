@@ -41,7 +41,7 @@ class InprocLink(Link):
     transport = "inproc"
 
     def __init__(self, port: Port, hello: Hello, shard: int, pump: Callable[[], bool]) -> None:
-        grant = port.admit(hello)
+        grant = port.grants.admit(hello)
         self.shard, self.epoch = shard, hello.epoch
         self.region = Region(Mapping(port.layout.nbytes).view, port.layout)
         self._port, self._pump = port, pump

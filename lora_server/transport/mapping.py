@@ -2,7 +2,7 @@
 
 Views of a region live on in tensors, in tracebacks, in cycles that wait for the collector; a session that
 was left must not keep its shared pages and descriptors until then. `drop` puts private zeros where the
-pages were: views stay valid, show nothing of anybody, and cost nothing until somebody writes.
+pages were: views stay valid, show no other client's data, and cost nothing until they are written to.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mapping:
             raise OSError(code, f"mmap of {self._nbytes} bytes")
 
     def give_back(self, begin: int, end: int) -> None:
-        """Whole pages that nobody uses now; they are zeros on both sides when they are touched again."""
+        """Give back whole pages that neither side uses; both read zeros when they touch them again."""
         with contextlib.suppress(OSError):  # it was dropped meanwhile, or the kernel cannot
             self._reserved.madvise(mmap.MADV_REMOVE, begin, end - begin)
 

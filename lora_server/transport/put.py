@@ -65,7 +65,7 @@ class Put:
 
     @property
     def sent_bytes(self) -> int:
-        """Of the rows that the host knows of, as they travel."""
+        """Bytes of the rows that the host knows of, as they travel."""
         rows = 0 if self.rows_M is None else len(self.rows_M)
         return rows * (self.x.shape[1] if self.in_codes else self._row_bytes)
 
@@ -126,7 +126,7 @@ def try_out(stream: torch.cuda.Stream, device: torch.device) -> None:
 
 
 def launch(step: Put, stream: torch.cuda.Stream) -> None:
-    """On a stream, beside all others; returns at once. Raises ValueError; see Put."""
+    """Launch on a stream, beside all others; return at once. Raises ValueError; see Put."""
     import cupy
 
     numbers = tuple(cupy.uint64(value) for value in step.arguments())

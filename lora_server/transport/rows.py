@@ -1,4 +1,4 @@
-"""Where the rows of a step lie: in the slots themselves, or in a *twin* of them in device memory.
+"""Rows of a step: in the slots themselves, or in a *twin* of them in device memory.
 
 Either end of a region asks its `rows` (transport.base.End) and gets tensors to read or to fill; which memory
 they are views of is the transport's business. Headers, segments and maps, which a host reads, always
@@ -128,7 +128,7 @@ class TwinRows(Rows):
         return self._rows(begin, header.num_rows, header.in_end - header.in_begin, header)
 
     def request_address(self, header: RequestHeader) -> int:
-        """Where a request's rows begin, also while nobody knows how many there are. Raises as `request` does."""
+        """Return where a request's rows begin, even before their number is known. Raises as `request` does."""
         return self.request(header._replace(num_rows=1)).data_ptr()
 
     def response(self, header: RequestHeader) -> torch.Tensor:
@@ -156,7 +156,7 @@ class TwinRows(Rows):
 
 
 def _slot_bytes(layout: RegionLayout) -> tuple[int, int]:
-    """Of a request and a response in a twin. Half of a slot for rows of 32 bits holds every step in 16."""
+    """Row areas of a request and a response in a twin. Half of a slot for rows of 32 bits holds every step in 16."""
     assert PAGE_BYTES % 1024 == 0  # slots are whole pages: their halves are aligned for every copy
     parts = 2 if layout.widest == slot.DTYPES.index("float32") else 1
     return layout.request_bytes // parts, layout.response_bytes // parts

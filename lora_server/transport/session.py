@@ -1,4 +1,4 @@
-"""What a client has after joining: its links to the shards, and names turned into handles.
+"""The session of a client that has joined: links to the shards, and handles for names.
 
 Implementations: gRPC to a running server (client_connector.remote), and shards inside the own
 process (lora_server.daemon.inproc).
@@ -20,7 +20,7 @@ MAX_PREFETCHED = 256  # adapters that one client may announce at a time
 
 
 class Proof(NamedTuple):
-    """A client's right to speak for itself: what it sends along with every call."""
+    """A client's credentials, which sign every call."""
 
     client: int
     epoch: int
@@ -29,7 +29,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Terms:
-    """What client and server agreed on. `max_step_rows` bounds the entries of one message."""
+    """The agreement of client and server. `max_step_rows` bounds the entries of one message."""
 
     client: int
     epoch: int
@@ -44,7 +44,7 @@ class Terms:
 
     @property
     def placement(self) -> Placement:
-        """Who owns what."""
+        """The owner of each site and expert."""
         return Placement(self.spec, self.layout)
 
 
@@ -67,38 +67,38 @@ class Session(ABC):
 
     @abstractmethod
     def acquire(self, names: Sequence[str], deadline: float = 0.0) -> list[Held]:
-        """Hold adapters, in the order of `names`; where there is no place, wait until `deadline` (time.monotonic()).
+        """Acquire adapters, in the order of `names`; without capacity wait until `deadline` (time.monotonic()).
 
         Raises UnknownAdapterError, LeaseError, AdmissionError.
         """
 
     @abstractmethod
     def release(self, handles: Sequence[int]) -> None:
-        """Let go, once per acquired handle."""
+        """Release handles, once per acquisition."""
 
     @abstractmethod
     def prefetch(self, expected: Mapping[int, float]) -> None:
-        """Say which handles coming steps need, and in how many seconds; never blocks, never raises.
+        """Announce the handles that coming steps need, and in how many seconds; never blocks, never raises.
 
-        It takes the place of what was said before.
+        An announcement replaces the one before.
         """
 
     @property
     @abstractmethod
     def proof(self) -> Proof:
-        """Whoever knows it may compute with what is held here (`borrow`): for the own engine alone."""
+        """Proof of this lease. Another session of the engine borrows with it what is held here; keep it secret."""
 
     @abstractmethod
     def borrow(self, holder: Proof) -> None:
-        """Steps of this session may name what another session of the engine holds; raises LeaseError."""
+        """Allow steps of this session to name what another session of the engine holds; raises LeaseError."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises LeaseError once the lease is known to be gone."""
+        """Raise LeaseError once the lease is known to be gone."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Give everything back; idempotent."""
+        """Give the lease back; idempotent."""
 
 
 class Server(Protocol):
@@ -107,5 +107,5 @@ class Server(Protocol):
     address: str
 
     def join(self, seconds: float) -> Session:
-        """A new session; raises ServerUnavailableError, or why a shard could not be reached, at the deadline."""
+        """Join; raises ServerUnavailableError, or why a shard could not be reached, at the deadline."""
         ...

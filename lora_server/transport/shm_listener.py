@@ -1,4 +1,4 @@
-"""The shard's side of shared memory: who connects gets a region of its own; see shm."""
+"""The shard's side of shared memory: every client gets a region of its own; see shm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lora_server.transport import park
 from lora_server.transport.base import DeviceMemory, Grant, Port, Twin, pin
 from lora_server.transport.bells import Bell, make_bell
 from lora_server.transport.shm import ShmConnection, create_memory
-from lora_server.transport.stranger import accept_user
+from lora_server.transport.unauthenticated import accept_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Hello, Mapped, Refused, Welcome
 from lora_server.wire.region import Region
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 MAX_TWINS = 2  # of one client that joins again and again, unless it works with one
-BUSY_SECONDS = 5e-3  # for so long after an answer the next push of a GPU is awaited without a pause
-POLL_SECONDS = 200e-6  # later a GPU's signals are looked at so often
+BUSY_SECONDS = 5e-3  # after an answer the loop polls for a GPU's next push without a pause
+POLL_SECONDS = 200e-6  # afterwards it polls this often
 
 
 class _DeviceConnection(ShmConnection):
-    """To a client whose signals are stored by a GPU; with a twin its rows stay on GPUs altogether."""
+    """A connection to a client with a GPU that stores its signals; with a twin its rows stay on GPUs."""
 
     transport = "cuda_ipc"
     rings = False
@@ -57,13 +57,13 @@ class _DeviceConnection(ShmConnection):
 
     @override
     def pause(self) -> float:
-        """None between the sites of a forward pass, a short one between passes."""
+        """Return 0 between the sites of a forward pass, and a short pause between passes."""
         return 0.0 if time.monotonic() < self._busy_until else POLL_SECONDS
 
 
 @dataclass(eq=False)
-class _Peer:
-    """A client's socket, and what it was given."""
+class _ShmPeer:
+    """A client's socket and what the client was given."""
 
     sock: socket.socket
     pid: int
@@ -75,11 +75,32 @@ class _Peer:
     twin: Twin | None = None
 
 
+class _Quarantine:
+    """Twins of clients that are gone, which may still have a put under way: each is freed after a while, or later."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.peers: list[_ShmPeer] = []
+
+    def add(self, peer: _ShmPeer) -> None:
+        """Keep a peer's twin from now on."""
+        peer.due = time.monotonic() + self._seconds
+        self.peers.append(peer)
+
+    def sweep(self) -> None:
+        """Free every twin that is due; one that is in use is due again later."""
+        due = [peer for peer in self.peers if peer.due <= time.monotonic()]
+        for peer in due:
+            self.peers.remove(peer)
+            if peer.twin is not None and not peer.twin.free():
+                self.add(peer)
+
+
 class SlotsTwin(Protocol):
     """A twin of kind "slots"; see Twin."""
 
     def connect(self, grant: Grant, region: Region, sock: socket.socket, bell: Bell, fd: int) -> ShmConnection:
-        """With the client's memory for answers. Raises ProtocolError, or ConfigError where it cannot be mapped."""
+        """Connect a client, with its memory for answers. Raises ProtocolError; ConfigError if that cannot be mapped."""
         ...
 
 
@@ -95,11 +116,10 @@ class ShmListener:
         quarantine_seconds: float = Timings.quarantine,
     ) -> None:
         """`device`: of a shard that computes on a GPU."""
-        self._handshake_seconds, self._quarantine_seconds = handshake_seconds, quarantine_seconds
+        self._handshake_seconds, self._quarantine = handshake_seconds, _Quarantine(quarantine_seconds)
         park.require_total_store_order()
         self._port, self._path, self._device = port, path, device
-        self._shaking: list[_Peer] = []
-        self._retired: list[_Peer] = []
+        self._shaking: list[_ShmPeer] = []
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.bind(str(path))
         path.chmod(0o600)
@@ -122,7 +142,7 @@ class ShmListener:
             pass
 
     def _round(self) -> bool:
-        """What there is to do, or the next thing that comes; False at the end. Keeps nothing of a client that went."""
+        """Handle what is due, or the next event; return False at the end. Keep no reference to a client that left."""
         for key, _ in self._selector.select(self._patience()):
             if key.data == "stop":
                 return False
@@ -130,29 +150,24 @@ class ShmListener:
                 self._accept()
             else:
                 self._on_client(key.data)
-        now = time.monotonic()
-        for peer in [peer for peer in self._shaking if peer.due <= now]:
+        for peer in [peer for peer in self._shaking if peer.due <= time.monotonic()]:
             self._end(peer)
-        self._retired = [peer for peer in self._retired if peer.due > now or not self._freed(peer)]
+        self._quarantine.sweep()
         return True
 
     def _patience(self) -> float | None:
-        due = [peer.due for peer in (*self._shaking, *self._retired)]
+        due = [peer.due for peer in (*self._shaking, *self._quarantine.peers)]
         return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _freed(self, peer: _Peer) -> bool:
-        peer.due = time.monotonic() + self._quarantine_seconds
-        return peer.twin is None or peer.twin.free()
 
     def _accept(self) -> None:
         if (accepted := accept_user(self._server)) is None:
             return
         sock, pid = accepted
-        peer = _Peer(sock, pid, time.monotonic() + self._handshake_seconds)
+        peer = _ShmPeer(sock, pid, time.monotonic() + self._handshake_seconds)
         self._shaking.append(peer)
         self._selector.register(sock, selectors.EVENT_READ, peer)
 
-    def _on_client(self, peer: _Peer) -> None:
+    def _on_client(self, peer: _ShmPeer) -> None:
         try:
             data, fds, _, _ = socket.recv_fds(peer.sock, messages.MAX_MESSAGE_BYTES, 1)
         except BlockingIOError:
@@ -165,7 +180,7 @@ class ShmListener:
             for fd in fds:
                 os.close(fd)
 
-    def _hear(self, peer: _Peer, data: bytes, fd: int) -> None:
+    def _hear(self, peer: _ShmPeer, data: bytes, fd: int) -> None:
         if not data or peer.connection is not None:
             self._end(peer)
             return
@@ -182,9 +197,9 @@ class ShmListener:
             log.exception("a client could not be connected")
             self._refuse(peer, ShardUnavailableError(f"the shard cannot set up shared memory: {error}"))
 
-    def _welcome(self, peer: _Peer, hello: Hello) -> None:
-        """Region and twin; a client without a device may push at once, another when it has mapped them."""
-        grant = self._port.admit(hello)
+    def _welcome(self, peer: _ShmPeer, hello: Hello) -> None:
+        """Give a client its region and twin; without a device it may push at once, else when it has mapped them."""
+        grant = self._port.grants.admit(hello)
         if hello.twin and not hello.device:
             raise ProtocolError(f"client {hello.client}: it asks for a twin and has no device")
         layout = self._port.layout
@@ -204,8 +219,8 @@ class ShmListener:
         finally:
             os.close(fd)
 
-    def _offer_twin(self, peer: _Peer, client: int, answer: Welcome, fds: list[int]) -> None:
-        """A shard without room for one says why, and serves the client all the same."""
+    def _offer_twin(self, peer: _ShmPeer, client: int, answer: Welcome, fds: list[int]) -> None:
+        """Offer a twin, or tell why there is none; the client is served without one too."""
         answer.why = "the shard does not compute on a GPU"
         if self._device is None:
             return
@@ -214,7 +229,7 @@ class ShmListener:
             asked, served = ("gpu", "cuda_ipc") if peer.hello.slots else ("cuda_ipc", "gpu")
             answer.why = f"the server was started with --gpu-transport {served}, and this engine asks for {asked}"
             return
-        kept = [other.hello for other in (*self._shaking, *self._retired) if other.twin is not None]
+        kept = [other.hello for other in (*self._shaking, *self._quarantine.peers) if other.twin is not None]
         if sum(hello is not None and hello.client == client for hello in kept) >= MAX_TWINS:
             answer.why = "earlier twins of this client are not free yet"
             return
@@ -228,9 +243,9 @@ class ShmListener:
         if peer.twin.kind != "ipc":
             fds.append(peer.twin.fd)
 
-    def _connect(self, peer: _Peer, hello: Hello, twin: bool, fd: int = -1) -> None:
-        """From now on the loop takes its steps."""
-        grant, region, bell = self._port.admit(hello), peer.region, peer.bell
+    def _connect(self, peer: _ShmPeer, hello: Hello, twin: bool, fd: int = -1) -> None:
+        """Hand the client to the loop."""
+        grant, region, bell = self._port.grants.admit(hello), peer.region, peer.bell
         assert region is not None and bell is not None
         if twin and peer.twin is None:
             raise ProtocolError(f"client {hello.client}: it mapped a twin that it was not given")
@@ -247,13 +262,13 @@ class ShmListener:
         self._shaking.remove(peer)
         self._port.connect(peer.connection)
 
-    def _refuse(self, peer: _Peer, error: LoraServerError) -> None:
+    def _refuse(self, peer: _ShmPeer, error: LoraServerError) -> None:
         with contextlib.suppress(OSError):
             peer.sock.send(messages.encode(Refused(error.code, str(error))))
         self._end(peer)
 
-    def _end(self, peer: _Peer) -> None:
-        """A client went, or is cut off. It may still have a put under way: device memory is freed later."""
+    def _end(self, peer: _ShmPeer) -> None:
+        """Close a client's connection. A put of it may still be under way: device memory is freed later."""
         if peer.connection is not None:
             self._port.disconnect(peer.connection)
         if peer in self._shaking:
@@ -263,8 +278,7 @@ class ShmListener:
         self._selector.unregister(peer.sock)
         peer.sock.close()
         if peer.twin is not None:
-            peer.due = time.monotonic() + self._quarantine_seconds
-            self._retired.append(peer)
+            self._quarantine.add(peer)
 
     def close(self) -> None:
         """Stop listening and cut all of its clients off; idempotent."""

@@ -1,7 +1,7 @@
-"""Memory of a client's slots that only larger steps than of late have touched goes back to the system.
+"""Gives memory of a client's slots back to the system if only larger steps than recent ones have touched it.
 
 A region is as large as the largest steps need, and its pages come when they are first touched. The client alone knows
-when nobody reads or writes its slots, so it gives back, a little after each step, what none in a while has needed.
+when its slots are not in use, so it gives back, a little after each step, what no recent step has needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Slots:
     needed: int = 0  # by the steps since they were looked at
 
     def spare(self, depth: int, give_bytes: int) -> list[tuple[int, int]]:
-        """Where in the region what was not needed begins and ends; touched and needed are counted anew."""
+        """Return (begin, end) of parts of the region that recent steps did not need, and start counting again."""
         needed = min(aligned(self.needed, PAGE_BYTES), self.nbytes)
         touched = max(self.touched, needed)
         self.needed, spares = 0, touched - needed >= give_bytes
@@ -42,7 +42,7 @@ class _Slots:
 
 
 class Slack:
-    """Of one client's region, which nobody has pinned. Its thread's alone."""
+    """The unused memory of one client's region, which is not pinned. Not thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Slack:
         keep_seconds: float = Timings.region_keep,
         give_bytes: int = GIVE_BYTES,
     ) -> None:
-        """`keep_seconds`: pages that come anew cost more than those that are here."""
+        """Keep unused pages for `keep_seconds`: faulting them in again is expensive."""
         self._mapping, self._depth = mapping, layout.depth
         self._keep_seconds, self._give_bytes = keep_seconds, give_bytes
         self._requests = _Slots(PAGE_BYTES, layout.request_bytes)
@@ -60,7 +60,7 @@ class Slack:
         self._due = time.monotonic() + self._keep_seconds
 
     def consumed(self, request_bytes: int, response_bytes: int, idle: bool) -> None:
-        """A step of so many bytes is done; `idle`: and none is outstanding."""
+        """Note that a step of so many bytes is done; `idle`: none is outstanding."""
         self._requests.needed = max(self._requests.needed, request_bytes)
         self._responses.needed = max(self._responses.needed, response_bytes)
         if not idle:

@@ -1,11 +1,11 @@
-"""TCP, for clients on another host: one-sided writes as far as a socket can.
+"""TCP, for clients on another host: as close to one-sided writes as a socket gets.
 
-The shard's side runs a thread that does what a network card would: it receives straight into the client's slots, sets
+The shard's side runs a thread that acts as a network card: it receives straight into the client's slots, sets
 the signal word and wakes the loop, so the shard's loop cannot tell it from shared memory. Small responses are sent
 by the loop itself, large ones by that thread; a client likewise sends large frames from a thread of its own, beside the
 engine's GEMM.
 
-A frame is (kind, bytes, seq) and its payload, and nobody stores more of it than the slot that it is for. Client and
+A frame is (kind, bytes, seq) and its payload, of which no more is stored than its slot holds. Client and
 shard prove to each other that they know the lease's key, which is never sent: see wire.messages.Challenge. Where the
 controller has TLS all of that is inside TLS: see tls.
 """
@@ -16,14 +16,26 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from typing_extensions import override
 
-from lora_server.errors import ProtocolError, ShardUnavailableError
+from lora_server.errors import ShardUnavailableError
 from lora_server.timings import Timings
 from lora_server.transport.address import parse, readable, watch, writable
 from lora_server.transport.base import Link
-from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
+from lora_server.transport.frames import (
+    BYE,
+    DIRECT_BYTES,
+    HEADER,
+    MESSAGE,
+    STEP,
+    Outbox,
+    frame,
+    receive,
+    receive_message,
+)
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.tls import Stream, connect
 from lora_server.wire import messages, slot
@@ -37,7 +49,7 @@ class TcpLink(Link):
     def __init__(
         self, address: str, hello: Hello, shard: int, seconds: float = Timings.handshake, certificate: bytes = b""
     ) -> None:
-        """`certificate`: of the shard, which speaks TLS alone; nothing else is believed then."""
+        """`certificate`: of the shard, which then speaks TLS alone; no other certificate is accepted."""
         self.shard, self.epoch = shard, hello.epoch
         self.transport = "tls" if certificate else "tcp"
         self._memory: Mapping | None = None
@@ -47,10 +59,10 @@ class TcpLink(Link):
             self._socket = sock = socket.create_connection(parse(address), seconds)
             watch(sock)
             sock.setblocking(False)
-            deadline = time.monotonic() + seconds
+            wait = partial(_wait, deadline=time.monotonic() + seconds)
             if certificate:
-                self._socket = connect(sock, certificate, lambda stream: _wait(stream, deadline))
-            layout = self._shake_hands(hello, deadline)
+                self._socket = connect(sock, certificate, wait)
+            layout = _authenticate(self._socket, hello, shard, wait)
             self._memory = Mapping(layout.nbytes)
         except OSError as error:
             self.close()
@@ -61,39 +73,10 @@ class TcpLink(Link):
         self.region = Region(self._memory.view, layout)
         self._sender = _Sender(self._socket)
 
-    def _shake_hands(self, hello: Hello, deadline: float) -> RegionLayout:
-        challenge = messages.decode(self._message(deadline), Challenge)
-        answer = Answer.to(challenge, hello)
-        self._connected().sendmsg(frame(MESSAGE, messages.encode(answer)))
-        welcome = messages.decode_welcome(self._message(deadline))
-        if not proves(welcome.proof, hello.key, b"shard", answer.nonce, challenge.nonce):
-            raise ShardUnavailableError(f"shard {self.shard}: what answers there does not know this lease")
-        return RegionLayout(welcome.depth, welcome.request_bytes, welcome.response_bytes)
-
-    def _message(self, deadline: float) -> bytes:
-        kind, nbytes, _ = HEADER.unpack(self._receive(bytearray(HEADER.size), deadline))
-        if kind != MESSAGE or nbytes > messages.MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"shard {self.shard}: got frame {kind} of {nbytes} bytes, expected a message")
-        return bytes(self._receive(bytearray(nbytes), deadline))
-
     def _connected(self) -> Stream:
         if self._socket is None:
             raise self._gone(self.responded() + 1)
         return self._socket
-
-    def _receive(self, memory: bytearray | memoryview, deadline: float) -> memoryview:
-        """All of it; raises TimeoutError at the deadline, ConnectionError at the end of the connection."""
-        left = view = memoryview(memory)
-        while left:
-            try:
-                received = self._connected().recv_into(left)
-            except BlockingIOError:
-                _wait(self._connected(), deadline)
-                continue
-            if not received:
-                raise ConnectionResetError("the connection was closed")
-            left = left[received:]
-        return view
 
     @override
     def push(self, seq: int, nbytes: int) -> None:
@@ -115,10 +98,11 @@ class TcpLink(Link):
                 raise self._gone(seq) from None
 
     def _respond(self, deadline: float) -> None:
-        kind, nbytes, seq = HEADER.unpack(self._receive(bytearray(HEADER.size), deadline))
+        sock, wait = self._connected(), partial(_wait, deadline=deadline)
+        kind, nbytes, seq = HEADER.unpack(receive(sock, bytearray(HEADER.size), wait))
         if kind != STEP or nbytes > self.region.layout.response_bytes:
             raise ConnectionResetError("the shard said goodbye")
-        self._receive(self.region.response(seq)[:nbytes], deadline)
+        receive(sock, self.region.response(seq)[:nbytes], wait)
         self.region.response_signal[0] = slot.signal(self.epoch, seq)
 
     @override
@@ -146,8 +130,19 @@ class TcpLink(Link):
             self._memory.drop()
 
 
+def _authenticate(sock: Stream, hello: Hello, shard: int, wait: Callable[[Stream], None]) -> RegionLayout:
+    """Have both ends prove that they know the lease's key; return the layout of the client's region."""
+    challenge = messages.decode(receive_message(sock, messages.MAX_MESSAGE_BYTES, wait), Challenge)
+    answer = Answer.to(challenge, hello)
+    sock.sendmsg(frame(MESSAGE, messages.encode(answer)))
+    welcome = messages.decode_welcome(receive_message(sock, messages.MAX_MESSAGE_BYTES, wait))
+    if not proves(welcome.proof, hello.key, b"shard", answer.nonce, challenge.nonce):
+        raise ShardUnavailableError(f"shard {shard}: what answers there does not know this lease")
+    return RegionLayout(welcome.depth, welcome.request_bytes, welcome.response_bytes)
+
+
 def _wait(sock: Stream, deadline: float) -> None:
-    """Until there may be something to read; raises TimeoutError."""
+    """Block until there may be something to read; raises TimeoutError."""
     if not readable(sock, max(0.0, deadline - time.monotonic())):
         raise TimeoutError("it is silent; is it overloaded, or does one of the two speak TLS alone?")
 
@@ -193,7 +188,7 @@ class _Sender:
                 self._error = ConnectionResetError(str(error))
 
     def close(self) -> None:
-        """What is left is sent if that is soon done."""
+        """Stop the thread; bytes that are left are sent only if that takes a moment."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""The shard's side of TCP: see tcp. Everything that arrives is somebody's until a lease is proved."""
+"""The shard's side of TCP: see tcp. A connection is unauthenticated until it has proved a lease."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import queue
 import selectors
 import socket
 import threading
-import time
-from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from typing_extensions import override
 
@@ -20,70 +20,81 @@ from lora_server.transport.address import listen
 from lora_server.transport.base import Connection, DeviceMemory, Grant, Port, pin
 from lora_server.transport.frames import BYE, DIRECT_BYTES, HEADER, MESSAGE, STEP, Outbox, frame
 from lora_server.transport.mapping import Mapping
-from lora_server.transport.stranger import Stranger
-from lora_server.transport.tls import ShardCertificate, TlsSocket
+from lora_server.transport.tls import ShardCertificate, Stream, TlsSocket
+from lora_server.transport.unauthenticated import Acceptor, UnauthenticatedPeer
 from lora_server.wire import messages, slot
 from lora_server.wire.messages import Answer, Refused, Welcome, proves
 from lora_server.wire.region import Region
 
-MAX_STRANGERS = 256  # connections that have not proved a lease yet; the oldest goes
+MAX_UNAUTHENTICATED = 256  # connections that have not proved a lease yet
 
 
-class _Peer(Stranger):
-    """The shard's end of a socket: a stranger until `connection` is set."""
+class _FrameReceiver:
+    """Receives one frame after the other, each payload straight into the memory where it belongs."""
 
-    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock) -> None:
-        super().__init__(sock, certificate, clock)
-        self.connection: _TcpConnection | None = None
-        self.outbox = Outbox(self.socket)
-        self.lock = threading.Lock()  # the outbox, and writes to the socket
-        self.closing = False
+    def __init__(self, sock: Stream) -> None:
+        self._socket = sock
         self._header = bytearray(HEADER.size)
-        self._left: memoryview = memoryview(self._header)
-        self._in_payload = False
-        self._message = bytearray()
-        self._kind = self._seq = self._nbytes = 0
+        self._left = memoryview(self._header)
+        self._payload: memoryview | None = None
+        self._kind = self._seq = 0
 
-    def receive(self) -> bool:
-        """What is there, up to the end of a frame; whether one is complete. Raises OSError, ProtocolError."""
+    def receive(self, place: Callable[[int, int, int], memoryview]) -> bool:
+        """Receive what is there, up to the end of a frame; return whether one is complete. Raises OSError.
+
+        `place(kind, nbytes, seq)` names the memory for a payload, or raises ProtocolError.
+        """
         while True:
             if not self._left:
-                if self._in_payload:
+                if self._payload is not None:
                     return True
-                self._begin_payload()
+                self._kind, nbytes, self._seq = HEADER.unpack(self._header)
+                self._left = self._payload = place(self._kind, nbytes, self._seq)
                 continue
-            received = self.socket.recv_into(self._left)
+            received = self._socket.recv_into(self._left)
             if not received:
                 raise ConnectionResetError("the client is gone")
             self._left = self._left[received:]
 
-    def _begin_payload(self) -> None:
-        self._kind, self._nbytes, self._seq = HEADER.unpack(self._header)
-        self._in_payload = True
+    def take(self) -> tuple[int, int, memoryview]:
+        """Return the complete frame's kind, seq and payload, and expect the next."""
+        assert self._payload is not None
+        taken = self._kind, self._seq, self._payload
+        self._payload, self._left = None, memoryview(self._header)
+        return taken
+
+
+class _TcpPeer(UnauthenticatedPeer):
+    """The shard's end of a socket; it has proved a lease once `connection` is set."""
+
+    def __init__(self, sock: socket.socket, certificate: ShardCertificate | None, clock: Clock) -> None:
+        super().__init__(sock, certificate, clock)
+        self.connection: _TcpConnection | None = None
+        self.frames = _FrameReceiver(self.socket)
+        self.outbox = Outbox(self.socket)
+        self.lock = threading.Lock()  # the outbox, and writes to the socket
+        self.closing = False
+
+    def place(self, kind: int, nbytes: int, seq: int) -> memoryview:
+        """Return the memory for a frame's payload: for a step, the client's slot. Raises ProtocolError."""
         connection = self.connection
         if connection is None:
-            if self._kind != MESSAGE or self._nbytes > messages.MAX_MESSAGE_BYTES:
+            if kind != MESSAGE or nbytes > messages.MAX_MESSAGE_BYTES:
                 raise ProtocolError("expected a proof first")
-            self._message = bytearray(self._nbytes)
-            self._left = memoryview(self._message)
-        elif self._kind == STEP:
-            target, newest = connection.region.request(self._seq), connection.requested()
+            return memoryview(bytearray(nbytes))
+        if kind == STEP:
+            target, newest = connection.region.request(seq), connection.requested()
             most = connection.served + connection.region.layout.depth
-            if self._nbytes > len(target) or not newest < self._seq <= most:
-                raise ProtocolError(f"{self._nbytes} bytes for seq {self._seq} after {newest}")
-            self._left = target[: self._nbytes]
-        elif self._kind != BYE or self._nbytes:
-            raise ProtocolError(f"frame {self._kind} of {self._nbytes} bytes")
-
-    def take(self) -> tuple[int, int, bytes]:
-        """The complete frame: kind, seq, and what it says if it is a message; the next may come."""
-        said = self._kind, self._seq, bytes(self._message)
-        self._in_payload, self._message, self._left = False, bytearray(), memoryview(self._header)
-        return said
+            if nbytes > len(target) or not newest < seq <= most:
+                raise ProtocolError(f"{nbytes} bytes for seq {seq} after {newest}")
+            return target[:nbytes]
+        if kind != BYE or nbytes:
+            raise ProtocolError(f"frame {kind} of {nbytes} bytes")
+        return memoryview(b"")
 
 
 class _TcpConnection(Connection):
-    def __init__(self, grant: Grant, region: Region, peer: _Peer, listener: TcpListener) -> None:
+    def __init__(self, grant: Grant, region: Region, peer: _TcpPeer, listener: TcpListener) -> None:
         self.transport = "tls" if isinstance(peer.socket, TlsSocket) else "tcp"
         self.client, self.epoch, self.region = grant.client, grant.epoch, region
         self._peer, self._listener = peer, listener
@@ -109,30 +120,31 @@ class TcpListener:
         device: DeviceMemory | None = None,
         certificate: ShardCertificate | None = None,
         handshake_seconds: float = Timings.handshake,
-        max_strangers: int = MAX_STRANGERS,
+        max_unauthenticated: int = MAX_UNAUTHENTICATED,
         clock: Clock = SYSTEM,
     ) -> None:
-        """Listens at `host`, and tells clients to come to `advertise` if that is another.
+        """Listen at `host`, which clients reach as `advertise` if that is another.
 
-        `device`: of a shard that computes on a GPU. `certificate`: with it nothing goes in the clear.
+        `device`: of a shard that computes on a GPU. `certificate`: encrypt everything.
         """
-        self._port, self._device, self._certificate = port, device, certificate
-        self._handshake_seconds, self._max_strangers, self._clock = handshake_seconds, max_strangers, clock
-        self._listening, self.address = listen(host, advertise, tcp)
+        self._port, self._device = port, device
+        listening, self.address = listen(host, advertise, tcp)
         self._selector = selectors.DefaultSelector()
         self._bell, self._bell_end = socket.socketpair()
-        for sock in (self._listening, self._bell, self._bell_end):
+        for sock in (self._bell, self._bell_end):
             sock.setblocking(False)
-        self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._strangers: deque[_Peer] = deque()
-        self._asked: queue.SimpleQueue[_Peer] = queue.SimpleQueue()  # to be sent to, or closed
+        make = partial(_TcpPeer, certificate=certificate, clock=clock)
+        self._acceptor = Acceptor[_TcpPeer](
+            listening, self._selector, make, self._close, max_unauthenticated, handshake_seconds, clock
+        )
+        self._asked: queue.SimpleQueue[_TcpPeer] = queue.SimpleQueue()  # to be sent to, or closed
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="tcp-listener", daemon=True)
         self._thread.start()
 
-    def send(self, peer: _Peer, frames: list[bytes | memoryview]) -> None:
-        """From the shard's loop; a client that is gone gets nothing."""
+    def send(self, peer: _TcpPeer, frames: list[bytes | memoryview]) -> None:
+        """Send frames, on the shard's loop; does nothing for a client that is gone."""
         with peer.lock:
             idle = not peer.outbox
             peer.outbox.put(frames)
@@ -143,12 +155,12 @@ class TcpListener:
                     return
         self._ask(peer)
 
-    def let_go(self, peer: _Peer) -> None:
-        """From any thread: say goodbye, and close."""
+    def let_go(self, peer: _TcpPeer) -> None:
+        """Say goodbye and close, from any thread."""
         peer.closing = True
         self._ask(peer)
 
-    def _ask(self, peer: _Peer) -> None:
+    def _ask(self, peer: _TcpPeer) -> None:
         self._asked.put(peer)
         with contextlib.suppress(OSError):  # it is full, so it rings; or it is closed
             self._bell_end.send(b"!")
@@ -157,10 +169,10 @@ class TcpListener:
 
     def _run(self) -> None:
         while not self._stopping:
-            shaking_hands = list[_Peer]()
-            for key, events in self._selector.select(0.2 if self._strangers else None):
-                if key.fileobj is self._listening:
-                    self._accept()
+            shaking_hands = list[_TcpPeer]()
+            for key, events in self._selector.select(0.2 if self._acceptor.peers else None):
+                if key.fileobj is self._acceptor.listening:
+                    self._acceptor.accept()
                 elif key.fileobj is self._bell:
                     self._answer_bell()
                 elif key.data.greeted:
@@ -169,38 +181,7 @@ class TcpListener:
                     shaking_hands.append(key.data)
             if shaking_hands:  # one per round, since that is dear and clients' steps wait meanwhile
                 self._serve(min(shaking_hands, key=lambda peer: peer.looked_at), selectors.EVENT_READ)
-            self._end_silent()
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listening.accept()
-        except OSError:  # it went away; or there are no descriptors, and strangers have to go
-            self._end_oldest()
-            return
-        try:
-            peer = _Peer(sock, self._certificate, self._clock)
-        except OSError:
-            return
-        try:
-            peer.greet()
-        except OSError:
-            peer.socket.close()
-            return
-        if len(self._strangers) >= self._max_strangers:
-            self._end_oldest()
-        self._strangers.append(peer)
-        self._selector.register(peer.socket, selectors.EVENT_READ, peer)
-
-    def _end_oldest(self) -> None:
-        if self._strangers:
-            self._close(self._strangers[0])
-        else:
-            time.sleep(0.05)  # the loop of this thread must not spin
-
-    def _end_silent(self) -> None:
-        now = self._clock.now()
-        while self._strangers and now - self._strangers[0].since > self._handshake_seconds:
-            self._close(self._strangers[0])
+            self._acceptor.end_silent()
 
     def _answer_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -209,20 +190,20 @@ class TcpListener:
             while True:
                 self._flush(self._asked.get_nowait())
 
-    def _serve(self, peer: _Peer, events: int) -> None:
+    def _serve(self, peer: _TcpPeer, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(peer)
         if events & selectors.EVENT_READ:
             try:
-                while peer.greet() and peer.receive():
-                    self._on_frame(peer, *peer.take())
+                while peer.greet() and peer.frames.receive(peer.place):
+                    self._on_frame(peer, *peer.frames.take())
             except BlockingIOError:
                 return
             except (OSError, LoraServerError):
                 self._close(peer)
 
-    def _flush(self, peer: _Peer) -> None:
-        """Send more of what it is owed, and look again when it takes more; a last word before it is closed."""
+    def _flush(self, peer: _TcpPeer) -> None:
+        """Send more of its outbox, the rest when the socket takes more; a closing peer is sent BYE and closed."""
         try:
             with peer.lock:
                 if peer.closing and not peer.outbox:
@@ -236,19 +217,19 @@ class TcpListener:
         except (OSError, KeyError, ValueError):
             self._close(peer)
 
-    def _on_frame(self, peer: _Peer, kind: int, seq: int, message: bytes) -> None:
+    def _on_frame(self, peer: _TcpPeer, kind: int, seq: int, payload: memoryview) -> None:
         if kind == MESSAGE:
-            self._admit(peer, message)
+            self._admit(peer, bytes(payload))
         elif kind == STEP and peer.connection is not None:
             peer.connection.region.request_signal[0] = slot.signal(peer.connection.epoch, seq)
             self._port.ring(peer.connection)
         else:
             raise ConnectionResetError("it said goodbye")
 
-    def _admit(self, peer: _Peer, message: bytes) -> None:
+    def _admit(self, peer: _TcpPeer, message: bytes) -> None:
         try:
             answer = messages.decode(message, Answer)
-            grant = self._port.lease(answer.client, answer.epoch)
+            grant = self._port.grants.get(answer.client, answer.epoch)
             if grant is None or not proves(answer.proof, grant.key, b"client", peer.nonce, answer.nonce):
                 raise LeaseError(
                     f"client {answer.client} epoch {answer.epoch}: no such lease on this shard; join again"
@@ -261,17 +242,15 @@ class TcpListener:
             peer.socket.sendmsg(frame(MESSAGE, messages.encode(Refused(error.code, str(error)))))
             raise
         peer.connection = connection
-        self._strangers.remove(peer)
+        self._acceptor.forget(peer)
         layout, proof = self._port.layout, messages.proof(grant.key, b"shard", answer.nonce, peer.nonce)
         welcome = Welcome(layout.depth, layout.request_bytes, layout.response_bytes, proof=proof)
         peer.socket.sendmsg(frame(MESSAGE, messages.encode(welcome)))
 
-    def _close(self, peer: _Peer) -> None:
-        """It is gone, or has to go."""
+    def _close(self, peer: _TcpPeer) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.socket)
-        with contextlib.suppress(ValueError):
-            self._strangers.remove(peer)
+        self._acceptor.forget(peer)
         if peer.connection is not None:  # before the client can see it
             self._port.disconnect(peer.connection)
         peer.socket.close()
@@ -285,9 +264,9 @@ class TcpListener:
             self._bell_end.send(b"!")
         self._thread.join()
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Peer):
+            if isinstance(key.data, _TcpPeer):
                 key.data.closing = True
                 self._flush(key.data)
         self._selector.close()
-        for sock in (self._listening, self._bell, self._bell_end):
+        for sock in (self._acceptor.listening, self._bell, self._bell_end):
             sock.close()

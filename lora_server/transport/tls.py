@@ -1,7 +1,7 @@
 """TLS 1.3 on connections between hosts.
 
-A shard has a certificate of its own, whose key never leaves its process. The controller, which has it from the shard,
-tells it to whoever is to connect: they believe that very certificate and no other, and speak in no other way.
+A shard has a certificate of its own; the key never leaves its process. The controller, which has the certificate from
+the shard, sends it to clients: they accept this certificate and no other, and connect in no other way.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 RECORD_BYTES = 16 << 10  # that TLS encrypts at a time
-TOGETHER = 16  # records that are sent while nobody reads
+TOGETHER = 16  # records that are sent before the lock is free for reading
 CLOSED = "the connection was closed"
 
 
 class TlsSocket:
-    """What is used of a socket that does not block, where all that travels is encrypted.
+    """A non-blocking socket with TLS; the part of socket's interface that is used here.
 
-    One thread may read while another writes. Reading waits for nothing but reading, and writing for nothing but
-    writing: whoever asks for more, such as new keys while it takes nothing, has broken the connection.
+    One thread may read while another writes. A read never has to write, nor a write to read: a peer that requires it,
+    by asking for new keys while it takes nothing, for example, has broken the connection.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -31,11 +31,11 @@ class TlsSocket:
         self._peeked = b""
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the descriptor, for select."""
         return self._socket.fileno()
 
     def shake_hands(self) -> bool:
-        """Go on with it; whether it is done. Raises OSError."""
+        """Continue the handshake; return whether it is done. Raises OSError."""
         with self._lock:
             if self._socket.fileno() < 0:
                 raise ConnectionResetError(CLOSED)
@@ -46,7 +46,7 @@ class TlsSocket:
             return True
 
     def recv(self, nbytes: int, flags: int = 0) -> bytes:
-        """Flags: MSG_PEEK or none."""
+        """As socket.recv; the only flag is MSG_PEEK."""
         if len(self._peeked) < nbytes:
             more = bytearray(nbytes - len(self._peeked))
             try:
@@ -99,15 +99,15 @@ class TlsSocket:
             return sent
 
     def _cork(self, on: bool) -> None:
-        """Records go together: each one that comes alone wakes who reads."""
+        """Send records together: each one that arrives alone wakes the reader."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, on)
 
     def shutdown(self, how: int) -> None:
-        """Of the connection beneath, which stays encrypted until its end."""
+        """Shut the connection beneath down, without a word of TLS."""
         socket.socket.shutdown(self._socket, how)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection; idempotent."""
         with self._lock:
             self._socket.close()
 
@@ -116,7 +116,7 @@ Stream = socket.socket | TlsSocket
 
 
 def _records(views: Sequence[bytes | memoryview]) -> Iterator[bytearray | memoryview]:
-    """What is smaller than one, such as a header, goes with what follows."""
+    """Yield records; a view smaller than one, such as a header, goes with what follows."""
     rest = bytearray()
     for view in (memoryview(one) for one in views):
         lacking = RECORD_BYTES - len(rest) if rest else 0
@@ -135,21 +135,21 @@ def _records(views: Sequence[bytes | memoryview]) -> Iterator[bytearray | memory
 
 @dataclass(frozen=True)
 class ShardCertificate:
-    """`der` is what others are told; lora_server.access.certificate makes it, and keeps no key."""
+    """A shard's certificate (`der`) and key; lora_server.access.certificate makes it."""
 
     der: bytes
     context: ssl.SSLContext
 
     def accept(self, sock: socket.socket) -> TlsSocket:
-        """A connection whose handshake is to begin; `sock` is not used any more. Raises OSError."""
+        """Wrap a connection, before its handshake; takes `sock` over. Raises OSError."""
         return TlsSocket(self.context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False))
 
 
 def connect(sock: socket.socket, certificate: bytes, wait: Callable[[TlsSocket], None]) -> TlsSocket:
-    """A connection to whoever has this certificate, over one that does not block.
+    """Connect over a non-blocking socket to the peer that has this certificate, and to no other.
 
-    `wait` returns when there may be something to read, and gives up by raising OSError. `sock` is not used any more,
-    and closed where this raises.
+    `wait` returns when there may be something to read, or raises OSError. Takes `sock` over, and closes it if this
+    raises.
     """
     try:
         stream = TlsSocket(_context(certificate).wrap_socket(sock, do_handshake_on_connect=False))

@@ -103,16 +103,16 @@ def _descriptor() -> Any:
 
 
 def _whole(nbytes: int, device: torch.device) -> int:
-    """In whole units of allocation (2 MiB), which nobody else's memory shares."""
+    """Round up to whole units of allocation (2 MiB), so that no other allocation shares one."""
     minimum = driver().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     granularity = int(call("cuMemGetAllocationGranularity", _properties(device), minimum))
     return -(-nbytes // granularity) * granularity
 
 
 def zero(memory: torch.Tensor) -> None:
-    """What a GPU's memory held before was another's.
+    """Clear memory that another process may have used before.
 
-    By copies: a kernel might find no room beside one that serves. Not from pinned memory: pinning may wait for its end.
+    Copies do it: a kernel might not be scheduled beside one that serves; nor pinned memory, as pinning may wait for it.
     """
     zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8)
     stream = torch.cuda.Stream(memory.device)

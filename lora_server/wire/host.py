@@ -1,4 +1,4 @@
-"""Which host this is: two processes with equal identities can share memory."""
+"""The host's identity: two processes with equal ones can share memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class Hello(msgspec.Struct, tag="hello", forbid_unknown_fields=True):
-    """A client to a shard, first of all: which lease it holds."""
+    """The first message of a client to a shard: the lease that it holds."""
 
     client: int
     epoch: int
@@ -42,7 +42,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
 
 
 class Challenge(msgspec.Struct, tag="challenge", forbid_unknown_fields=True):
-    """A shard to whoever connects over TCP, first of all: prove that you know a lease."""
+    """The first message of a shard over TCP: asks for the proof of a lease."""
 
     nonce: Nonce
 
@@ -57,19 +57,24 @@ class Answer(msgspec.Struct, tag="answer", forbid_unknown_fields=True):
 
     @classmethod
     def to(cls, challenge: Challenge, hello: Hello) -> Answer:
-        """Of the client with the lease of a Hello."""
+        """Return the answer of the client with the lease of a Hello."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         return cls(hello.client, hello.epoch, nonce, proof(hello.key, b"client", challenge.nonce, nonce))
 
 
 def proof(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
-    """That one who plays `role` knows the key, for this pair of nonces alone: HMAC-SHA256."""
+    """Prove that the side with this `role` knows the key: an HMAC-SHA256 that holds for this pair of nonces alone."""
     return hmac.digest(key, role + theirs + own, "sha256")
 
 
 def proves(said: bytes, key: bytes, role: bytes, theirs: bytes, own: bytes) -> bool:
     """Whether it is that proof."""
     return hmac.compare_digest(said, proof(key, role, theirs, own))
+
+
+def badge_of(leaders: bytes, shard: int) -> bytes:
+    """A follower's own badge, derived from its leader's, which the leader and the controller alone know."""
+    return hmac.digest(leaders, b"badge of shard %d" % shard, "sha256")
 
 
 class Mapped(msgspec.Struct, tag="mapped", forbid_unknown_fields=True):
@@ -89,14 +94,15 @@ class Refused(msgspec.Struct, tag="refused", forbid_unknown_fields=True):
 
 
 class Follow(msgspec.Struct, tag="follow", forbid_unknown_fields=True):
-    """A shard to its leader, in answer to a Challenge: it knows the badge."""
+    """A shard to its leader, in answer to a Challenge: it knows its badge."""
 
+    shard: int
     nonce: Nonce
     proof: bytes
 
 
 class Lead(msgspec.Struct, tag="lead", forbid_unknown_fields=True):
-    """So does the leader."""
+    """A leader's answer: it knows the badge too."""
 
     proof: bytes
 
@@ -104,6 +110,7 @@ class Lead(msgspec.Struct, tag="lead", forbid_unknown_fields=True):
 class Numbers(msgspec.Struct, tag="numbers", forbid_unknown_fields=True):
     """A shard to its leader, on a Unix socket: where numbers of steps go is the descriptor that comes along."""
 
+    shard: int
     badge: bytes
 
 
@@ -120,17 +127,17 @@ _T = TypeVar("_T")
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, expected: type[_T]) -> _T:
-    """One message of an expected type; raises ProtocolError for anything else."""
+    """Return a message of an expected type; raises ProtocolError for any other."""
     return cast(_T, _decode(data, expected))
 
 
 def decode_welcome(data: bytes) -> Welcome:
-    """A shard's answer to Hello; raises the error that a Refused carries."""
+    """Return a shard's Welcome; raises the error that a Refused carries."""
     answer = cast(Welcome | Refused, _decode(data, Welcome | Refused))
     if isinstance(answer, Refused):
         raise rebuild(answer.code, answer.message)

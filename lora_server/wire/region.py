@@ -8,7 +8,7 @@
     slots   depth requests, then depth responses, page aligned
 
 Slot of a step: seq mod depth. The client pushes seq only when the response to seq - depth has been
-consumed, so a slot is never overwritten while anybody reads it.
+consumed, so a slot is never overwritten while it is read.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ class Region:
         return self.memory[base + index * size : base + (index + 1) * size]
 
     def request(self, seq: int) -> memoryview:
-        """The request slot of a step."""
+        """Return the request slot of a step."""
         return self._requests[seq % self.layout.depth]
 
     def response(self, seq: int) -> memoryview:
-        """The response slot of a step."""
+        """Return the response slot of a step."""
         return self._responses[seq % self.layout.depth]
 
     def write_geometry(self) -> None:
-        """By the shard, before the client sees the region."""
+        """Write the geometry; the shard does so before the client sees the region."""
         layout = self.layout
         GEOMETRY.pack_into(
             self.memory,
@@ -116,7 +116,7 @@ class Region:
 
     @staticmethod
     def read_geometry(memory: memoryview) -> RegionLayout:
-        """By the client, from a mapped region; raises ProtocolError for one that is not ours."""
+        """Read the geometry of a mapped region, at the client; raises ProtocolError for a foreign one."""
         magic, version, depth, table_bytes, *sizes = GEOMETRY.unpack_from(memory, 3 * LINE_BYTES)
         if magic != MAGIC or version != slot.VERSION:
             raise ProtocolError(

@@ -27,9 +27,10 @@ from lora_server.errors import (
     WorldError,
     rebuild,
 )
-from lora_server.wire.credentials import Credentials, Shows, of_environment
+from lora_server.wire.bounds import REPLY_BYTES
+from lora_server.wire.credentials import CODE_KEY, Credentials, Shows, of_environment
 
-CODE_KEY, REQUEST_KEY = "lora-error-code", "lora-request-id"
+REQUEST_KEY = "lora-request-id"
 # streams between shards and the controller: a host that vanished is noticed within seconds
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 5000),
@@ -38,13 +39,14 @@ KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 2000),
 )
-# until the next attempt to connect calls fail at once, though the server is back: it comes soon, not after gRPC's usual
-# backoff of up to two minutes; the least backoff is how long an attempt may take
+# Calls fail at once between two attempts to connect, though the server may be back: retry soon, not after gRPC's usual
+# backoff of up to two minutes. The minimum is what one attempt may take, on a busy host, too; it delays no retry.
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 200),
 )
+_LARGE = (("grpc.max_receive_message_length", REPLY_BYTES),)
 _T = TypeVar("_T")
 
 _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
@@ -67,10 +69,10 @@ _STATUS: tuple[tuple[type[LoraServerError], grpc.StatusCode], ...] = (
 
 
 def open_channel(address: str, credentials: Credentials | None = None, apart: bool = False) -> grpc.Channel:
-    """A channel to the control plane at HOST:PORT; whoever opens it closes it. Without credentials it shows those of
+    """Open a channel to the control plane at HOST:PORT; the caller closes it. Without credentials it takes those of
     the environment. `apart`: on a connection of its own. Raises ConfigError."""
     credentials = of_environment() if credentials is None else credentials
-    options = (*KEEPALIVE, *_RECONNECT, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
+    options = (*KEEPALIVE, *_RECONNECT, *_LARGE, *credentials.options(), ("grpc.use_local_subchannel_pool", int(apart)))
     tls = credentials.channel()
     if tls is None:
         channel = grpc.insecure_channel(address, options=options)
@@ -80,12 +82,12 @@ def open_channel(address: str, credentials: Credentials | None = None, apart: bo
 
 
 def status_of(error: LoraServerError) -> grpc.StatusCode:
-    """The gRPC status that an error of ours travels under; its `code` goes beside it as metadata."""
+    """Return the gRPC status of an error of ours; its `code` travels as metadata."""
     return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float) -> _T:
-    """One unary call. Raises the error that the server raised, or ServerUnavailableError; it has the call's id."""
+    """Make a unary call. Raises the server's error, or ServerUnavailableError, with the call's id."""
     request_id = logs.request_id()
     metadata = ((REQUEST_KEY, request_id), *telemetry.headers().items())
     try:
@@ -99,7 +101,7 @@ def call(method: Callable[..., _T], request: Any, *, server: str, seconds: float
 
 
 def translate(error: grpc.Call, server: str, seconds: float = 0.0) -> LoraServerError:
-    """The error that a server raised, out of gRPC's."""
+    """Return the server's error from gRPC's."""
     for key, value in error.trailing_metadata() or ():
         if key == CODE_KEY:
             return rebuild(str(value), error.details() or "")

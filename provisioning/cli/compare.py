@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from provisioning.cli.errors import one_line_errors
-from provisioning.cli.flags import given_by
+from provisioning.cli.flags import given_by, plan_flags
 from provisioning.cli.progress import progress
 from provisioning.cli.save import save
 
@@ -25,17 +25,19 @@ _FACTORS = tuple(2.0 ** (step / 2) for step in range(-4, 5))
 
 def compare(
     context: typer.Context,
-    budget: Annotated[int | None, typer.Option(help="Say what so many GPUs serve (default: none).")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Also state the rate that so many GPUs serve (default: none).")
+    ] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="GPUs of an instance to try, such as 2,4,8 (default: as `provision` has it).")
+        str | None, typer.Option(help="GPUs per instance to try, such as 2,4,8 (default: `provision`'s).")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plot: a file .svg or .png (default: none).")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML report (default: none).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Coupled, disaggregated, 8-bit wire and hot-merged: GPUs over requests/s, by the model.
+    """Compare GPUs over requests/s, by the model: coupled, disaggregated, 8-bit wire and hot-merged.
 
-    The question is asked with `provision`'s own flags: --slo, --model, --adapters, --request-rate and so on.
+    The question takes `provision`'s own options: --slo, --model, --adapters, --request-rate and so on.
     """
     with one_line_errors():
         _check(plot)
@@ -63,11 +65,11 @@ def _check(plot: Path | None) -> None:
 def _compared(context: typer.Context, budget: int | None, sizes: str | None, say: Any) -> Comparison:
     from provisioning.inputs import InputError, count, positive
     from provisioning.plan import fronts
-    from provisioning.plan.scenario import Flags, scenario
+    from provisioning.plan.scenario import scenario
     from provisioning.report.fronts import Comparison
 
     given = given_by(context.find_root().command, context.args)
-    asked = scenario(Flags(**{name: given[name] for name in Flags.__dataclass_fields__}))
+    asked = scenario(plan_flags(given))
     if asked.request_rate is None or given["instances"] is not None:
         raise InputError("--request-rate: give it, or a trace, and no --instances: instances and batches are sought")
     each = _sizes(sizes, asked)

@@ -1,10 +1,8 @@
-"""What `provision simulate` runs: a workload, a system, seeds; and the models' IAR beside it."""
+"""Run `provision simulate`: a workload, a system and seeds, with the models' IAR for comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -12,8 +10,9 @@ import numpy as np
 from provisioning.iar.admissibility import Model, immediate_admissibility
 from provisioning.iar.models import offered_curve
 from provisioning.inputs import InputError, count, non_negative, positive
+from provisioning.plan.flags import SimulateFlags
 from provisioning.plan.judge import silent
-from provisioning.plan.scenario import Flags, workload
+from provisioning.plan.scenario import workload
 from provisioning.simulation.measure import Estimate, adapters_within, parts
 from provisioning.simulation.run import System, assign_greedily
 from provisioning.simulation.run import run as play
@@ -25,32 +24,7 @@ MOST_INSTANCES = 100_000
 MOST_MS = 1e9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """The flags of `provision simulate`."""
-
-    cache_slots: int
-    adapters: int | None = None
-    zipf: float | None = None
-    counts: Path | None = None
-    trace: Path | None = None
-    instances: int = 1
-    batch_size: float | None = None
-    request_rate: float | None = None
-    max_batch: int | None = None
-    mode: str = "disaggregated"
-    order: str = "fcfs"
-    dispatch: str = "any"
-    step_ms: float = 25.0
-    load_ms: float = 0.0
-    mean_output_tokens: float | None = None
-    burst_cv: float = 1.0
-    requests: int = 50_000
-    seeds: int = 5
-    ttft_slo_ms: float = 250.0
-
-
-def run(experiment: Experiment, say: Callable[[str], None] = silent) -> dict[str, Any]:
+def run(experiment: SimulateFlags, say: Callable[[str], None] = silent) -> dict[str, Any]:
     """{"simulated": {name: {mean, interval}}, "model_iar": {model: IAR}, "load": {...}}."""
     found, system, rate = _prepare(experiment)
     slo_s = positive(experiment.ttft_slo_ms, "--ttft-slo-ms", MOST_MS) * 1e-3
@@ -81,26 +55,15 @@ def run(experiment: Experiment, say: Callable[[str], None] = silent) -> dict[str
 
 
 def _models(found: Workload, in_flight: float, cache_slots: int) -> dict[str, float]:
-    """What each model says; all but `offered` know no adapters that write longer than others."""
+    """Compute each model's IAR; only `offered` knows output lengths by adapter."""
     slots = min(cache_slots, found.num_adapters)
     if found.tokens is not None:
         return {"offered": float(offered_curve(found.popularity, in_flight, found.in_flight)[slots])}
     return {model: immediate_admissibility(found.popularity, in_flight, slots, model) for model in get_args(Model)}
 
 
-def _prepare(experiment: Experiment) -> tuple[Workload, System, float]:
-    found = workload(
-        Flags(
-            slo="",
-            model="",
-            adapters=experiment.adapters,
-            zipf=experiment.zipf,
-            counts=experiment.counts,
-            trace=experiment.trace,
-            mean_output_tokens=experiment.mean_output_tokens,
-            burst_cv=experiment.burst_cv,
-        )
-    )
+def _prepare(experiment: SimulateFlags) -> tuple[Workload, System, float]:
+    found = workload(experiment)
     for flag, value, known in (
         ("--mode", experiment.mode, ("disaggregated", "coupled")),
         ("--order", experiment.order, ("fcfs", "sjf")),
@@ -128,7 +91,7 @@ def _estimate(name: str, values: list[float]) -> Estimate:
     return Estimate.of(values) if name.endswith("_s") else Estimate.of(values, top=1.0)
 
 
-def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
+def _rate(experiment: SimulateFlags, found: Workload, residence_s: float) -> float:
     if (experiment.request_rate is None) == (experiment.batch_size is None):
         if experiment.request_rate is None and found.own_rate is not None:
             return found.own_rate
@@ -138,6 +101,6 @@ def _rate(experiment: Experiment, found: Workload, residence_s: float) -> float:
     return experiment.instances * positive(experiment.batch_size, "--batch-size", 1e9) / residence_s
 
 
-def _requests(experiment: Experiment, found: Workload, rate: float, seed: int) -> Requests:
+def _requests(experiment: SimulateFlags, found: Workload, rate: float, seed: int) -> Requests:
     num = count(experiment.requests, "--requests", 100, MOST_REQUESTS)
     return found.calls(tokens_per_s=rate * found.lengths.mean_tokens * found.peak, num=num, seed=seed)

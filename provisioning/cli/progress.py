@@ -1,4 +1,4 @@
-"""What long work is at: one line on stderr that goes away, where someone watches; nothing in a pipe."""
+"""Progress of long work: one transient line on stderr in a terminal, nothing in a pipe."""
 
 from __future__ import annotations
 

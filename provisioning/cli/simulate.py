@@ -3,60 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from provisioning.cli.errors import one_line_errors
+from provisioning.cli.flags import with_flags
 from provisioning.cli.progress import progress
+from provisioning.plan.flags import SimulateFlags
 
 
+@with_flags(SimulateFlags)
 def simulate(
-    cache_slots: Annotated[int, typer.Option(help="Adapters that a cache holds.")],
-    adapters: Annotated[
-        int | None, typer.Option(help="Number of adapters N (required without --counts or --trace).")
-    ] = None,
-    zipf: Annotated[float | None, typer.Option(help="Popularity 1/i^S, 0 is uniform (default: 1.2).")] = None,
-    counts: Annotated[
-        Path | None, typer.Option(help="Calls per adapter, and mean output tokens: JSON or CSV (default: none).")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="CSV or JSONL trace, or a ServeGen directory (default: none).")
-    ] = None,
-    instances: Annotated[int, typer.Option(help="LLM instances.")] = 1,
-    batch_size: Annotated[
-        float | None, typer.Option(help="Requests in flight per instance, on average (default: by --request-rate).")
-    ] = None,
-    request_rate: Annotated[
-        float | None, typer.Option(help="Requests/s in all, instead of a batch (default: the trace's).")
-    ] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Most requests in one batch (default: unlimited).")] = None,
-    mode: Annotated[str, typer.Option(help="disaggregated (one cache) or coupled (one each).")] = "disaggregated",
-    order: Annotated[str, typer.Option(help="fcfs, or sjf with known lengths.")] = "fcfs",
-    dispatch: Annotated[
-        str, typer.Option(help="any: the instance with the fewest requests; by-adapter, as coupled always is.")
-    ] = "any",
-    step_ms: Annotated[float, typer.Option(help="Time of a decode step.")] = 25.0,
-    load_ms: Annotated[float, typer.Option(help="What a cold adapter adds.")] = 0.0,
-    mean_output_tokens: Annotated[
-        float | None, typer.Option(help="Of a request (default: 256, or the file's).")
-    ] = None,
-    burst_cv: Annotated[float, typer.Option(help="CV of the gaps between arrivals; 1 is Poisson.")] = 1.0,
-    requests: Annotated[int, typer.Option(help="Per seed.")] = 50_000,
-    seeds: Annotated[int, typer.Option(help="Number of runs.")] = 5,
-    ttft_slo_ms: Annotated[float, typer.Option(help="For the share in time.")] = 250.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False, **given: Any
 ) -> None:
     """Simulate decode instances with a LoRA cache: rates, TTFT and attainment, with intervals."""
-
-    given = dict(locals())
     with one_line_errors():
-        from provisioning.cli.experiment import Experiment, run
+        from provisioning.cli.experiment import run
 
-        keys = Experiment.__dataclass_fields__
         with progress(shown=not as_json) as say:
-            found = run(Experiment(**{name: given[name] for name in keys}), say)
+            found = run(SimulateFlags(**given), say)
     if as_json:
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
         return

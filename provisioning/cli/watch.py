@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from provisioning.cli.errors import one_line_errors
-from provisioning.cli.flags import given_by
+from provisioning.cli.flags import given_by, plan_flags
 from provisioning.cli.progress import progress
 
 if TYPE_CHECKING:
-    from provisioning.plan.scenario import Flags
     from provisioning.watch.measured import Measured
     from provisioning.watch.planned import Planned
     from provisioning.watch.scrape import Scrape
@@ -24,19 +22,17 @@ if TYPE_CHECKING:
 
 def watch(
     context: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="Scrapes that were saved (default: ask --server).")] = None,
+    file: Annotated[Path | None, typer.Argument(help="File of saved scrapes (default: ask --server).")] = None,
     server: Annotated[str, typer.Option(help="HOST:PORT of the server's --http.")] = "127.0.0.1:7401",
-    seconds: Annotated[float, typer.Option(help="Between two looks at the server.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Seconds between two scrapes of the server.")] = 10.0,
     record: Annotated[
-        Path | None, typer.Option(help="Append one look to this file, and answer from all of it (default: none).")
+        Path | None, typer.Option(help="Append one scrape to this file, and use all of the file (default: none).")
     ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="The plan.yaml that the server was planned with (default: none).")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Simulated seeds of GPUs now, at least 5.")] = 5,
+    plan: Annotated[Path | None, typer.Option(help="plan.yaml of the server (default: none).")] = None,
+    seeds: Annotated[int, typer.Option(help="Simulated seeds for the GPUs needed now, at least 5.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Measured beside planned, and the GPUs that the measured load asks for: now, and per hour of a recorded day."""
+    """Compare a running server with its plan; size it for the measured load, now and per hour of a recorded day."""
     with one_line_errors():
         from provisioning.inputs import count
 
@@ -57,7 +53,7 @@ def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None
     from provisioning.watch import scrape
 
     if file is not None and record is not None:
-        raise InputError("--record: it is for a server, not for a file of scrapes; leave one of the two out")
+        raise InputError("--record: got a file of scrapes, too, expected a server alone; leave one of the two out")
     if file is not None:
         return scrape.parsed(scrape.read(file), str(file))
     say(f"asking {server}")
@@ -75,7 +71,7 @@ def _scrapes(file: Path | None, server: str, seconds: float, record: Path | None
 def _plan(file: Path | None, command: Any) -> Planned | None:
     from provisioning.watch import planned
 
-    return None if file is None else planned.read(file, lambda arguments: _flags(command, arguments))
+    return None if file is None else planned.read(file, lambda arguments: plan_flags(given_by(command, arguments)))
 
 
 def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) -> dict[str, Any]:
@@ -118,21 +114,13 @@ def _found(scrapes: list[Scrape], plan: Planned | None, seeds: int, say: Any) ->
 _HOUR = 3600.0
 
 
-def _flags(command: Any, arguments: Sequence[str]) -> Flags:
-    """Of `provision`'s own arguments."""
-    from provisioning.plan.scenario import Flags
-
-    given = given_by(command, arguments)
-    return Flags(**{name: given[name] for name in Flags.__dataclass_fields__})
-
-
 def _why_none(scrapes: list[Scrape], seen: Measured, plan: Planned | None) -> str:
     if plan is None:
-        return "Give the plan that the server was made with (--plan plan.yaml) to see what it needs now."
+        return "Give the server's plan (--plan plan.yaml) to see the GPUs that it needs now."
     if len(scrapes) == 1:
-        return "One look only: a rate takes two. Look again with the same --record FILE, or ask the server itself."
+        return "A rate needs two scrapes. Run again with the same --record FILE, or ask the server itself."
     if not seen.requests:
-        return "No request ended between the looks: nothing says what is needed."
+        return "No request ended between the scrapes, so there is no load to size for."
     return ""
 
 

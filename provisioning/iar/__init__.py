@@ -1,10 +1,10 @@
-"""Immediate Admissibility Rate: how often a request's adapter is, or can be put, in the cache at once.
+"""Immediate Admissibility Rate: the share of requests whose adapter is cached, or can be cached at once.
 
 admissibility      what callers see: checked input, one of three models
 models             `offered`, and what all three share
 literal            the paper's Eq. 2-4
 queued             the working set with its waiting requests
-first_come         a cache that nobody leaves
+first_come         a cache without eviction
 search             the smallest cache by `literal`, without trying every size
 oracle             Algorithm 1 word for word, for the tests
 poisson_binomial   the law of the number of present adapters
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """On first use: a plan needs `models` alone, and what the others import (scipy.optimize) is slow to load."""
+        """Import a name on first use: a plan needs `models` alone, and scipy.optimize is slow to load."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from provisioning.iar import admissibility

@@ -1,4 +1,4 @@
-"""Immediate Admissibility Rate: how often a request's adapter is, or can be put, in the cache at once.
+"""Immediate Admissibility Rate: the share of requests whose adapter is cached, or can be cached at once.
 
 Paper section 4.2.1. Three models of which adapters are present (N, p, LB, M as in its Table 2):
 
@@ -6,7 +6,7 @@ Paper section 4.2.1. Three models of which adapters are present (N, p, LB, M as 
     offered   present while a request is in flight, q_i = 1 - exp(-lambda_i), and the M slots are
               shared when more than M are present:
               IAR(M) = sum_i p_i [q_i E[min(1, M/(K_i+1))] + (1-q_i) P(K_i <= M-1)]
-    queued    the same working set with its queue: who waits stays present, and the cold wait most
+    queued    the same working set with its queue: waiting requests stay present, most of them cold
 
 K_i is the Poisson-binomial count of the others. `docs/provisioning.md` shows where each holds.
 """
@@ -71,7 +71,7 @@ def min_cache_slots(
 
 def _first_queued(p_N: Floats, load: float, wanted: float, start: int) -> int:
     """False position (Illinois) on the normal quantile of the misses, which is nearly straight in M."""
-    queue, aim = queued.Queue(p_N, load), float(ndtri(1 - wanted))
+    queue, aim = queued.CacheQueue(p_N, load), float(ndtri(1 - wanted))
     low, high = 0, max(queue.called, 1)
     if wanted == 1:
         return high

@@ -1,4 +1,4 @@
-"""A cache that nobody leaves: the first M adapters called keep its slots.
+"""A cache without eviction: the first M adapters called keep its slots.
 
 After u calls adapter i is in with probability 1 - exp(-u p_i), and M are at the u where these sum to M.
 """

@@ -1,4 +1,4 @@
-"""`queued`: the working set with its waiting requests, for caches that are short of room.
+"""`queued`: the working set with its waiting requests, for caches that are nearly full.
 
 Adapter i goes round: absent for 1/l_i on average, waiting for W if no slot is free, then active (in
 a slot, with requests in flight) for B_i = (e^l - 1)/l, the busy period of its requests, times in
@@ -53,10 +53,10 @@ _HOTTEST = 1e5  # of all rates beyond, the busy periods outlast anything
 
 def queued(p_N: Floats, global_batch: float, cache_slots: int) -> float:
     """The lower of the two approximations; 0 without slots, 1 where all fit."""
-    return Queue(p_N, global_batch).iar(cache_slots)
+    return CacheQueue(p_N, global_batch).iar(cache_slots)
 
 
-class Queue:
+class CacheQueue:
     """One popularity and load, to be asked for several cache sizes: each starts from the last one's wait."""
 
     def __init__(self, p_N: Floats, global_batch: float) -> None:
@@ -133,7 +133,7 @@ class Queue:
 
 
 def _falling_root(surplus: Callable[[float], float], least: float, guess: float, stride: float) -> float:
-    """Of a function that is not negative at `least`, rounding apart: a bracket by doubling, then Brent's method."""
+    """Find the root of a function that is not negative at `least`: bracket by doubling, then Brent's method."""
     low = high = guess
     if surplus(guess) > 0:
         while surplus(high) > 0:
@@ -159,7 +159,7 @@ def cycle_shares(rates_N: Floats, log_wait: float) -> tuple[Floats, Floats, Floa
 
 
 def _slowed(first: int, law_K: Floats, cache_slots: int) -> Floats:
-    """ln of law[k] * prod_{j = M+1..k} j / M: k present of whom only M can leave. Rounding noise is left out."""
+    """Compute ln of law[k] * prod_{j = M+1..k} j / M: k are present, only M can leave. Drops rounding noise."""
     counts_K = np.maximum(first + np.arange(law_K.size), cache_slots)
     growth_K = gammaln(counts_K + 1) - gammaln(cache_slots + 1) - (counts_K - cache_slots) * np.log(cache_slots)
     log_law_K = np.log(np.where(law_K > _NOISE, law_K, 1.0))

@@ -1,8 +1,9 @@
-"""What the machines can do and what a step takes, worked out and not simulated.
+"""The analytic model: capabilities of the machines, and the time of a step.
 
 hardware   GPUs, links and nodes                 geometry   bytes and FLOPs of one layer
 latency    one layer's LoRA step, Eq. 5 and 6    profile    measured times, which override it
 memory     how many adapters fit                 loading    what a cold adapter adds to TTFT
-library    adapters as they are: ranks, bytes    prefill    what prompts take, by FLOPs
+library    adapters as they are: ranks, bytes    transports links, and what overlaps on them
 table1     the paper's Table 1                   table4     its Table 4 beside the model
+profiles   measured ones that ship
 """

@@ -22,7 +22,7 @@ WIRE_BYTES: dict[Wire, int] = {"exact": 2, "e4m3": 1}  # of an element; a scale 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Of one layer, all shards of the stage together; `weights` are read from HBM, `flops` computed."""
+    """Work of one layer, summed over the shards of the stage; `weights` are read from HBM, `flops` computed."""
 
     receive: float
     send: float
@@ -143,7 +143,7 @@ def attention_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
 
 
 def model_weight_bytes(spec: ModelSpec, dtype: BaseDtype = BF16) -> float:
-    """All layers; without embeddings and norms, which the geometry does not hold."""
+    """Base weights of all layers, without embeddings and norms, which the geometry does not hold."""
     return spec.layers * (ffn_weight_bytes(spec, dtype) + attention_weight_bytes(spec, dtype))
 
 
@@ -155,5 +155,5 @@ def prefill_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
 
 
 def kv_bytes_per_token(spec: ModelSpec, element_bytes: int = 2) -> float:
-    """Of one layer."""
+    """KV cache of one token in one layer."""
     return element_bytes * 2.0 * spec.kv_width

@@ -1,4 +1,4 @@
-"""What the machines can do: data-sheet numbers, and what the paper's own figures say of reaching them."""
+"""Capabilities of the machines: data-sheet numbers, and the shares of them that the paper's figures imply."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class GpuSpec:
     """One accelerator. Bandwidths in GB/s (1e9 bytes), dense bf16 in TFLOP/s."""
 
     name: str
     memory_bytes: float
     hbm_gb_per_s: float
     bf16_tflops: float
+    peer_gb_per_s: float  # to a GPU of the same host, one direction
     source: str = "data sheet"
 
 
@@ -24,7 +25,7 @@ class Gpu:
 class Cluster:
     """GPU, links and node size. `link_gbps` is per GPU and direction, in gigabits/s as NICs are named."""
 
-    gpu: Gpu
+    gpu: GpuSpec
     gpus_per_node: int = 8
     link_gbps: float = 400.0
     host_link_gb_per_s: float = 50.0
@@ -32,60 +33,63 @@ class Cluster:
 
     @property
     def link_bytes_per_us(self) -> float:
-        """Of one GPU's NIC, one direction."""
+        """Bandwidth of one GPU's NIC in one direction."""
         return self.link_gbps / 8 * 1e3
 
     @property
     def hbm_bytes_per_us(self) -> float:
-        """Of one GPU."""
+        """Bandwidth of one GPU's memory."""
         return self.gpu.hbm_gb_per_s * 1e3
 
     @property
     def host_bytes_per_us(self) -> float:
-        """Host to device, one GPU."""
+        """Bandwidth from the host to one GPU."""
         return self.host_link_gb_per_s * 1e3
 
     @property
     def flops_per_us(self) -> float:
-        """Dense bf16."""
+        """Dense bf16 rate of one GPU."""
         return self.gpu.bf16_tflops * 1e6
 
     @property
     def adapter_memory_bytes(self) -> float:
-        """Of one LoRA Server GPU: all but context, buffers and workspace."""
+        """Memory for adapters on one LoRA Server GPU: all but context, buffers and workspace."""
         return self.gpu.memory_bytes * self.usable_memory
 
 
-def _gpu(name: str, memory_gib: float, hbm_gb_per_s: float, bf16_tflops: float, source: str = "data sheet") -> Gpu:
-    return Gpu(
+def _gpu(
+    name: str, memory_gib: float, hbm_gb_per_s: float, bf16_tflops: float, peer: float, source: str = "data sheet"
+) -> GpuSpec:
+    return GpuSpec(
         name=name,
         memory_bytes=memory_gib * GIB,
         hbm_gb_per_s=hbm_gb_per_s,
         bf16_tflops=bf16_tflops,
+        peer_gb_per_s=peer,
         source=source,
     )
 
 
-# Memory is what the driver reports, a little under the name's.
-GPUS: dict[str, Gpu] = {
+# Memory is what the driver reports, a little under the name's; the last number is NVLink's, or PCIe's without it.
+GPUS: dict[str, GpuSpec] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h200", 139.8, 4800, 989),
-        _gpu("h100", 79.6, 3350, 989),
+        _gpu("h200", 139.8, 4800, 989, 450),
+        _gpu("h100", 79.6, 3350, 989, 450),
         # The paper names no model. H20 is a Hopper with 96 GB and 4.0 TB/s, and its 148 TFLOP/s explain why
         # the base MoE of Table 4 takes half as long again at batch 256.
-        _gpu("hopper-96", 95.6, 4000, 148, "paper 5.1: 96 GB, 4.0 TB/s; TFLOP/s assumed to be H20's"),
-        _gpu("h20", 95.6, 4000, 148),
-        _gpu("a100-80", 79.3, 2039, 312),
-        _gpu("a100-40", 39.4, 1555, 312),
-        _gpu("b200", 178.0, 7700, 2250),
-        _gpu("b300", 268.0, 7700, 2250),
-        _gpu("l40s", 44.5, 864, 362),
+        _gpu("hopper-96", 95.6, 4000, 148, 450, "paper 5.1: 96 GB, 4.0 TB/s; TFLOP/s assumed to be H20's"),
+        _gpu("h20", 95.6, 4000, 148, 450),
+        _gpu("a100-80", 79.3, 2039, 312, 300),
+        _gpu("a100-40", 39.4, 1555, 312, 300),
+        _gpu("b200", 178.0, 7700, 2250, 900),
+        _gpu("b300", 268.0, 7700, 2250, 900),
+        _gpu("l40s", 44.5, 864, 362, 32),
     )
 }
 
 
-def gpu_named(name: str, memory_gib: float | None = None) -> Gpu:
+def gpu_named(name: str, memory_gib: float | None = None) -> GpuSpec:
     """A preset, with another memory size if one is given. Raises InputError for an unknown name."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
@@ -97,13 +101,13 @@ def gpu_named(name: str, memory_gib: float | None = None) -> Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """How much of the data sheet is reached, and what every step costs besides.
+    """Shares of the data sheet that are reached, and the fixed cost of every step.
 
     link, hbm and the three overheads are fitted to the batch-128 rows of the paper's Table 4 (EP1, EP2,
     EP4; one model), where bytes over the data sheet's bandwidth plus a constant fits within 8 us; what a
     group that spans nodes adds (`across_*`), to its only such row, EP8 on nodes of four GPUs. Batch 256
     is out of sample, and `table4` prints the residuals. `base_hbm` and `tensor_cores` are fitted to the
-    MoE column, one batch size each.
+    MoE column, one batch size each. `host_us` is what hosts add where a transport has them launch or carry steps.
     """
 
     link: float = 1.0
@@ -113,12 +117,18 @@ class Efficiency:
     receive_us: float = 55.2
     compute_us: float = 75.4
     send_us: float = 47.0
+    host_us: float = 0.0
     across_receive_us: float = 23.4
     across_compute_us: float = 54.0
     across_send_us: float = 40.2
     source: str = "fitted to batch 128 of the paper's Table 4"
 
+    @property
+    def fixed_us(self) -> float:
+        """Cost of every step to a shard besides its weights and FLOPs."""
+        return self.compute_us + self.host_us
+
     def with_attention(self) -> Efficiency:
         """Four exchanges of a layer in place of two: qkv and o beside gate_up and down."""
-        fixed = [name for name in vars(self) if name.endswith(("receive_us", "compute_us", "send_us"))]
+        fixed = [name for name in vars(self) if name.endswith(("receive_us", "compute_us", "send_us", "host_us"))]
         return replace(self, **{name: 2 * getattr(self, name) for name in fixed})

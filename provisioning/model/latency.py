@@ -6,18 +6,29 @@
     Eq. 5   T_recv + T_comp + T_send <= SLO_FFN
     Eq. 6   max(T_recv, T_comp, T_send) * L <= SLO_Layer
 
+Eq. 6 as printed has all three stages overlap. Where a transport computes and sends in one phase, the maximum is over
+phases: max(T_recv, T_comp + T_send).
+
 T sums gate_up and down. SLO_Layer = tpot / layers; SLO_FFN = what the modelled attention leaves of it, so that
 Eq. 5 says that the step meets the TPOT. Eq. 6 as printed has the whole server busy with one layer at a time. But
 y stages serve y layers at once: in a step, a stage is busy for max(T) L with each of its ceil(layers / y) layers,
 which is what `stage`, the default, holds against the TPOT.
+
+Prompts. An engine that computes prompts too sends rows of all their tokens. A decode step of B tokens carries n = B
+(prompt tokens / output tokens) of them on average. Their rows are in the step's messages, and their base FLOPs come on
+top of the weights that decoding reads anyway. So a prompt token costs bytes, FLOPs and its adapter's weights (read once
+per chunk), and no overhead. n times its layer is taken from SLO_Layer before Eq. 5, and n times its bytes over the x
+NICs of the stage and its compute are added to the terms of Eq. 6.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
+
+import numpy as np
 
 from lora_server.placement import Layout
 from lora_server.spec import ModelSpec
@@ -26,13 +37,17 @@ from provisioning.model import geometry, memory
 from provisioning.model.geometry import BF16, WIRE_BYTES, BaseDtype, Wire
 from provisioning.model.hardware import Cluster, Efficiency
 from provisioning.model.profile import Profile, Quantity
+from provisioning.model.transports import APART, TRANSPORTS, Stage, Transport
 
 Eq6 = Literal["stage", "printed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepModel:
-    """Everything that a step's time depends on but the batch and the layout."""
+    """Everything that a step's time depends on but the batch and the layout.
+
+    `prompt_tokens` of a request are computed by the instances that decode its `output_tokens`.
+    """
 
     spec: ModelSpec
     cluster: Cluster
@@ -46,42 +61,103 @@ class StepModel:
     attention_share: float = 0.0
     base_dtype: BaseDtype = BF16
     prefill_tokens: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 256.0
+    transport: Transport = TRANSPORTS["nvshmem"]
     efficiency: Efficiency = field(default_factory=Efficiency)
     profile: Profile = field(default_factory=Profile)
 
     def lora(self, batch: float, layout: Layout) -> Latency:
         """Receive, compute and send of one layer for one instance's batch, in us."""
-        bytes_ = self._bytes(batch, layout.ep)
-        cluster, reach, x = self.cluster, self.efficiency, layout.ep
-        across = x > cluster.gpus_per_node
-        rate = cluster.link_bytes_per_us * reach.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
-        wire = min(self.instance_gpus, self._active(x)) * rate
-        memory_us = bytes_.weights / (self._active(x) * cluster.hbm_bytes_per_us * reach.hbm)
-        math_us = bytes_.flops / (self._active(x) * cluster.flops_per_us * reach.tensor_cores)
+        bytes_, reach, x = self._bytes(batch, layout.ep), self.efficiency, layout.ep
+        across, wire = x > self.cluster.gpus_per_node, self._nics_bytes_per_us(x)
         return Latency(
             receive=self._term(
                 "receive", batch, x, bytes_.receive / wire + reach.receive_us + across * reach.across_receive_us
             ),
             compute=self._term(
-                "compute", batch, x, max(memory_us, math_us) + reach.compute_us + across * reach.across_compute_us
+                "compute",
+                batch,
+                x,
+                self._lora_us(bytes_, x) + reach.fixed_us + across * reach.across_compute_us,
             ),
             send=self._term("send", batch, x, bytes_.send / wire + reach.send_us + across * reach.across_send_us),
+            phases=self.transport.phases,
         )
+
+    def served(self, batch: float, layout: Layout) -> Latency:
+        """Compute the terms of Eq. 6: a step of one instance at the server, with its share of prompts."""
+        latency = self.lora(batch, layout)
+        return latency.plus(self.prompt(layout.ep).served, self.prompts(batch)) if self.prompt_tokens else latency
+
+    def prompts(self, batch: float) -> float:
+        """Prompt tokens that a decode step carries on average."""
+        return batch * self.prompt_tokens / self.output_tokens
+
+    def prompt(self, ep: int) -> PromptToken:
+        """Compute the cost of a prompt token in a layer. A chunk belongs to one request, so to one adapter."""
+        if ep not in self._prompt_tokens:
+            chunk = self.chunk_tokens
+            bytes_ = self._bytes(chunk, ep, popularity=np.ones(1))
+            own, stage = self._nics_bytes_per_us(ep), self._nics_bytes_per_us(ep, of_server=True)
+            receive, send, compute_us = bytes_.receive / chunk, bytes_.send / chunk, self._lora_us(bytes_, ep) / chunk
+            self._prompt_tokens[ep] = PromptToken(
+                receive_bytes=receive * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
+                send_bytes=send * WIRE_BYTES[self.wire] / WIRE_BYTES["exact"],
+                base=self._base_prompt_us,
+                lora=self._of_prompts(receive / own, compute_us, send / own),
+                served=self._of_prompts(receive / stage, compute_us, send / stage),
+            )
+        return self._prompt_tokens[ep]
+
+    @property
+    def chunk_tokens(self) -> float:
+        """Prompt tokens of one request in one step, at most."""
+        return max(min(self.prompt_tokens, self.prefill_tokens or math.inf), 1.0)
+
+    @cached_property
+    def _prompt_tokens(self) -> dict[int, PromptToken]:
+        return {}
+
+    @property
+    def _base_prompt_us(self) -> tuple[float, float]:
+        """(attention, FFN) of a layer, by FLOPs; the square of attention is left out."""
+        peak = self.instance_gpus * self.cluster.flops_per_us * self.efficiency.tensor_cores
+        attention = geometry.attention_weight_bytes(self.spec)  # 2 FLOPs per weight of 2 bytes
+        return attention / peak, self._ffn_flops(1.0) / peak
+
+    def _of_prompts(self, receive_us: float, compute_us: float, send_us: float) -> Latency:
+        terms = (Quantity(us, "extrapolated", self.efficiency.source) for us in (receive_us, compute_us, send_us))
+        receive, compute, send = terms
+        return Latency(receive=receive, compute=compute, send=send, phases=self.transport.phases)
+
+    def _nics_bytes_per_us(self, ep: int, *, of_server: bool = False) -> float:
+        """Bandwidth in one direction of p clients and x shards, or of the shards alone, in bytes of the exact wire."""
+        nics = self._active(ep) if of_server else min(self.instance_gpus, self._active(ep))
+        rate = self.cluster.link_bytes_per_us * self.efficiency.link * WIRE_BYTES["exact"] / WIRE_BYTES[self.wire]
+        return nics * rate
+
+    def _lora_us(self, bytes_: geometry.StepBytes, gpus: int) -> float:
+        """Shrink and expand, spread over so many GPUs."""
+        active, reach = self._active(gpus), self.efficiency
+        memory_us = bytes_.weights / (active * self.cluster.hbm_bytes_per_us * reach.hbm)
+        return max(memory_us, bytes_.flops / (active * self.cluster.flops_per_us * reach.tensor_cores))
 
     def coupled_lora_us(self, batch: float) -> Quantity:
         """LoRA inside the engine, after the base GEMM and spread over its own GPUs; no wire."""
-        bytes_, p = self._bytes(batch, self.instance_gpus), self._active(self.instance_gpus)
-        memory_us = bytes_.weights / (p * self.cluster.hbm_bytes_per_us * self.efficiency.hbm)
-        math_us = bytes_.flops / (p * self.cluster.flops_per_us * self.efficiency.tensor_cores)
-        return Quantity(max(memory_us, math_us) + self.efficiency.compute_us, "extrapolated", self.efficiency.source)
+        lora_us = self._lora_us(self._bytes(batch, self.instance_gpus), self.instance_gpus)
+        return Quantity(lora_us + self.efficiency.compute_us, "extrapolated", self.efficiency.source)
 
     def base_ffn_us(self, batch: float) -> Quantity:
         """The base layer's experts (or MLP): weights touched over HBM, or FLOPs."""
         touched = self._touched(batch) * geometry.ffn_weight_bytes(self.spec, self.base_dtype)
+        modelled = self._base_us(touched, self._ffn_flops(batch))
+        return self._term("base_ffn", batch, 0, modelled)
+
+    def _ffn_flops(self, batch: float) -> float:
         share = len(self.spec.moe_layers) / self.spec.layers
         width = share * self.spec.top_k * self.spec.ffn + (1 - share) * self.spec.dense_ffn
-        modelled = self._base_us(touched, 6.0 * batch * self.spec.hidden * width)
-        return self._term("base_ffn", batch, 0, modelled)
+        return 6.0 * batch * self.spec.hidden * width
 
     def base_attention_us(self, batch: float) -> Quantity:
         """Weights once per GPU (attention is data parallel), KV cache of the batch, FLOPs."""
@@ -91,23 +167,38 @@ class StepModel:
         return self._term("base_attention", batch, 0, self._base_us(weights * p + cache, 2 * batch * elements))
 
     def base_step_us(self, batch: float) -> float:
-        """One decode step of the base model."""
-        return self.spec.layers * (self.base_ffn_us(batch).value + self.base_attention_us(batch).value)
+        """Time of a decode step of the base model, with its share of prompts."""
+        decode_us = self.base_ffn_us(batch).value + self.base_attention_us(batch).value
+        return self.spec.layers * decode_us + self.prompts(batch) * self.prefill_us
 
     def coupled_step_us(self, batch: float) -> float:
-        """The same with LoRA after the FFN."""
-        return self.base_step_us(batch) + self.spec.layers * self.coupled_lora_us(batch).value
+        """Time of a decode step with LoRA after the FFN."""
+        lora_us = self.coupled_lora_us(batch).value
+        if self.prompt_tokens:
+            lora_us += self.prompts(batch) * self.prompt(self.instance_gpus).lora.compute.value
+        return self.base_step_us(batch) + self.spec.layers * lora_us
 
     def step_us(self, batch: float, layout: Layout, instances: int = 1, eq6: Eq6 = "stage") -> float:
-        """The same with LoRA beside the FFN, on a server that serves so many instances of this batch."""
+        """Time of a decode step with LoRA beside the FFN, on a server of `instances` with this batch."""
         latency, layers = self.lora(batch, layout), self.spec.layers
-        ffn_us = max(self.base_ffn_us(batch).value, latency.total)
-        own_us = self.base_attention_us(batch).value + ffn_us
+        own_us = self.base_attention_us(batch).value + max(self.base_ffn_us(batch).value, latency.total)
+        if self.prompt_tokens:
+            prompt, num = self.prompt(layout.ep), self.prompts(batch)
+            own_us, latency = own_us + num * prompt.layer_us, latency.plus(prompt.served, num)
         return layers * max(own_us, served_us(latency, layout, layers, instances, eq6))
 
     @property
+    def prefill_us(self) -> float:
+        """Time of a prompt token in all layers of an instance, by FLOPs."""
+        return self.spec.layers * sum(self._base_prompt_us)
+
+    def without_prompts(self) -> StepModel:
+        """Return the model of instances that do not prefill."""
+        return replace(self, prompt_tokens=0.0)
+
+    @property
     def free_bytes(self) -> float:
-        """What weights and a chunk of prefill leave an LLM instance for KV cache, and for adapters if it is coupled."""
+        """Memory of an LLM instance for KV cache, and adapters if coupled: without weights and a prefill chunk."""
         return memory.instance_free_bytes(
             self.spec, self.cluster, self.instance_gpus, self.base_dtype, self.prefill_tokens
         )
@@ -127,8 +218,9 @@ class StepModel:
         """Shards or GPUs that share a layer's work; one where a layer has one weight for all rows."""
         return min(x, self.spec.experts) if self.spec.moe_layers else 1
 
-    def _bytes(self, batch: float, ep: int) -> geometry.StepBytes:
-        popularity, times = self._grouped
+    def _bytes(self, batch: float, ep: int, popularity: Floats | None = None) -> geometry.StepBytes:
+        """Count the bytes of tokens that name adapters by the model's popularity, or by the given one."""
+        popularity, times = self._grouped if popularity is None else (popularity, 1.0)
         return geometry.lora_step(
             self.spec,
             popularity,
@@ -152,11 +244,12 @@ class StepModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Of one layer, both projections, one instance's batch."""
+    """Terms of one layer's step, both projections, for one instance's batch."""
 
     receive: Quantity
     compute: Quantity
     send: Quantity
+    phases: tuple[tuple[Stage, ...], ...] = APART
 
     @property
     def total(self) -> float:
@@ -165,13 +258,48 @@ class Latency:
 
     @property
     def longest(self) -> float:
-        """The stage that Eq. 6 multiplies by L, us."""
-        return max(self.receive.value, self.compute.value, self.send.value)
+        """The phase that Eq. 6 multiplies by L, us."""
+        return max(sum(self.us(stage) for stage in phase) for phase in self.phases)
 
     @property
     def worst(self) -> str:
-        """What that stage waits for: `compute` or `network`."""
-        return "compute" if self.compute.value == self.longest else "network"
+        """Name the bottleneck of that phase: `compute` or `network`."""
+        phase = max(self.phases, key=lambda stages: sum(self.us(stage) for stage in stages))
+        return "compute" if max(phase, key=self.us) == "compute" else "network"
+
+    def us(self, stage: Stage) -> float:
+        """Return one stage's time."""
+        quantity: Quantity = getattr(self, stage)
+        return quantity.value
+
+    def plus(self, other: Latency, times: float) -> Latency:
+        """Add `times` the terms of another latency."""
+        return replace(
+            self,
+            receive=self.receive._replace(value=self.receive.value + times * other.receive.value),
+            compute=self.compute._replace(value=self.compute.value + times * other.compute.value),
+            send=self.send._replace(value=self.send.value + times * other.send.value),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptToken:
+    """Cost of a prompt token in one layer: to the engine's own step (`base`, `lora`) and to the server (`served`).
+
+    `base` is (attention, FFN); bytes are those of the wire, all shards together.
+    """
+
+    receive_bytes: float
+    send_bytes: float
+    base: tuple[float, float]
+    lora: Latency
+    served: Latency
+
+    @property
+    def layer_us(self) -> float:
+        """LoRA beside the FFN, as in a decode step."""
+        attention, ffn = self.base
+        return attention + max(ffn, self.lora.total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +310,11 @@ class Budget:
     ffn: float
 
 
-def budget(model: StepModel, batch: float, tpot_us: float) -> Budget:
-    """SLO_Layer and SLO_FFN from the average TPOT."""
+def budget(model: StepModel, batch: float, tpot_us: float, ep: int = 1) -> Budget:
+    """SLO_Layer, and SLO_FFN: what attention and the step's share of prompts leave of it."""
     layer = tpot_us / model.spec.layers
-    return Budget(layer=layer, ffn=layer - model.base_attention_us(batch).value)
+    prompts_us = model.prompts(batch) * model.prompt(ep).layer_us if model.prompt_tokens else 0.0
+    return Budget(layer=layer, ffn=layer - model.base_attention_us(batch).value - prompts_us)
 
 
 def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6: Eq6 = "stage") -> float:
@@ -194,7 +323,10 @@ def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6
     return latency.longest * instances * share
 
 
-def violations(latency: Latency, limit: Budget, busy_us: float) -> list[str]:
-    """Which of Eq. 5 and Eq. 6 (`busy_us`, from `served_us`) fail, by the largest term: `network` or `compute`."""
+def violations(latency: Latency, limit: Budget, busy_us: float, served: Latency | None = None) -> list[str]:
+    """Name the equations that fail, 5 and 6 (`busy_us` of `served_us`), with the largest term: `network` or `compute`.
+
+    `served` is the step with its share of prompts, whose terms name what fails.
+    """
     failed = [name for name, over in (("eq5", latency.total > limit.ffn), ("eq6", busy_us > limit.layer)) if over]
-    return [f"{name}:{latency.worst}" for name in failed]
+    return [f"{name}:{(served or latency).worst}" for name in failed]

@@ -31,7 +31,7 @@ _LIST_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Library:
-    """`bytes_N` are of 2-byte elements, as a server on GPUs keeps them; `attention_N` says who has sites there."""
+    """Adapters as read: `bytes_N` with 2-byte elements; `attention_N`: those with sites in attention."""
 
     source: str
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Library:
         return replace(workload, ranks=f"{own.ranks} ({own.source})"), rank, attention
 
     def ordered_as(self, workload: Workload) -> Library:
-        """In the order of a workload's adapters, by name; as they are where it names none."""
+        """Order by a workload's adapter names; unchanged where it names none."""
         if not workload.names:
             asked, held = workload.num_adapters, len(self.names)
             if asked != held:
@@ -66,16 +66,16 @@ class Library:
         )
 
     def mean_bytes(self, workload: Workload) -> float:
-        """Of a slot: the larger of the means over adapters and, where calls are by name, over requests in flight."""
+        """Bytes of a slot: the larger mean, over adapters or, where calls are by name, over requests in flight."""
         mean = float(self.bytes_N.mean())
         return max(mean, float(self.bytes_N @ workload.in_flight)) if workload.names else mean
 
     def lora_rank(self, workload: Workload, spec: ModelSpec, *, shared_a: bool) -> float:
-        """At which an adapter on all experts has the mean bytes."""
+        """Rank at which an adapter on all experts has the mean bytes."""
         return self.mean_bytes(workload) / spec.adapter_bytes(1, shared_a=shared_a)
 
     def attention_share(self, workload: Workload) -> float:
-        """Of the tokens, how many go to the server from attention too."""
+        """Share of tokens that also go to the server from attention."""
         return float(self.attention_N @ workload.in_flight if workload.names else self.attention_N.mean())
 
     @property
@@ -86,7 +86,7 @@ class Library:
 
 
 def read(source: str) -> Library:
-    """Of a directory of adapters, a HOST:PORT, or a file with `lora-server adapters list --json`; raises InputError."""
+    """Read a directory of adapters, a HOST:PORT, or a file of `lora-server adapters list --json`; raises InputError."""
     path = Path(source)
     if path.is_dir():
         return _of_directory(path)

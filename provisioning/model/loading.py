@@ -1,4 +1,4 @@
-"""What a cold adapter adds to TTFT on a LoRA Server."""
+"""Cold starts: the time that a cold adapter adds to TTFT on a LoRA Server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from provisioning.model.latency import StepModel
 
 
 def visible_load_us(model: StepModel, layout: Layout, step_us: float) -> float:
-    """What layer-wise loading leaves visible, without a prefetch signal ahead of the request.
+    """Compute the load time that layer-wise loading does not hide, without a prefetch ahead of the request.
 
     Layer 0 is waited for; the other layers arrive over all shards' links while the first step runs,
     and delay it only by as much as they take longer than the step (section 5.3).

@@ -1,4 +1,4 @@
-"""How many adapters fit: in a LoRA Server, by its fullest shard, and in a coupled engine."""
+"""Capacity in adapters: of a LoRA Server, by its fullest shard, and of a coupled engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE_BYTES = 2 << 20
 
 
 def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
-    """All EPx-PPy with x * y = gpus in which every shard owns something: x <= experts, y <= layers."""
+    """List every EPx-PPy with x * y = gpus in which no shard is empty: x <= experts, y <= layers."""
     most = spec.experts if spec.moe_layers else 1
     for ep in range(1, min(gpus, most) + 1):
         if gpus % ep == 0 and gpus // ep <= spec.layers:
@@ -24,7 +24,7 @@ def layouts(spec: ModelSpec, gpus: int) -> Iterator[Layout]:
 
 
 def site_bytes(spec: ModelSpec, layer: int, lora_rank: float, shared_a: bool) -> float:
-    """Of one expert at one layer, gate_up and down, 2-byte elements."""
+    """Bytes of one expert's gate_up and down at one layer, 2-byte elements."""
     ffn, num_a = spec.ffn_at(layer), 1 if shared_a else 2
     return 2 * lora_rank * (num_a * spec.hidden + 2 * ffn + ffn + spec.hidden)
 
@@ -70,7 +70,7 @@ def instance_free_bytes(
 
 
 def smallest_instance(spec: ModelSpec, cluster: Cluster, dtype: BaseDtype = BF16) -> int:
-    """The fewest GPUs (a power of two) whose memory is at least 1.25 times the base weights."""
+    """Return the fewest GPUs (a power of two) with at least 1.25 times the base weights in memory."""
     gpus = 1
     while gpus * cluster.adapter_memory_bytes < 1.25 * geometry.model_weight_bytes(spec, dtype):
         gpus *= 2
@@ -79,15 +79,15 @@ def smallest_instance(spec: ModelSpec, cluster: Cluster, dtype: BaseDtype = BF16
 
 @lru_cache(maxsize=64)
 def adapter_bytes(spec: ModelSpec, lora_rank: float, shared_a: bool = False) -> int:
-    """Of a whole adapter, all experts, 2-byte elements."""
+    """Bytes of an adapter with all experts, 2-byte elements."""
     return spec.adapter_bytes(lora_rank, shared_a=shared_a)
 
 
 def adapters_in(free_bytes: float, spec: ModelSpec, lora_rank: float, shared_a: bool = False) -> int:
-    """Whole adapters, in a coupled engine."""
+    """Count the complete adapters that fit a coupled engine."""
     return max(int(free_bytes // adapter_bytes(spec, lora_rank, shared_a)), 0)
 
 
 def requests_in(free_bytes: float, spec: ModelSpec, context_tokens: float) -> int:
-    """Requests of so many tokens whose KV cache fits."""
+    """Count the requests of so many tokens whose KV cache fits."""
     return max(int(free_bytes // (context_tokens * spec.layers * geometry.kv_bytes_per_token(spec))), 0)

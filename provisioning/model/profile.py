@@ -1,7 +1,11 @@
 """A profile: times measured by bench/ on the machines at hand; they override the model, term by term.
 
-JSON: {"source": "h200_2026-11-21", "terms": {"receive": [{"ep": 2, "batch": 64, "us": 131.0}, ...],
+JSON: {"source": "h200_2026-11-21", "of": {"model": "mixtral-8x7b", "gpu": "h200", "lora_rank": 64, "wire": "exact",
+"transport": "gpu"}, "terms": {"receive": [{"ep": 2, "batch": 64, "us": 131.0}, ...],
 "compute": [...], "send": [...], "base_ffn": [{"batch": 64, "us": 210.0}], "base_attention": [...]}}
+`of` is what was measured, with "link_gbps" where a link was; a question that differs in any of it is refused. A profile
+in `profiles/`, a folder of this package, is used without being asked for where it fits the question.
+
 Times are of one layer (gate_up and down together) for one instance's batch. A batch between or beyond
 the measured ones of the same ep is interpolated, or continued along the last two points.
 """
@@ -16,6 +20,8 @@ from typing import Any, NamedTuple
 
 from provisioning.inputs import InputError, parsed
 
+OF = {"model": "--model", "gpu": "--gpu", "lora_rank": "--lora-rank", "wire": "--wire", "transport": "--transport"}
+_MAY = {"link_gbps": "--link-gbps"}
 TERMS = ("receive", "compute", "send", "base_ffn", "base_attention")
 
 
@@ -29,10 +35,29 @@ class Quantity(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """points[term][ep] is a list of (batch, us) by batch; ep is 0 for the base model's terms."""
+    """points[term][ep] is a list of (batch, us) by batch; ep is 0 for the base model's terms.
+
+    `of` says what was measured.
+    """
 
     source: str = ""
     points: Mapping[str, Mapping[int, list[tuple[float, float]]]] = field(default_factory=dict)
+    of: Mapping[str, Any] = field(default_factory=dict)
+
+    def differs(self, asked: Mapping[str, Any]) -> str | None:
+        """The first thing that a question asks for and this was not measured with; None where it fits."""
+        return next((name for name, value in self.of.items() if value != asked[name]), None)
+
+    def checked(self, asked: Mapping[str, Any]) -> Profile:
+        """Itself where it fits the question, else InputError."""
+        name = self.differs(asked)
+        if name is not None:
+            flag = (OF | _MAY)[name]
+            raise InputError(
+                f"--profile: {self.source}: measured with {name} {self.of[name]}, the question has {asked[name]}; "
+                f"give {flag} {self.of[name]}, or a profile of {asked[name]}"
+            )
+        return self
 
     def lookup(self, term: str, *, batch: float, ep: int = 0) -> Quantity | None:
         """The measured time, or one extrapolated from it; None where nothing was measured for this ep."""
@@ -51,6 +76,12 @@ class Profile:
         return Quantity(value, "extrapolated", f"{self.source}, batch {left:g} and {right:g}")
 
 
+def shipped(asked: Mapping[str, Any], folder: Path | None = None) -> Profile:
+    """The profile of the package that fits a question; an empty one where none does."""
+    files = sorted((folder or Path(__file__).with_name("profiles")).glob("*.json"))
+    return next((found for found in map(load, files) if found.differs(asked) is None), Profile())
+
+
 def load(path: str | Path) -> Profile:
     """Reads a profile; raises InputError that names --profile, the term and what was expected."""
     file = Path(path)
@@ -61,6 +92,9 @@ def load(path: str | Path) -> Profile:
     content = parsed(text, f"--profile: {file}")
     if not isinstance(content, dict) or not isinstance(content.get("terms"), dict):
         raise InputError(f'--profile: {file}: expected an object with "source" and "terms", as bench/ writes it')
+    of = content.get("of")
+    if not isinstance(of, dict) or not set(OF) <= set(of) <= set(OF | _MAY):
+        raise InputError(f"--profile: {file}: of: got {of!r}, expected what was measured: {', '.join(OF)}")
     points: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for term, rows in content["terms"].items():
         if term not in TERMS or not isinstance(rows, list):
@@ -73,7 +107,7 @@ def load(path: str | Path) -> Profile:
             known.sort()
             if len({batch for batch, _ in known}) < len(known):
                 raise InputError(f"--profile: {file}: a batch size occurs twice for one term and ep; keep one")
-    return Profile(f"{file.name}: {content.get('source', 'no source given')}", points)
+    return Profile(f"{file.name}: {content.get('source', 'no source given')}", points, of)
 
 
 def _point(row: Any, where: str, *, base: bool) -> tuple[int, float, float]:

@@ -54,7 +54,7 @@ def paper_model() -> StepModel:
 
 
 def residuals() -> list[Residual]:
-    """All 32 cells."""
+    """Read all 32 cells."""
     model, cells = paper_model(), []
     for (layout, batch), paper in PAPER.items():
         latency = model.lora(batch, Layout.parse(layout))
@@ -74,5 +74,5 @@ def residuals() -> list[Residual]:
 
 
 def as_json() -> list[dict[str, object]]:
-    """All cells with their residuals."""
+    """Return every cell with its residuals."""
     return [{**asdict(cell), "residual": cell.relative} for cell in residuals()]

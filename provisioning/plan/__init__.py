@@ -1,6 +1,7 @@
-"""From a question to a plan: by the model first, then by simulation.
+"""The planner: it answers a question by the model first, then by simulation.
 
-slo         service level objectives              scenario     from flags to the question
+flags       options of the commands               scenario     from options to the question
+slo         service level objectives
 question    what is asked, and its load           engines      the LLM instances
 balance     a rate and the step it leads to       instances    how many of them a rate takes
 candidates  the layouts that the model accepts    choice       the fewest GPUs of these

@@ -1,6 +1,7 @@
-"""How far a plan may be off: the same calls, were steps and outputs a fifth shorter or longer than assumed.
+"""Error band of a plan: the same calls with steps and outputs a fifth shorter or longer than assumed.
 
-Requests then stay 0.64 or 1.44 times as long, and so many times as many are in flight.
+Requests then stay 0.64 or 1.44 times as long, and so many times as many are in flight. Prompts keep their share of the
+time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Band:
 
 
 def band(candidate: Candidate, *, simulated: bool) -> Band:
-    """By the first run of the simulation, or by the model."""
+    """Estimate by the first simulated run, or by the model."""
     share = _simulated if simulated else _modelled
     scenario, low = candidate.scenario, share(candidate, 1 + SPREAD)
     return Band(
@@ -49,5 +50,5 @@ def _simulated(candidate: Candidate, factor: float) -> float:
     scenario, step_us = candidate.scenario, candidate.mean_step_us * factor
     longer = scenario.workload.with_mean_tokens(scenario.workload.lengths.mean_tokens * factor)
     same_calls = replace(scenario, workload=longer, request_rate=scenario.rate(candidate.mean_step_us))
-    system = replace(disaggregated(candidate), step_s=[step_us * 1e-6])
+    system = replace(disaggregated(candidate), step_s=[candidate.decode_step_us * factor * 1e-6])
     return admitted(same_calls, system, step_us)

@@ -4,7 +4,8 @@ A layout is accepted when
     cache    its fullest shard holds M >= min_cache_slots(popularity, LB, target), by `offered`
     network, compute    Eq. 5 and Eq. 6 hold, each named after its largest term
     ttft     the SLO exceeds one decode step plus what prefetch cannot hide of an adapter's load
-    tpot     the base model's own step fits the SLO
+    tpot     the base model's own step, its share of prompts included, fits the SLO
+    host     engines and server fit on one host, where the transport does not leave it
     kv       the KV cache of the busiest instance's requests fits beside its weights
     batch    no instance has more requests than --batch-size, where a rate is asked for as well
 Among the accepted layouts of one GPU count, the fastest step comes first, then the larger cache.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from lora_server.placement import Layout
 from provisioning.model import memory
@@ -24,7 +26,10 @@ from provisioning.plan.question import Scenario
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Candidate:
-    """A layout, the load that it has, what it offers, and the constraints that it fails."""
+    """A layout, the load that it has, what it offers, and the constraints that it fails.
+
+    A step takes `mean_step_us` on average: `decode_step_us`, and what comes in between of `prompt_us` a request.
+    """
 
     scenario: Scenario
     layout: Layout
@@ -40,9 +45,20 @@ class Candidate:
         """x * y."""
         return self.layout.num_shards
 
+    @cached_property
+    def decode_step_us(self) -> float:
+        """Decode step of an instance with B requests, between prompts."""
+        return self.scenario.decode_step_us(self.layout)
+
+    @property
+    def prompt_us(self) -> float:
+        """Time that a request's prompt takes of its instance: its share of the steps that it comes into."""
+        scenario = self.scenario
+        return (self.mean_step_us - self.decode_step_us) * scenario.workload.lengths.mean_tokens / scenario.batch
+
     @property
     def all_gpus(self) -> int:
-        """And the spare ones, and those of the LLM instances."""
+        """GPUs in total: the server's, the spares and those of the LLM instances."""
         return self.gpus + self.scenario.spare_gpus + self.scenario.engine_gpus
 
 
@@ -82,7 +98,13 @@ def _but_cache(scenario: Scenario, layout: Layout, ttft_us: float) -> Iterator[s
         yield "batch"
     if scenario.busiest_model.base_step_us(busiest) > slo.tpot_us:
         yield "tpot"
-    yield from violations(scenario.lora(layout), scenario.limit, scenario.busy_us(layout))
+    yield from violations(
+        scenario.lora(layout), scenario.limit(layout), scenario.busy_us(layout), scenario.served(layout)
+    )
+    if scenario.model.transport.one_host:
+        gpus = layout.num_shards + scenario.spare_gpus + scenario.engine_gpus
+        if gpus > scenario.model.cluster.gpus_per_node:
+            yield "host"
     if slo.ttft_us <= ttft_us:
         yield "ttft"
 
@@ -92,7 +114,7 @@ def _short_of_slots(scenario: Scenario, slots: int) -> bool:
 
 
 def candidates(scenario: Scenario, gpus: int) -> list[Candidate]:
-    """All layouts of one GPU count, best first: fewest failures, fastest step, largest cache."""
+    """List the layouts of one GPU count, best first: fewest failures, fastest step, largest cache."""
     found = [evaluate(scenario, layout) for layout in memory.layouts(scenario.model.spec, gpus)]
     return sorted(found, key=lambda item: (len(item.failed), item.step_us, item.latency.total, -item.slots))
 

@@ -1,4 +1,4 @@
-"""The fewest GPUs whose layout meets everything by the model. `verify` then tries to refute it."""
+"""Choice by the model: the fewest GPUs whose layout meets every objective. `verify` then tries to refute it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENGINES = {"kv", "batch", "tpot"}  # what fails there fails with any LoRA Serve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class LayoutChoice:
     """The model's plan: `chosen` meets everything, or nothing up to `max_gpus` does."""
 
     chosen: Candidate | None
@@ -25,7 +25,7 @@ class Choice:
         return self.chosen is not None
 
 
-def smallest(scenario: Scenario) -> Choice:
+def smallest(scenario: Scenario) -> LayoutChoice:
     """The first GPU count with an accepted layout, and what kept the one before from it."""
     closest = None
     for gpus in scenario.gpu_counts:
@@ -33,16 +33,16 @@ def smallest(scenario: Scenario) -> Choice:
         if not found:
             continue
         if not found[0].failed:
-            return Choice(chosen=found[0], closest=found[0], binding=binding(scenario, found[0]))
+            return LayoutChoice(chosen=found[0], closest=found[0], binding=binding(scenario, found[0]))
         if closest is None or _closer(found[0], closest):
             closest = found[0]
     if closest is None:
-        return Choice(
+        return LayoutChoice(
             chosen=None,
             closest=evaluate(scenario, Layout(1, 1)),
             binding="node_granularity" if scenario.whole_nodes else "cache",
         )
-    return Choice(chosen=None, closest=closest, binding=_kind(closest.failed[0]))
+    return LayoutChoice(chosen=None, closest=closest, binding=_kind(closest.failed[0]))
 
 
 def _closer(larger: Candidate, closest: Candidate) -> bool:
@@ -53,7 +53,7 @@ def _closer(larger: Candidate, closest: Candidate) -> bool:
 
 
 def binding(scenario: Scenario, chosen: Candidate) -> str:
-    """What asks for the chosen GPU count: why the count below it fails, or what is nearest to its limit."""
+    """Name the binding constraint: why one GPU fewer fails, or what is nearest to its limit."""
     if scenario.whole_nodes:
         alone = [item for item in candidates(scenario, chosen.gpus - 1) if not item.failed] if chosen.gpus > 1 else []
         if alone:
@@ -62,10 +62,10 @@ def binding(scenario: Scenario, chosen: Candidate) -> str:
     previous = next((found[0] for found in below if found), None)
     if previous is not None and previous.failed:
         return _kind(previous.failed[0])
-    latency, found = chosen.latency, chosen.scenario
+    latency, found, limit = chosen.latency, chosen.scenario, chosen.scenario.limit(chosen.layout)
     used = {
         "cache": found.min_cache_slots / max(chosen.slots, 1),
-        latency.worst: max(latency.total / found.limit.ffn, found.busy_us(chosen.layout) / found.limit.layer),
+        found.served(chosen.layout).worst: max(latency.total / limit.ffn, found.busy_us(chosen.layout) / limit.layer),
         "ttft": (chosen.step_us + chosen.load_us) / scenario.slo.ttft_us,
     }
     return max(used, key=lambda name: used[name])

@@ -40,8 +40,8 @@ class SloClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """What a plan does for a class: `fails` names tpot, ttft (both by the model) or admission (simulated)."""
+class ClassOutcome:
+    """Outcome of a plan for a class: `fails` names tpot, ttft (both by the model) or admission (simulated)."""
 
     name: str
     adapters: int
@@ -52,7 +52,7 @@ class Served:
 
 
 def read(file: Path, workload: Workload, others: Slo) -> tuple[SloClass, ...]:
-    """Of a file, each adapter in one class; raises InputError that begins with --classes."""
+    """Read a file in which each adapter is in one class; raises InputError that begins with --classes."""
     import yaml
 
     where = f"--classes: {file}"
@@ -106,8 +106,8 @@ def ttft_s(classes: tuple[SloClass, ...], num_adapters: int) -> Floats:
 
 def served(
     classes: tuple[SloClass, ...], workload: Workload, step_us: float, load_us: float, in_time_2N: Floats | None
-) -> Iterator[Served]:
-    """By class; `in_time_2N` are simulated requests and those within their class's TTFT, None without a simulation."""
+) -> Iterator[ClassOutcome]:
+    """Judge each class; `in_time_2N` counts simulated requests and those within their class's TTFT, or is None."""
     for one in classes:
         fails = ["tpot"] if step_us > one.slo.tpot_us else []
         fails += ["ttft"] if step_us + load_us >= one.slo.ttft_us else []
@@ -119,7 +119,7 @@ def served(
             each_N = np.where(calls_N >= 20, met_N / np.maximum(calls_N, 1), 1.0)
             order = np.argsort(each_N, kind="stable")[:3]
             worst = [(workload.name(one.members[at]), float(each_N[at])) for at in order if each_N[at] < one.slo.share]
-        yield Served(
+        yield ClassOutcome(
             name=one.name,
             adapters=one.members.size,
             slo=one.slo,

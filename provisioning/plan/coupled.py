@@ -45,17 +45,17 @@ class Coupled:
 
     @property
     def adapters_in_all(self) -> int:
-        """That all caches together hold."""
+        """Adapters that all caches hold together."""
         return max(min(self.instances * self.split.slots, self.scenario.workload.num_adapters) - self.copies, 0)
 
     @property
     def holds_tpot(self) -> bool:
-        """Of the mean instance."""
+        """Whether the mean instance meets the TPOT SLO."""
         return self.step_us <= self.scenario.slo.tpot_us
 
     @property
     def holds_kv(self) -> bool:
-        """Of the mean instance."""
+        """Whether the mean instance holds its KV cache."""
         return self.scenario.global_batch / self.instances <= self.split.requests
 
     @property
@@ -66,16 +66,23 @@ class Coupled:
 
 
 def compare(scenario: Scenario, candidate: Candidate, seeds: int, say: Callable[[str], None] = silent) -> Coupled:
-    """The coupled system on as many GPUs as the plan and its instances take; simulated if seeds > 0."""
+    """The coupled system on as many GPUs as the plan and its instances take; simulated if seeds > 0.
+
+    Its load is the plan's requests/s: with another step, as many requests in flight would be another rate. Where there
+    is no plan, it is as many in flight.
+    """
     gpus, each = candidate.all_gpus, scenario.model.instance_gpus
     instances = max(gpus // each, 1)
-    found = coupled(candidate.scenario, instances, seeds, say)
-    needed = _fewest(candidate.scenario, instances, found, seeds, say)
+    asked = candidate.scenario
+    if set(candidate.failed) <= {"cache"}:
+        asked = replace(asked, request_rate=asked.rate(candidate.mean_step_us))
+    found = coupled(asked, instances, seeds, say)
+    needed = _fewest(asked, instances, found, seeds, say)
     return replace(found, gpus=gpus, gpus_needed=None if needed is None else needed * each)
 
 
 def coupled(scenario: Scenario, instances: int, seeds: int = 0, say: Callable[[str], None] = silent) -> Coupled:
-    """So many instances with the best split, under the same load: LB, or the rate."""
+    """Size `instances` with their best split, under the same load: LB, or the rate."""
     asked = loaded = _loaded(scenario, instances)
     found = splits(loaded, instances)
     if scenario.coupled_split is None and instances <= MOST_GPUS and loaded.workload.num_adapters <= _MOST_COPIED:
@@ -112,7 +119,7 @@ def _simulated(asked: Coupled, split: Split, seeds: int, say: Callable[[str], No
 
 
 def _loaded(scenario: Scenario, instances: int) -> Scenario:
-    """With its own step: of a rate, other requests are in flight."""
+    """Settle LB with the coupled step: at a given rate it changes the requests in flight."""
     if scenario.request_rate is None:
         return scenario
     per_us = scenario.tokens_per_us / instances
@@ -121,13 +128,16 @@ def _loaded(scenario: Scenario, instances: int) -> Scenario:
 
 
 def _system(scenario: Scenario, instances: int, split: Split, step_us: float) -> System:
-    """For the simulator: a cache per instance, a whole adapter to load."""
-    model = scenario.model
+    """Build the simulator's system: a cache per instance, and loads of complete adapters."""
+    model, batch = scenario.model, scenario.global_batch / instances
+    decode_us = model.without_prompts().coupled_step_us(batch)
+    prompt_us = (step_us - decode_us) * scenario.workload.lengths.mean_tokens / batch
     bytes_ = memory.adapter_bytes(model.spec, model.lora_rank, model.shared_a)
     load_us = bytes_ / (model.instance_gpus * model.cluster.host_bytes_per_us)
     return System(
         instance_of=assign_greedily(scenario.workload.in_flight, instances),
-        step_s=[step_us * 1e-6],
+        step_s=[decode_us * 1e-6],
+        prompt_s=prompt_us * 1e-6,
         cache_slots=split.slots,
         shared=False,
         max_batch=max(split.requests, 1),

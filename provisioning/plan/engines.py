@@ -30,7 +30,7 @@ def model_spec(name: str) -> specs.ModelSpec:
 
 
 def one_of(flag: str, given: str, *known: str) -> str:
-    """What was given, if it is known."""
+    """Return the given value if it is known; raises InputError."""
     if given not in known:
         raise InputError(f"{flag}: got {given!r}, expected {', '.join(known[:-1])} or {known[-1]}")
     return given
@@ -61,7 +61,7 @@ def instance_gpus(given: int | None, geometry: specs.ModelSpec, cluster: Cluster
 
 
 def checked_instance_gpus(given: int, flag: str, geometry: specs.ModelSpec, cluster: Cluster, dtype: BaseDtype) -> int:
-    """As given, if the weights fit."""
+    """Return the given number if the weights fit; raises InputError."""
     gpus = count(given, flag, 1, MOST_GPUS)
     if memory.instance_free_bytes(geometry, cluster, gpus, dtype) <= 0:
         raise InputError(

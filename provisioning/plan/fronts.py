@@ -1,4 +1,4 @@
-"""What a rate costs in GPUs, by the model, for each way to serve: the fewest that meet the SLOs.
+"""Cost of a rate for each way to serve: the fewest GPUs that meet the SLOs, by the model.
 
 coupled         no LoRA Server: instances with their own caches, the split of their memory and copies searched
 disaggregated   instances beside a LoRA Server, both sought together
@@ -65,7 +65,7 @@ def disaggregated(scenario: Scenario) -> Point | None:
 
 
 def narrow_wire(scenario: Scenario) -> Point | None:
-    """The same with rows of 8 bits (--wire e4m3)."""
+    """Size the LoRA Server with 8-bit rows (--wire e4m3)."""
     return disaggregated(replace(scenario, model=replace(scenario.model, wire="e4m3")))
 
 
@@ -92,7 +92,7 @@ def apart(scenario: Scenario) -> Point | None:
 
 
 def hot_merged(scenario: Scenario) -> Point | None:
-    """As many of the hottest merged as makes the fewest GPUs; at least one."""
+    """Merge as many of the hottest adapters as gives the fewest GPUs; at least one."""
     best: Point | None = None
     for num in (num for num in _MERGED if num < scenario.workload.num_adapters):
         if best and num * scenario.model.instance_gpus >= best.gpus:
@@ -139,16 +139,14 @@ def _part(scenario: Scenario, index: Ints) -> Scenario:
     )
     rate = (scenario.request_rate or 0.0) * share
     return replace(
-        scenario,
-        workload=part,
-        model=replace(scenario.model, popularity=part.in_flight),
+        scenario.of(part),
         request_rate=rate,
         global_batch=rate * mean * scenario.slo.tpot_us * 1e-6,
     )
 
 
 def front(line: str, scenario: Scenario, factors: Sequence[float], sizes: Sequence[int]) -> list[Point | None]:
-    """By factor on the rate, rising: what serves more for no more GPUs serves less as well."""
+    """Size each rate; where a higher rate takes fewer GPUs, its size serves the lower one, too."""
     found = [at_sizes(LINES[line], scenario.scaled(factor), sizes) for factor in factors]
     for place in reversed(range(len(found) - 1)):
         here, more = found[place], found[place + 1]

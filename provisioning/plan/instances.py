@@ -1,4 +1,4 @@
-"""How many LLM instances a rate takes: those with the fewest GPUs in all, the LoRA Server's included.
+"""Number of LLM instances for a rate: the one with the fewest GPUs in total, the LoRA Server's included.
 
 More instances than the base model alone needs can pay: with fewer requests each, their steps are shorter, fewer
 requests are in flight and fewer adapters have to be there.
@@ -17,7 +17,7 @@ _MOST_TIMES = 8  # as many instances as the base model alone needs
 
 
 def sized(scenario: Scenario) -> Scenario:
-    """With that many instances, or as it is where they are given. Of as many GPUs, fewer instances."""
+    """Settle the number of instances, unless it is given. Ties go to fewer instances."""
     if not scenario.free_instances:
         return scenario
     fewest = base_instances(scenario)
@@ -38,7 +38,7 @@ def sized(scenario: Scenario) -> Scenario:
 
 
 def base_instances(scenario: Scenario) -> int:
-    """What the base model alone needs: the rate over what an instance makes at its largest batch."""
+    """Return the instances that the base model alone needs: the rate over an instance's at its largest batch."""
     model, tpot_us = scenario.model, scenario.slo.tpot_us
     high = max(min(scenario.kv_requests, scenario.most_batch, scenario.tokens_per_us * tpot_us), 1e-9)
     low = 0.0

@@ -1,4 +1,4 @@
-"""What a simulation says of one system, over several seeds.
+"""Verdict of a simulation on one system, over several seeds.
 
 What is simulated: the rules of `simulation.run`; L instances; the rate that was asked for, or arrivals so that LB
 requests are in flight on average (a request stays output tokens times the modelled step; its batch may exceed B for
@@ -30,7 +30,7 @@ _Row = tuple[float, float, float, float]  # immediate, TTFT in s at the percenti
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Verdict:
-    """What the simulation of one system says; `ttft_s` and `in_time` of all measured requests."""
+    """Verdict on one system; `ttft_s` and `in_time` of all measured requests."""
 
     immediate: Estimate
     ttft_s_at_percentile: Estimate

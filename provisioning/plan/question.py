@@ -27,6 +27,7 @@ from provisioning.simulation.run import assign_greedily
 from provisioning.workload.workload import Workload
 
 Dispatch = Literal["any", "by-adapter"]
+Prefill = Literal["shared", "apart"]  # by the instances that decode, or by others
 _FINEST = 0.005  # of LB, relative
 
 
@@ -58,6 +59,9 @@ class Scenario:
     busiest_batch: float | None = None
     dispatch: Dispatch = "any"
     eq6: Eq6 = "stage"
+    prefill: Prefill = "shared"
+    prompt_tokens: float = 0.0
+    prompts_by: str = ""
     coupled_split: float | None = None
     max_gpus: int = 64
     spare_gpus: int = 0
@@ -66,17 +70,26 @@ class Scenario:
 
     @property
     def batch(self) -> float:
-        """B, of one instance, the mean."""
+        """B: mean requests in flight of an instance."""
         return self.global_batch / self.instances
 
+    def of(self, workload: Workload) -> Scenario:
+        """Replace the calls; the prompt length stays."""
+        mean = workload.lengths.mean_tokens
+        return replace(
+            self,
+            workload=workload,
+            model=replace(self.model, popularity=workload.in_flight, output_tokens=mean),
+        )
+
     def scaled(self, factor: float) -> Scenario:
-        """The same with so many times the load."""
+        """Multiply the load."""
         rate = None if self.request_rate is None else self.request_rate * factor
         return replace(self, request_rate=rate, global_batch=self.global_batch * factor, busiest_batch=None)
 
     @property
     def tokens_per_us(self) -> float:
-        """Of the rate that was asked for."""
+        """Output tokens of the given rate."""
         return (self.request_rate or 0.0) * self.workload.lengths.mean_tokens * 1e-6
 
     def rate(self, step_us: float) -> float:
@@ -84,7 +97,7 @@ class Scenario:
         return self.request_rate or self.global_batch / (self.workload.lengths.mean_tokens * step_us * 1e-6)
 
     def at(self, layout: Layout) -> Scenario:
-        """With the load that this layout has: LB of a rate, and what the busiest instance holds."""
+        """Settle the load on this layout: LB of a rate, and the requests of the busiest instance."""
         found = self
         if not self.settled:
             per_us = self.tokens_per_us / self.instances
@@ -117,7 +130,7 @@ class Scenario:
 
     @cached_property
     def busiest_model(self) -> StepModel:
-        """Of the busiest instance, which sees its own adapters."""
+        """Model of the busiest instance, which has its own adapters only."""
         if self.dispatch == "any" or self.instances == 1:
             return self.model
         own = _owners(self.workload, self.instances) == int(np.argmax(self._loads))
@@ -144,13 +157,12 @@ class Scenario:
         """`offered` at what a layout holds; more slots than adapters are of no use."""
         return float(self.curve[min(cache_slots, self.workload.num_adapters)])
 
-    @cached_property
-    def limit(self) -> Budget:
+    def limit(self, layout: Layout) -> Budget:
         """Right sides of Eq. 5 and 6."""
-        return budget(self.model, self.busiest, self.slo.tpot_us)
+        return budget(self.model, self.busiest, self.slo.tpot_us, layout.ep)
 
     def lora(self, layout: Layout) -> Latency:
-        """Of one layer's LoRA step of the busiest instance; worked out once per ep, since pp has no part in it."""
+        """Compute one layer's LoRA step of the busiest instance; cached by ep, since pp has no part in it."""
         if layout.ep not in self._latencies:
             self._latencies[layout.ep] = self.busiest_model.lora(self.busiest, layout)
         return self._latencies[layout.ep]
@@ -162,39 +174,50 @@ class Scenario:
     def busy_us(self, layout: Layout) -> float:
         """Left side of Eq. 6, of instances that are equally busy: no other split of the load takes longer."""
         shared = self.busiest_batch is None and self.busiest_model is self.model
-        latency = self.lora(layout) if shared else self.model.lora(self.batch, layout)
+        latency = self.served(layout) if shared else self.model.served(self.batch, layout)
         return served_us(latency, layout, self.model.spec.layers, self.instances, self.eq6)
 
+    def served(self, layout: Layout) -> Latency:
+        """Compute the terms of Eq. 6: one layer's LoRA step of the busiest instance, with its share of prompts."""
+        latency, model = self.lora(layout), self.busiest_model
+        if not model.prompt_tokens:
+            return latency
+        return latency.plus(model.prompt(layout.ep).served, model.prompts(self.busiest))
+
+    def decode_step_us(self, layout: Layout) -> float:
+        """Decode step of an instance with B requests, between prompts."""
+        return self.model.without_prompts().step_us(self.batch, layout, self.instances, self.eq6)
+
     def step_us(self, layout: Layout) -> float:
-        """One decode step of the busiest instance."""
+        """Decode step of the busiest instance."""
         return self._busiest_step_us(self.busiest, layout, self.busy_us(layout))
 
     def mean_step_us(self, layout: Layout) -> float:
-        """Of an instance with B requests."""
+        """Step of an instance with B requests."""
         return self._mean_step_us(self.batch, layout)
 
     @property
     def gpu_counts(self) -> range:
-        """Of the LoRA Server: what may be considered; with the spare ones, whole nodes if these are asked for."""
+        """GPU counts of the LoRA Server to consider; with the spares, complete nodes if `whole_nodes`."""
         step, spare = self.model.cluster.gpus_per_node if self.whole_nodes else 1, self.spare_gpus
         return range(step - spare % step, self.max_gpus - spare + 1, step)
 
     @property
     def engine_gpus(self) -> int:
-        """Of all LLM instances."""
+        """GPUs of all LLM instances."""
         return self.instances * self.model.instance_gpus
 
     @cached_property
     def kv_requests(self) -> int:
-        """Requests whose KV cache an instance holds: without adapters, all that its weights leave is for it."""
+        """Requests whose KV cache an instance holds; without adapters, KV cache has all free memory."""
         return memory.requests_in(self.model.free_bytes, self.model.spec, self.model.context_tokens)
 
     def adapter_bytes(self, layout: Layout) -> int:
-        """What a slot takes of the fullest shard."""
+        """Bytes of a slot on the fullest shard."""
         model = self.model
         return memory.fullest_shard_bytes(model.spec, layout, model.lora_rank, model.shared_a)
 
     def slots(self, layout: Layout) -> int:
-        """M of a layout."""
+        """M: adapters that a layout holds."""
         model = self.model
         return memory.cache_slots(model.spec, layout, model.cluster, model.lora_rank, model.shared_a)

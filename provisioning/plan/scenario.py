@@ -1,21 +1,24 @@
-"""From flags to a `Scenario`: every check on a flag is here, or in `inputs` with the flag's name."""
+"""Turn options into a `Scenario`. Every check on an option is here, or in `inputs` with its name."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from provisioning.inputs import InputError, count, non_negative, normalised, positive, share
-from provisioning.model.geometry import BASE_DTYPES
-from provisioning.model.hardware import Cluster, Efficiency, gpu_named
+from provisioning.model import profile as profiles
+from provisioning.model.geometry import BASE_DTYPES, Wire
+from provisioning.model.hardware import Cluster, gpu_named
 from provisioning.model.latency import StepModel
 from provisioning.model.library import read as read_library
 from provisioning.model.profile import Profile
-from provisioning.model.profile import load as load_profile
+from provisioning.model.transports import Transport, transport_named
 from provisioning.plan import classes, slo
 from provisioning.plan.engines import MOST_GPUS, instance_gpus, model_spec, one_of, split_of
-from provisioning.plan.question import Scenario
+from provisioning.plan.flags import PlanFlags, WorkloadFlags
+from provisioning.plan.question import Prefill, Scenario
 from provisioning.workload.counts import read_counts
 from provisioning.workload.workload import Workload, zipf
 
@@ -25,65 +28,23 @@ MOST_CV = 100.0  # longer-tailed arrivals do not settle within a run
 _MOST = 1e9  # of what has no limit of its own: nothing that exists comes near it
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flags:
-    """What the command line says, unchecked; None where a flag was not given."""
-
-    slo: str
-    model: str
-    gpu: str = "h200"
-    lora_rank: int = 64
-    from_adapters: str | None = None
-    adapters: int | None = None
-    zipf: float | None = None
-    counts: Path | None = None
-    trace: Path | None = None
-    instances: int | None = None
-    batch_size: float | None = None
-    request_rate: float | None = None
-    mean_output_tokens: float | None = None
-    burst_cv: float = 1.0
-    iar: float | None = None
-    instance_gpus: int | None = None
-    gpus_per_node: int = 8
-    whole_nodes: bool = False
-    max_gpus: int = 64
-    spare_gpus: int = 0
-    gpu_memory_gib: float | None = None
-    link_gbps: float = 400.0
-    host_link_gb_per_s: float = 50.0
-    context_tokens: float = 1024.0
-    prefill_tokens: float = 2048.0
-    base_dtype: str = "bf16"
-    coupled_split: str = "tuned"
-    dispatch: str = "any"
-    eq6: str = "stage"
-    shared_a: bool = False
-    wire: str = "exact"
-    profile: Path | None = None
-    seed: int = 0
-    window: float | None = None
-    classes: Path | None = None
-
-
-def workload(flags: Flags) -> Workload:
+def workload(flags: WorkloadFlags, seed: int = 0, window: float | None = None) -> Workload:
     """Popularity, lengths, burstiness and load over time from --adapters and --zipf, --counts or --trace."""
-    if flags.window is not None and flags.trace is None:
+    if window is not None and flags.trace is None:
         raise InputError("--window: only a trace has a load over time; give --trace too, or leave it out")
     if flags.counts is not None and any(given is not None for given in (flags.trace, flags.adapters, flags.zipf)):
         raise InputError("--counts: give it alone, without --trace, --adapters or --zipf")
-    seed = count(flags.seed, "--seed", 0)
     skew = non_negative(1.2 if flags.zipf is None else flags.zipf, "--zipf")
     if flags.trace is not None:
         from provisioning.workload import traces
 
         num = count(512 if flags.adapters is None else flags.adapters, "--adapters", 1, MOST_ADAPTERS)
         drawn = traces.ZipfAdapters(num_adapters=num, skew=skew, seed=seed)
-        found = traces.load(flags.trace, drawn, flags.window)
+        found = traces.load(flags.trace, drawn, window)
         if found.zipf_skew is None and (flags.adapters is not None or flags.zipf is not None):
             flag = "--zipf" if flags.adapters is None else "--adapters"
             raise InputError(f"{flag}: {flags.trace} says which adapters are called, and how often; leave it out")
-        return _with_lengths(found, flags).sized_for(flags.window)
+        return _with_lengths(found, flags).sized_for(window)
     if flags.counts is not None:
         return _with_lengths(read_counts(flags.counts), flags)
     if flags.adapters is None:
@@ -93,7 +54,7 @@ def workload(flags: Flags) -> Workload:
     return _with_lengths(Workload(popularity=popularity, source=f"Zipf({skew:g}, {num}), given", zipf_skew=skew), flags)
 
 
-def _with_lengths(found: Workload, flags: Flags) -> Workload:
+def _with_lengths(found: Workload, flags: WorkloadFlags) -> Workload:
     cv = non_negative(flags.burst_cv, "--burst-cv", MOST_CV)
     if cv != 1.0 and flags.trace is not None:
         raise InputError("--burst-cv: a trace is replayed with its own gaps; leave it out")
@@ -106,7 +67,7 @@ def _with_lengths(found: Workload, flags: Flags) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is in flight at the peak: L and LB, or a rate, of whose LB the bound by the TPOT SLO is given."""
+    """Load at the peak: L and LB; or a rate, with the bound on its LB that the TPOT SLO sets."""
 
     instances: int
     global_batch: float
@@ -115,8 +76,8 @@ class Load:
     most_batch: float = math.inf
 
 
-def load(flags: Flags, found: Workload, objective: slo.Slo) -> Load:
-    """From --instances * --batch-size, or a rate: then either of the two is a limit, and what is missing is sought.
+def load(flags: PlanFlags, found: Workload, objective: slo.Slo) -> Load:
+    """Read --instances * --batch-size, or a rate: then either of the two is a limit, and the missing one is sought.
 
     What is given is the mean over time, but for a limit, which holds at the peak too.
     """
@@ -141,23 +102,62 @@ def load(flags: Flags, found: Workload, objective: slo.Slo) -> Load:
     )
 
 
-def scenario(flags: Flags) -> Scenario:
+def _cluster(flags: PlanFlags, transport: Transport) -> Cluster:
+    """The machines; --link-gbps is the NICs' where it is not given, or what the transport has in their place."""
+    gpu = gpu_named(flags.gpu, flags.gpu_memory_gib)
+    host_link = positive(flags.host_link_gb_per_s, "--host-link-gb-per-s")
+    own_gbps = transport.link_gbps(gpu, Cluster(gpu=gpu).link_gbps, host_link)
+    return Cluster(
+        gpu=gpu,
+        gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1, MOST_GPUS),
+        link_gbps=own_gbps if flags.link_gbps is None else positive(flags.link_gbps, "--link-gbps"),
+        host_link_gb_per_s=host_link,
+    )
+
+
+def _profile(flags: PlanFlags, asked: Mapping[str, Any]) -> Profile:
+    """The given one, which must be of what is asked; else one of the package that is."""
+    if flags.profile is None:
+        return profiles.shipped(asked)
+    return profiles.load(flags.profile).checked(asked)
+
+
+def _prompt_tokens(flags: PlanFlags, found: Workload) -> tuple[float, str]:
+    """(of a request on average, by what). The mean context has half of the output in it."""
+    if flags.prompt_tokens is not None:
+        return non_negative(flags.prompt_tokens, "--prompt-tokens", MOST_TOKENS), "by --prompt-tokens"
+    if found.trace is not None and found.trace.input_tokens is not None:
+        return float(found.trace.input_tokens.mean()), "the trace's"
+    context = positive(flags.context_tokens, "--context-tokens", MOST_TOKENS)
+    return max(context - found.lengths.mean_tokens / 2, 1.0), "by --context-tokens"
+
+
+def scenario(flags: PlanFlags) -> Scenario:
     """The planner's question; raises InputError with one line that names the flag."""
     objective, geometry = slo.parse(flags.slo), model_spec(flags.model)
     dtype = BASE_DTYPES[one_of("--base-dtype", flags.base_dtype, *BASE_DTYPES)]
     library = None if flags.from_adapters is None else read_library(flags.from_adapters)
     if library is not None and flags.adapters is None and flags.counts is None and flags.trace is None:
         flags = replace(flags, adapters=len(library.names))
-    found, rank = workload(flags), float(count(flags.lora_rank, "--lora-rank", 1, int(_MOST)))
+    found = workload(flags, count(flags.seed, "--seed", 0), flags.window)
+    rank = float(count(flags.lora_rank, "--lora-rank", 1, int(_MOST)))
     attention = 0.0
     if library is not None:
         found, rank, attention = library.sized(found, geometry, shared_a=flags.shared_a)
-    cluster = Cluster(
-        gpu=gpu_named(flags.gpu, flags.gpu_memory_gib),
-        gpus_per_node=count(flags.gpus_per_node, "--gpus-per-node", 1, MOST_GPUS),
-        link_gbps=positive(flags.link_gbps, "--link-gbps"),
-        host_link_gb_per_s=positive(flags.host_link_gb_per_s, "--host-link-gb-per-s"),
-    )
+    transport = transport_named(flags.transport)
+    cluster = _cluster(flags, transport)
+    efficiency = transport.efficiency
+    wire: Wire = "e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact"
+    measured = {
+        "model": geometry.name,
+        "gpu": cluster.gpu.name,
+        "lora_rank": rank,
+        "wire": wire,
+        "transport": transport.name,
+        "link_gbps": cluster.link_gbps,
+    }
+    prompts, prompts_by = _prompt_tokens(flags, found)
+    prefill: Prefill = "shared" if one_of("--prefill", flags.prefill, "shared", "apart") == "shared" else "apart"
     asked = load(flags, found, objective)
     most_gpus = count(flags.max_gpus, "--max-gpus", 1, MOST_GPUS)
     target = objective.share if flags.iar is None else share(flags.iar, "--iar")
@@ -170,16 +170,22 @@ def scenario(flags: Flags) -> Scenario:
             popularity=found.in_flight,
             lora_rank=rank,
             attention_share=attention,
-            efficiency=Efficiency().with_attention() if attention else Efficiency(),
+            transport=transport,
+            efficiency=efficiency.with_attention() if attention else efficiency,
+            prompt_tokens=prompts if prefill == "shared" else 0.0,
+            output_tokens=found.lengths.mean_tokens,
             instance_gpus=instance_gpus(flags.instance_gpus, geometry, cluster, dtype),
             context_tokens=positive(flags.context_tokens, "--context-tokens", MOST_TOKENS),
             shared_a=flags.shared_a,
-            wire="e4m3" if one_of("--wire", flags.wire, "exact", "e4m3") == "e4m3" else "exact",
+            wire=wire,
             base_dtype=dtype,
             prefill_tokens=non_negative(flags.prefill_tokens, "--prefill-tokens", MOST_TOKENS),
-            profile=Profile() if flags.profile is None else load_profile(flags.profile),
+            profile=_profile(flags, measured),
         ),
         **vars(asked),
+        prefill=prefill,
+        prompt_tokens=prompts,
+        prompts_by=prompts_by,
         settled=asked.request_rate is None,
         iar_target=target,
         dispatch="any" if one_of("--dispatch", flags.dispatch, "any", "by-adapter") == "any" else "by-adapter",

@@ -1,4 +1,4 @@
-"""What changes if the question changes a little: by the model alone, each time planned anew."""
+"""Sensitivity: plans for slightly different questions, by the model alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MANY = 20_000  # adapters: with more, the instances are not sought anew for eac
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class QuestionVariant:
     """`gpus` is what the changed question needs (None: infeasible); `iar_at_plan` what the planned layout gives it.
 
     Where instances are not given, the changed question has its own `instances`.
@@ -37,7 +37,7 @@ class Variant:
         return asdict(self)
 
 
-def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[Variant]:
+def sensitivity(scenario: Scenario, chosen: Candidate, *, feasible: bool = True) -> list[QuestionVariant]:
     """GPUs +-1, one GPU lost, N, s, rank, batch and link; where nothing is feasible, also what is asked for itself.
 
     `chosen` is then the layout that came closest, and a variant with `gpus` is one that would have a plan.
@@ -63,10 +63,10 @@ def headroom(scenario: Scenario, chosen: Candidate, most: float = 16.0) -> float
     return low
 
 
-def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
+def _resized(scenario: Scenario, gpus: int, change: str) -> QuestionVariant:
     found = candidates(scenario, gpus) if gpus > 0 else []
     best = found[0] if found else None
-    return Variant(
+    return QuestionVariant(
         change=change,
         gpus=gpus,
         instances=scenario.instances,
@@ -78,10 +78,10 @@ def _resized(scenario: Scenario, gpus: int, change: str) -> Variant:
     )
 
 
-def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> Variant:
+def _replanned(change: str, scenario: Scenario, chosen: Candidate) -> QuestionVariant:
     anew, kept = sized(scenario), evaluate(scenario, chosen.layout)
     choice = smallest(anew)
-    return Variant(
+    return QuestionVariant(
         change=change,
         gpus=choice.chosen.gpus if choice.chosen else None,
         instances=anew.instances,
@@ -112,6 +112,8 @@ def _changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         yield "dispatch by adapter", replace(scenario, dispatch="by-adapter")
     elif scenario.instances > 1:
         yield "dispatch to any instance", replace(scenario, dispatch="any")
+    if model.prompt_tokens:
+        yield "prompts computed apart", replace(scenario, prefill="apart", model=model.without_prompts())
     for factor in (0.5, 2.0):
         gbps = model.cluster.link_gbps * factor
         cluster = replace(model.cluster, link_gbps=gbps)
@@ -135,4 +137,4 @@ def _relaxed(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
 
 def _with_popularity(scenario: Scenario, popularity: Floats) -> Scenario:
     workload = replace(scenario.workload, popularity=popularity, tokens=None, trace=None, over_time=None)
-    return replace(scenario, workload=workload, model=replace(scenario.model, popularity=popularity))
+    return scenario.of(workload)

@@ -1,4 +1,4 @@
-"""How a coupled instance divides the memory that its weights leave between adapters and KV cache."""
+"""Memory split of a coupled instance: free memory for adapters and for KV cache."""
 
 from __future__ import annotations
 

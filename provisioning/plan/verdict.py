@@ -7,7 +7,7 @@ from provisioning.plan.coupled import Coupled
 
 
 def worth(candidate: Candidate, coupled: Coupled, *, plan: bool = True) -> str:
-    """In a sentence. Without a plan `candidate` is what came closest to one."""
+    """Compare in a sentence. Without a plan `candidate` is the nearest miss."""
     if not plan:
         return _without_plan(candidate, coupled)
     how = "tuned" if coupled.scenario.coupled_split is None else f"with {coupled.split.share:.0%} for adapters,"
@@ -43,6 +43,6 @@ def _without_plan(candidate: Candidate, coupled: Coupled) -> str:
     where = f"{_instances(coupled)} on {coupled.gpus:,} GPUs"
     most = candidate.scenario.max_gpus
     if coupled.holds:
-        return f"No LoRA Server of up to {most:,} GPUs does, but by the model {where} meet both SLOs."
+        return f"No LoRA Server of up to {most:,} GPUs meets both SLOs, but by the model {where} do."
     more = f"; {coupled.gpus_needed} GPUs of them would do" if coupled.gpus_needed else ""
-    return f"Nor do {where}, as many as the closest layout takes: by the model they {_why(coupled)}{more}."
+    return f"{where} (as many as the closest layout takes) fail, too: by the model they {_why(coupled)}{more}."

@@ -1,18 +1,20 @@
-"""Sizes a plan by simulation: more GPUs where it refutes the model's, fewer where it holds with fewer.
+"""Size a plan by simulation: more GPUs where it refutes the model's plan, fewer where fewer hold.
 
-Tried at a GPU count: of the layouts that meet everything but, perhaps, the model's cache test, the one with
-the largest cache. From the model's plan the search goes up, or down, by 1, 2, 4, ... such counts until the
-answer changes, and bisects what is left, on the premise that more slots do not admit fewer. So what is found
-is the smallest count whose simulated interval holds the target; there, the fastest layout is taken if it holds.
+Tried are all layouts of all GPU counts that meet everything but, perhaps, the model's cache test. The one premise:
+where a layout is refuted, so are those with no more slots, no faster step and no shorter load. Slots do not rise with
+GPUs (an ep that does not divide the experts wastes some), so no count stands for those below it. From the model's plan
+the search goes up until a layout holds, and then to those with fewer GPUs that no refutation covers, the best first,
+until none is left. So what is found is the smallest count whose simulated interval holds the target; there, the fastest
+layout is taken that holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from provisioning.plan.candidates import Candidate, all_but_cache
-from provisioning.plan.choice import Choice, binding
+from provisioning.plan.choice import LayoutChoice, binding
 from provisioning.plan.judge import Verdict, judge, silent
 from provisioning.plan.question import Scenario
 from provisioning.simulation.run import System, assign_greedily
@@ -28,7 +30,8 @@ def disaggregated(candidate: Candidate) -> System:
     return System(
         instance_of=assign_greedily(scenario.workload.in_flight, scenario.instances) if apart else None,
         instances=min(scenario.instances, _MOST_INSTANCES),
-        step_s=[candidate.mean_step_us * 1e-6],
+        step_s=[candidate.decode_step_us * 1e-6],
+        prompt_s=candidate.prompt_us * 1e-6,
         cache_slots=min(candidate.slots, scenario.workload.num_adapters),
         max_batch=max(scenario.kv_requests, 1),
         load_s=candidate.load_us * 1e-6,
@@ -43,6 +46,9 @@ class Trial:
     verdict: Verdict
 
 
+Bears = Callable[[Candidate], Verdict]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Verified:
     """The plan after simulation. `verdict` is None only where nothing was simulated.
@@ -51,7 +57,7 @@ class Verified:
     than the plan where the model has none (`model_gpus` is None).
     """
 
-    choice: Choice
+    choice: LayoutChoice
     verdict: Verdict | None
     refuted: tuple[Trial, ...] = ()
     refuted_below: tuple[Trial, ...] = ()
@@ -63,24 +69,23 @@ class Verified:
         return self.choice.chosen is not None and "cache" in self.choice.chosen.failed
 
 
-def verify(scenario: Scenario, choice: Choice, seeds: int, say: Callable[[str], None] = silent) -> Verified:
+def verify(scenario: Scenario, choice: LayoutChoice, seeds: int, say: Callable[[str], None] = silent) -> Verified:
     """The smallest plan that the simulation bears out, sought from the model's."""
     fine, model = scenario.iar_target > 1 - _FINEST, choice.chosen
-    if model is None and (fine or choice.closest.failed != ("cache",)):
+    if model is None and fine:
         return Verified(choice=choice, verdict=None)
-    layouts = all_but_cache(scenario)
+    layouts = [item for found in all_but_cache(scenario) for item in found]
     if fine and model:
-        layouts = [found for found in layouts if found[0].gpus >= model.gpus]
+        layouts = [item for item in layouts if item.gpus >= model.gpus and not item.failed]
     if not layouts:
         return Verified(choice=choice, verdict=None)
-    search = _Search(scenario, seeds, layouts, say)
-    counts = [layouts[0].gpus for layouts in search.layouts]
-    place = search.first_held(counts.index(model.gpus) if model else len(counts) - 1)
-    held, tried = search.held.get(place), search.refuted
+    first = next(item for item in layouts if item.layout == model.layout) if model else None
+    search = Search(layouts, _simulation(seeds, say))
+    held, tried = search.smallest(first), search.refuted
     final = held or tried[-1]
     fewer_than = (model or final.candidate).gpus
     return Verified(
-        choice=_choice(scenario, choice, held, tried, stuck=search.stuck),
+        choice=_choice(scenario, choice, held, tried),
         verdict=final.verdict,
         refuted=tuple(item for item in tried if item.candidate.gpus >= fewer_than),
         refuted_below=tuple(item for item in tried if item.candidate.gpus < fewer_than),
@@ -88,94 +93,104 @@ def verify(scenario: Scenario, choice: Choice, seeds: int, say: Callable[[str], 
     )
 
 
-def _choice(scenario: Scenario, model: Choice, held: Trial | None, tried: list[Trial], *, stuck: bool) -> Choice:
-    if held is None:
-        busiest = tried[-1].candidate.scenario.busiest
-        full = busiest + 3 * busiest**0.5 > scenario.kv_requests  # as many as are there now and then
-        return Choice(chosen=None, closest=tried[-1].candidate, binding="kv" if full else "ttft" if stuck else "cache")
-    found = held.candidate
-    if model.chosen is None or found.gpus < model.chosen.gpus:
-        return Choice(chosen=found, closest=found, binding=binding(scenario, found))
-    if found.layout == model.chosen.layout:
-        return model
-    return Choice(chosen=found, closest=found, binding="simulation")
-
-
-@dataclass(eq=False)
-class _Search:
-    """`layouts`: per GPU count what may be tried, best first; a place is an index of it."""
-
-    scenario: Scenario
-    seeds: int
-    layouts: list[list[Candidate]]
-    say: Callable[[str], None]
-    held: dict[int, Trial] = field(default_factory=dict)
-    refuted: list[Trial] = field(default_factory=list)
-
-    @property
-    def stuck(self) -> bool:
-        """Whether more slots are of no use: all fit, or all are admitted and the TTFT is missed."""
-        if not self.refuted:
-            return False
-        last = self.refuted[-1]
-        return last.candidate.slots >= self.scenario.workload.num_adapters or (
-            last.verdict.immediate.low >= self.scenario.iar_target
-        )
-
-    def first_held(self, start: int) -> int:
-        """The first place that holds, or -1."""
-        if self._bears_out(start, self.layouts[start][0]) or self._holds(start):
-            place = self._down(start)
-        else:
-            place = self._up(start)
-        if place >= 0:
-            self._bears_out(place, self.layouts[place][0])
-        return place
-
-    def _holds(self, place: int) -> bool:
-        return self._bears_out(place, max(self.layouts[place], key=lambda item: item.slots))
-
-    def _bears_out(self, place: int, candidate: Candidate) -> bool:
-        """Simulates it, unless that is known: what was refuted with as many slots does not do."""
-        if place in self.held and self.held[place].candidate == candidate:
-            return True
-        if candidate.slots <= max((item.candidate.slots for item in self.refuted), default=-1):
-            return False
-        verdict = judge(
+def _simulation(seeds: int, say: Callable[[str], None]) -> Bears:
+    def bears(candidate: Candidate) -> Verdict:
+        return judge(
             candidate.scenario,
             disaggregated(candidate),
             candidate.mean_step_us,
-            self.seeds,
+            seeds,
             give_up=True,
-            say=lambda text: self.say(f"simulating {candidate.layout}, {text}"),
+            say=lambda text: say(f"simulating {candidate.layout}, {text}"),
         )
-        trial = Trial(candidate=candidate, verdict=verdict)
-        if verdict.holds:
-            self.held[place] = trial
-        else:
-            self.refuted.append(trial)
-        return verdict.holds
 
-    def _down(self, high: int) -> int:
+    return bears
+
+
+def _choice(scenario: Scenario, model: LayoutChoice, held: Trial | None, tried: list[Trial]) -> LayoutChoice:
+    if held is None:
+        stuck = tried[-1].candidate.slots >= scenario.workload.num_adapters or (
+            tried[-1].verdict.immediate.low >= scenario.iar_target
+        )  # more slots are of no use: all fit, or all are admitted and the TTFT is missed
+        busiest = tried[-1].candidate.scenario.busiest
+        full = busiest + 3 * busiest**0.5 > scenario.kv_requests  # as many as are there now and then
+        return LayoutChoice(
+            chosen=None, closest=tried[-1].candidate, binding="kv" if full else "ttft" if stuck else "cache"
+        )
+    found = held.candidate
+    if model.chosen is None or found.gpus < model.chosen.gpus:
+        return LayoutChoice(chosen=found, closest=found, binding=binding(scenario, found))
+    if found.layout == model.chosen.layout:
+        return model
+    return LayoutChoice(chosen=found, closest=found, binding="simulation")
+
+
+class Search:
+    """The fewest GPUs among `layouts` that `bears` bears out; each is tried once at most."""
+
+    def __init__(self, layouts: list[Candidate], bears: Bears) -> None:
+        self._layouts, self._bears = sorted(layouts, key=_worth), bears
+        self.held: list[Trial] = []
+        self.refuted: list[Trial] = []
+
+    def smallest(self, first: Candidate | None) -> Trial | None:
+        """Search from `first`, the model's plan, if there is one; None where no candidate holds."""
         stride = 1
-        while high > 0:
-            lower = max(high - stride, 0)
-            if not self._holds(lower):
-                return self._between(lower, high)
-            high, stride = lower, stride * 2
-        return high
+        if first is None or not self._holds(first):
+            while not self.held and (left := self._left(self._layouts)):
+                counts = sorted({item.gpus for item in left if first is None or item.gpus >= first.gpus})
+                up = counts[min(stride, len(counts)) - 1] if counts and first else left[-1].gpus
+                self._holds(max((item for item in left if item.gpus == up), key=_worth))
+                stride *= 2
+        if not self.held:
+            return None
+        stride = 1
+        while left := self._left(item for item in self._layouts if item.gpus < self._fewest):
+            stride = 2 * stride if self._holds(left[-min(stride, len(left))]) else 1
+        return self._fastest(self._fewest)
 
-    def _up(self, low: int) -> int:
-        stride, last = 1, len(self.layouts) - 1
-        while low < last and not self.stuck:
-            higher = min(low + stride, last)
-            if self._holds(higher):
-                return self._between(low, higher)
-            low, stride = higher, stride * 2
-        return -1
+    @property
+    def _fewest(self) -> int:
+        return self.held[-1].candidate.gpus
 
-    def _between(self, low: int, high: int) -> int:
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(middle) else (middle, high)
-        return high
+    def _left(self, layouts: Iterable[Candidate]) -> list[Candidate]:
+        """List the candidates that no refutation covers, the best last."""
+        return [item for item in layouts if not any(no_better(item, trial.candidate) for trial in self.refuted)]
+
+    def _fastest(self, gpus: int) -> Trial:
+        """Pick among the candidates that hold with so many GPUs."""
+        found = self.held[-1]
+        quicker = [item for item in self._layouts if item.gpus == gpus and _speed(item) < _speed(found.candidate)]
+        for item in sorted(quicker, key=_speed):
+            if self._left([item]) and self._holds(item):
+                return self.held[-1]
+        return found
+
+    def _holds(self, candidate: Candidate) -> bool:
+        trial = Trial(candidate=candidate, verdict=self._bears(candidate))
+        (self.held if trial.verdict.holds else self.refuted).append(trial)
+        return trial.verdict.holds
+
+
+def _speed(item: Candidate) -> tuple[int, float, float, int]:
+    """The fastest first, of those that the model accepts before others."""
+    return len(item.failed), item.step_us, item.latency.total, -item.slots
+
+
+def _slots(item: Candidate) -> int:
+    return min(item.slots, item.scenario.workload.num_adapters)
+
+
+def _worth(item: Candidate) -> tuple[int, float, int]:
+    """Rises with what a layout offers."""
+    return _slots(item), -item.mean_step_us, -item.gpus
+
+
+def no_better(item: Candidate, refuted: Candidate) -> bool:
+    """Return whether no simulated figure differs; an exact tie of all is the same system."""
+    return (
+        _slots(item) <= _slots(refuted)
+        and item.decode_step_us >= refuted.decode_step_us
+        and item.prompt_us >= refuted.prompt_us
+        and item.load_us >= refuted.load_us
+    )

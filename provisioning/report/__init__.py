@@ -1,4 +1,4 @@
-"""What is said about a plan.
+"""Reports of a plan.
 
 result       the one plan behind all of these       document     as JSON
 render       in words                               words        numbers as people read them

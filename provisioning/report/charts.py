@@ -70,7 +70,8 @@ def latency_stack(axes: Any, result: Result) -> None:
         heights = np.array([getattr(item.latency, part).value for item in found])
         axes.bar(names, heights, bottom=base, label=part)
         base += heights
-    axes.axhline(scenario.limit.ffn, color="grey", linestyle=":", label=f"SLO_FFN {scenario.limit.ffn:,.0f} us")
+    ffn_us = scenario.limit(result.candidate.layout).ffn
+    axes.axhline(ffn_us, color="grey", linestyle=":", label=f"SLO_FFN {ffn_us:,.0f} us")
     axes.set_ylabel("us per layer")
     axes.tick_params(axis="x", rotation=30)
 
@@ -109,7 +110,7 @@ def _cdf(axes: Any, values: Floats, label: str) -> None:
 
 
 def load_over_time(axes: Any, result: Result) -> None:
-    """Of a trace, in its own time, and the window that is sized for."""
+    """Plot a trace's load over its own time, and the window that is sized for."""
     found = result.scenario.workload.over_time
     if found is None:
         return

@@ -1,4 +1,4 @@
-"""What a plan does for tenants' SLO classes, in sentences and as JSON."""
+"""Outcome of a plan for tenants' SLO classes, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from provisioning.plan.classes import Served, served
+from provisioning.plan.classes import ClassOutcome, served
 from provisioning.report import words
 from provisioning.report.result import Result
 
 
-def by_class(result: Result) -> list[Served]:
+def by_class(result: Result) -> list[ClassOutcome]:
     """Empty without --classes."""
     candidate, verdict = result.candidate, result.verified.verdict
     in_time = None if verdict is None else verdict.in_time

@@ -8,7 +8,7 @@ from typing import Any
 from provisioning.plan.band import SPREAD
 from provisioning.plan.judge import verdict_json
 from provisioning.plan.verify import Trial
-from provisioning.report import classes
+from provisioning.report import classes, prefill
 from provisioning.report.provenance import provenance
 from provisioning.report.render import headline, question
 from provisioning.report.result import NOTES, Result
@@ -39,6 +39,9 @@ def document(result: Result) -> dict[str, Any]:
         "slo": asdict(scenario.slo),
         "dispatch": scenario.dispatch,
         "eq6": scenario.eq6,
+        "transport": scenario.model.transport.name,
+        "prefill": scenario.prefill,
+        "prompts": prefill.as_json(result),
         "load": _load(result),
         "latency_us": _latency(result),
         "coupled": _coupled(result),
@@ -85,7 +88,7 @@ def _load(result: Result) -> dict[str, Any]:
 
 
 def _latency(result: Result) -> dict[str, float]:
-    latency, limit = result.candidate.latency, result.scenario.limit
+    latency, limit = result.candidate.latency, result.scenario.limit(result.candidate.layout)
     return {
         "recv": latency.receive.value,
         "compute": latency.compute.value,
@@ -95,6 +98,7 @@ def _latency(result: Result) -> dict[str, float]:
         "slowest_times_instances": result.scenario.busy_us(result.candidate.layout),
         "budget_layer": limit.layer,
         "decode_step": result.candidate.step_us,
+        "prompt": result.candidate.prompt_us,
         "visible_load": result.candidate.load_us,
     }
 

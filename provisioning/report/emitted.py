@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from provisioning.plan.judge import played
 from provisioning.report.render import headline, question
 from provisioning.report.result import Result
+from provisioning.report.serve_file import server_flags
 
 TRACE, COMMANDS, PLAN = "trace.csv", "commands.sh", "plan.yaml"
 
 
 def trace(result: Result) -> str:
-    """What the first simulated run was given, at the planned load: `provision --trace` reads it."""
+    """Write the calls of the first simulated run at the planned load, as `provision --trace` reads them."""
     requests = played(result.scenario, result.candidate.mean_step_us, 0)
     workload, stream = result.scenario.workload, io.StringIO()
     outputs = requests.output_tokens
-    given = max(round(result.scenario.model.context_tokens - float(outputs.mean()) / 2), 1)  # a request's on average
+    given = max(round(result.scenario.prompt_tokens), 1)  # a request's on average
     inputs = [given] * len(requests) if requests.input_tokens is None else requests.input_tokens.tolist()
     rows = csv.writer(stream, lineterminator="\n")
     rows.writerow(("timestamp", "adapter", "input_tokens", "output_tokens"))
@@ -43,8 +44,10 @@ def _commands(result: Result) -> Iterator[str]:
     yield f"# {TRACE}: arrivals in s, adapters, tokens; send each request to any instance, `model` being its adapter."
     yield f"# The adapters of {TRACE} are sub-directories of ./adapters. What is measured is `immediate` of"
     yield "# lora_server_admissions_total against all of them, beside the plan's target."
-    yield f"lora-server serve --config {PLAN} --base-model {model} --adapters ./adapters"
+    flags = f" {server_flags(result)}".rstrip()
+    yield f"lora-server serve --config {PLAN} --base-model {model} --adapters ./adapters{flags}"
     yield "export LORA_SERVER_ADDRESS=127.0.0.1:7400  # the server's, on every host"
+    yield f"export LORA_SERVER_TRANSPORT={scenario.model.transport.name}"
     if not one_host:
         yield "# All do not fit on one host: start each of these where GPUs are free."
     for instance in range(scenario.instances):

@@ -44,7 +44,7 @@ class Comparison:
             if not most:
                 return f"Nothing serves this on {self.budget:,} GPUs."
             fastest, line = max(most)
-            return f"{self.budget:,} GPUs serve the most {line}: {words.number(fastest)} requests/s."
+            return f"Most requests/s on {self.budget:,} GPUs: {line}, {words.number(fastest)}."
         costs = {line: points[self.asked] for line, points in self.fronts.items()}
         known = {line: point.gpus for line, point in costs.items() if point}
         if not known:
@@ -54,7 +54,7 @@ class Comparison:
         price = self.price_per_gpu_hour
         cost = "" if price is None else f", {words.number(least * price)} per hour"
         gpus, rate = words.count(least, "GPU"), words.number(self.rates[self.asked])
-        return f"{rate} requests/s cost the least {lines}: {gpus}{cost}."
+        return f"Cheapest for {rate} requests/s: {lines}, {gpus}{cost}."
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -62,14 +62,14 @@ class Comparison:
 
 
 def rows(found: Comparison) -> Iterator[tuple[str, ...]]:
-    """By rate: the GPUs of every line."""
+    """Build a row per rate: the GPUs of every line."""
     for place, rate in enumerate(found.rates):
         points = (line[place] for line in found.fronts.values())
         yield words.number(rate), *("-" if point is None else f"{point.gpus:,}" for point in points)
 
 
 def chosen(found: Comparison) -> Iterator[tuple[str, str, str, str, str]]:
-    """Of every line: what the rate that was asked for takes, or what the budget serves."""
+    """Build a row per line: GPUs for the given rate, or the rate within the budget."""
     points = found.within or {line: front[found.asked] for line, front in found.fronts.items()}
     for line, point in points.items():
         if point is None:

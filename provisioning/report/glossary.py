@@ -10,7 +10,8 @@ TERMS = {
     "binding constraint": "What asks for the GPUs: with fewer, this is the first thing to fail.",
     "coupled": "No LoRA Server: every instance holds adapters beside its weights and KV cache, as S-LoRA and vLLM do.",
     "Eq. 5": "Receive + compute + send of a layer's LoRA step fit beside the base layer (SLO_FFN): it is hidden.",
-    "Eq. 6": "The slowest of these three, for all instances, fits a layer's time (SLO_Layer): the server keeps up.",
+    "Eq. 6": "The slowest of these three (or of the transport's phases), for all instances and with their prompts, "
+    "fits a layer's time (SLO_Layer): the server keeps up.",
     "epX-ppY": "The server's layout: experts over X GPUs, layers over Y stages.",
     "headroom": "By how much the load may grow before the plan fails, by the model.",
     "hot-merged": "The hottest adapters are merged into the weights of instances that serve nothing else.",
@@ -18,10 +19,12 @@ TERMS = {
     "LB": "Requests in flight in all: L instances of B each; with a rate, by Little's law.",
     "M*": "The fewest slots whose IAR reaches the target, by the model `offered`.",
     "peak": "The fullest window of a trace, which the plan is sized for.",
-    "prefill": "Reading the prompt. It is in no TTFT or TPOT here; its share of an instance's time is estimated.",
+    "prefill": "Computing the prompt. Shared: by the instances that decode, so it is in TPOT, Eq. 5 and Eq. 6; apart: "
+    "by others. In neither case is a request's own in its TTFT.",
     "SLO class": "Adapters that share an SLO and a target of their own (--classes).",
-    "TPOT": "Time per output token: a decode step, on average.",
+    "TPOT": "Time per output token: a decode step, on average, with its share of prompts.",
     "TTFT": "Time to first token: queueing, the load that shows, and the first decode step.",
+    "transport": "Transport of rows, by its name in the product: it sets the link, its driver, and what overlaps.",
     "visible load": "What of an adapter's load no step hides: layer 0, or what all of it takes longer than a step.",
     "8-bit wire": "Rows to and from the server with 8 bits each in place of 16: half the bytes on the links.",
 }

@@ -8,7 +8,7 @@ from html import escape
 
 from provisioning.report import words
 from provisioning.report.charts import charts, png
-from provisioning.report.provenance import Entry, provenance
+from provisioning.report.provenance import PlanInput, provenance
 from provisioning.report.render import headline, question, remarks, rows, summary
 from provisioning.report.result import NOTES, Result
 from provisioning.report.serve_file import unmet
@@ -73,7 +73,7 @@ def picture(title: str, png: bytes) -> str:
     return f'<h2>{escape(title)}</h2><img alt="{escape(title)}" src="data:image/png;base64,{data}">'
 
 
-def _value(entry: Entry) -> str:
+def _value(entry: PlanInput) -> str:
     return words.size(entry.value) if entry.unit == "bytes" else f"{words.number(entry.value)} {entry.unit}"
 
 

@@ -1,29 +1,71 @@
-"""What of the instances' time prompts take: estimated and said, since no SLO here has it in it."""
+"""Prompts: what of the instances' time and of the server's links they take, and where."""
 
 from __future__ import annotations
 
-from provisioning.model.prefill import prefill_us
-from provisioning.plan.question import Scenario
+import math
+from collections.abc import Iterator
+from typing import Any
+
 from provisioning.report import words
 from provisioning.report.result import Result
 
 
-def share(result: Result) -> str:
-    """In a sentence, of both sides."""
+def rows(result: Result) -> Iterator[tuple[str, str, str]]:
+    """Build (what, value, remark) rows for a plan whose instances prefill, too."""
+    scenario, candidate = result.scenario, result.candidate
+    if not scenario.model.prompt_tokens:
+        return
+    tokens = words.number(scenario.model.prompts(scenario.batch))
+    busy = words.time(candidate.mean_step_us - candidate.decode_step_us)
+    yield "prompts in a step", f"{tokens} tokens, {busy}", f"{words.number(scenario.prompt_tokens)} a request"
+    receive, send, links = (words.number(value, 3) for value in _gb_per_s(result))
+    yield "rows of prompts", f"{receive} GB/s in, {send} GB/s back", f"<= {links} GB/s, the server's links"
+
+
+def sentence(result: Result) -> str:
+    """State the share of the instances' time that prompts take, or the number of other instances that prefill."""
     scenario, coupled = result.scenario, result.coupled
-    tokens, source = _prompt_tokens(scenario)
-    each_us = prefill_us(scenario.model, tokens)
-    busy_us = scenario.rate(result.candidate.mean_step_us) * 1e-6 * each_us
-    ours, theirs = busy_us / scenario.instances, busy_us / coupled.instances
-    return (
-        f"Prefill, estimated: {tokens:,.0f} prompt tokens a request ({source}) take {words.time(each_us)}, "
-        f"{ours:.1%} of an instance's time; coupled, {theirs:.1%}."
-    )
+    what = f"Prompts, {words.number(scenario.prompt_tokens)} tokens a request ({scenario.prompts_by}),"
+    if scenario.prefill == "shared":
+        batch = coupled.scenario.global_batch / coupled.instances
+        theirs = 1 - coupled.scenario.model.without_prompts().coupled_step_us(batch) / coupled.step_us
+        return f"{what} take {_share(result):.1%} of an instance's time; coupled, {theirs:.1%}."
+    each = words.count(scenario.model.instance_gpus, "GPU")
+    others = words.count(math.ceil(_prefill_instances(result)), "other instance")
+    return f"{what} are computed by {others} of {each}, by FLOPs, on both sides; they are in no count here."
 
 
-def _prompt_tokens(scenario: Scenario) -> tuple[float, str]:
-    """Of a request on average, and by what: the context's mean has half of the output in it."""
-    trace = scenario.workload.trace
-    if trace is not None and trace.input_tokens is not None:
-        return float(trace.input_tokens.mean()), "the trace's"
-    return max(scenario.model.context_tokens - scenario.workload.lengths.mean_tokens / 2, 1.0), "by --context-tokens"
+def as_json(result: Result) -> dict[str, Any]:
+    """Plain values; those of the server's links are null where other instances compute prompts."""
+    scenario = result.scenario
+    found: dict[str, Any] = {"tokens": scenario.prompt_tokens, "source": scenario.prompts_by}
+    if scenario.prefill == "apart":
+        return {**found, "prefill_instances": _prefill_instances(result)}
+    receive, send, links = _gb_per_s(result)
+    return {
+        **found,
+        "tokens_per_step": scenario.model.prompts(scenario.batch),
+        "share_of_instances": _share(result),
+        "server_receive_gb_per_s": receive,
+        "server_send_gb_per_s": send,
+        "server_links_gb_per_s": links,
+    }
+
+
+def _share(result: Result) -> float:
+    return 1 - result.candidate.decode_step_us / result.candidate.mean_step_us
+
+
+def _gb_per_s(result: Result) -> tuple[float, float, float]:
+    """(to the server, back, what its links carry each way)."""
+    scenario, candidate = result.scenario, result.candidate
+    prompt = scenario.model.prompt(candidate.layout.ep)
+    per_us = scenario.rate(candidate.mean_step_us) * scenario.model.prompt_tokens * scenario.model.spec.layers * 1e-6
+    links = candidate.gpus * scenario.model.cluster.link_bytes_per_us * scenario.model.efficiency.link
+    return per_us * prompt.receive_bytes * 1e-3, per_us * prompt.send_bytes * 1e-3, links * 1e-3
+
+
+def _prefill_instances(result: Result) -> float:
+    scenario = result.scenario
+    per_us = scenario.rate(result.candidate.mean_step_us) * scenario.prompt_tokens * 1e-6
+    return per_us * scenario.model.prefill_us

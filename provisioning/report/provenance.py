@@ -1,4 +1,4 @@
-"""Where each number comes from: measured on a machine, extrapolated from measurements, or assumed."""
+"""Provenance of each number: measured on a machine, extrapolated from measurements, or assumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from provisioning.plan.question import Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PlanInput:
     """kind: measured, extrapolated or assumed."""
 
     value: float
@@ -25,16 +25,16 @@ class Entry:
         return asdict(self)
 
 
-def _us(quantity: Quantity) -> Entry:
-    return Entry(value=quantity.value, unit="us", kind=quantity.kind, source=quantity.source)
+def _us(quantity: Quantity) -> PlanInput:
+    return PlanInput(value=quantity.value, unit="us", kind=quantity.kind, source=quantity.source)
 
 
-def provenance(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
-    """All inputs of the plan that the user did not state as the question itself."""
+def provenance(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
+    """List the plan's inputs that the user did not state as the question itself."""
     return {**_times(scenario, candidate), **_machine(scenario), **_sizes(scenario, candidate), **_workload(scenario)}
 
 
-def _times(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
+def _times(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
     model, latency = scenario.model, candidate.latency
     return {
         "latency_us.recv": _us(latency.receive),
@@ -43,30 +43,43 @@ def _times(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
         "base_ffn_us": _us(model.base_ffn_us(scenario.busiest)),
         "base_attention_us": _us(model.base_attention_us(scenario.busiest)),
         "coupled_lora_us": _us(model.coupled_lora_us(scenario.batch)),
-        "visible_load_us": Entry(
+        "prompt_us": PlanInput(
+            value=candidate.prompt_us,
+            unit="us",
+            kind="extrapolated",
+            source="a request's: bytes, FLOPs and weights, no overhead",
+        ),
+        "visible_load_us": PlanInput(
             value=candidate.load_us, unit="us", kind="assumed", source="bytes over the host link, no prefetch signal"
         ),
     }
 
 
-def _machine(scenario: Scenario) -> dict[str, Entry]:
+def _machine(scenario: Scenario) -> dict[str, PlanInput]:
     cluster = scenario.model.cluster
     gpu, given = cluster.gpu, "--gpu-memory-gib" if cluster.gpu.source == "given" else cluster.gpu.source
     return {
-        "gpu_memory_bytes": Entry(value=gpu.memory_bytes, unit="bytes", kind="assumed", source=f"{gpu.name}, {given}"),
-        "usable_memory": Entry(
+        "gpu_memory_bytes": PlanInput(
+            value=gpu.memory_bytes, unit="bytes", kind="assumed", source=f"{gpu.name}, {given}"
+        ),
+        "usable_memory": PlanInput(
             value=cluster.usable_memory,
             unit="share",
             kind="extrapolated",
             source="paper 6.4: 104 Mixtral adapters in two 96 GB GPUs",
         ),
-        "hbm_gb_per_s": Entry(value=gpu.hbm_gb_per_s, unit="GB/s", kind="assumed", source=gpu.source),
-        "bf16_tflops": Entry(value=gpu.bf16_tflops, unit="TFLOP/s", kind="assumed", source=gpu.source),
-        "link_gbps": Entry(value=cluster.link_gbps, unit="Gb/s", kind="assumed", source="per GPU; --link-gbps"),
-        "wire_bytes": Entry(
+        "hbm_gb_per_s": PlanInput(value=gpu.hbm_gb_per_s, unit="GB/s", kind="assumed", source=gpu.source),
+        "bf16_tflops": PlanInput(value=gpu.bf16_tflops, unit="TFLOP/s", kind="assumed", source=gpu.source),
+        "link_gbps": PlanInput(
+            value=cluster.link_gbps,
+            unit="Gb/s",
+            kind="assumed",
+            source=f"per GPU over {scenario.model.transport.name}; --link-gbps",
+        ),
+        "wire_bytes": PlanInput(
             value=geometry.WIRE_BYTES[scenario.model.wire], unit="bytes", kind="assumed", source="of an element; --wire"
         ),
-        "host_link_gb_per_s": Entry(
+        "host_link_gb_per_s": PlanInput(
             value=cluster.host_link_gb_per_s,
             unit="GB/s",
             kind="assumed",
@@ -75,18 +88,18 @@ def _machine(scenario: Scenario) -> dict[str, Entry]:
     }
 
 
-def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
+def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, PlanInput]:
     model = scenario.model
     assumed = ", ".join(model.spec.assumed)
     source = f"geometry of {model.spec.name}" + (f", with assumed {assumed}" if assumed else "")
     layout, rank, shared_a = candidate.layout, model.lora_rank, model.shared_a
     kind = "assumed" if assumed else "extrapolated"
 
-    def entry(value: float, note: str) -> Entry:
-        return Entry(value=value, unit="bytes", kind=kind, source=f"{source}; {note}")
+    def entry(value: float, note: str) -> PlanInput:
+        return PlanInput(value=value, unit="bytes", kind=kind, source=f"{source}; {note}")
 
     return {
-        "adapter_bytes": Entry(
+        "adapter_bytes": PlanInput(
             value=model.spec.adapter_bytes(rank, shared_a=shared_a),
             unit="bytes",
             kind="measured",
@@ -108,22 +121,28 @@ def _sizes(scenario: Scenario, candidate: Candidate) -> dict[str, Entry]:
     }
 
 
-def _workload(scenario: Scenario) -> dict[str, Entry]:
+def _workload(scenario: Scenario) -> dict[str, PlanInput]:
     workload, lengths = scenario.workload, scenario.workload.lengths
     return {
-        "popularity": Entry(
+        "popularity": PlanInput(
             value=workload.num_adapters,
             unit="adapters",
             kind="assumed" if workload.zipf_skew is not None else "measured",
             source=workload.source,
         ),
-        "output_tokens": Entry(
+        "output_tokens": PlanInput(
             value=lengths.mean_tokens,
             unit="tokens, mean",
             kind="measured" if lengths.source else "assumed",
             source=lengths.source or f"log-normal, CV {lengths.cv:g}; --mean-output-tokens, --counts or --trace",
         ),
-        "context_tokens": Entry(
+        "context_tokens": PlanInput(
             value=scenario.model.context_tokens, unit="tokens", kind="assumed", source="--context-tokens"
+        ),
+        "prompt_tokens": PlanInput(
+            value=scenario.prompt_tokens,
+            unit="tokens, mean",
+            kind="measured" if scenario.prompts_by == "the trace's" else "assumed",
+            source=scenario.prompts_by,
         ),
     }

@@ -41,13 +41,17 @@ def headline(result: Result) -> str:
     gpus, nodes = words.count(candidate.gpus, "LoRA Server GPU"), words.count(result.nodes, "node")
     instances, each = words.count(scenario.instances, "instance"), words.count(scenario.model.instance_gpus, "GPU")
     spare = f" and {scenario.spare_gpus:,} spare" if scenario.spare_gpus else ""
-    return f"{gpus} as {candidate.layout} on {nodes}{spare}, beside {instances} of {each}; binding: {choice.binding}"
+    transport = f" over {scenario.model.transport.name}"
+    return (
+        f"{gpus} as {candidate.layout} on {nodes}{spare}, beside {instances} of {each}{transport}; "
+        f"binding: {choice.binding}"
+    )
 
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     """(what, value, limit or remark) of the plan."""
     scenario, candidate = result.scenario, result.candidate
-    latency, limit, model = candidate.latency, scenario.limit, scenario.model
+    latency, limit, model = candidate.latency, scenario.limit(candidate.layout), scenario.model
     num = scenario.workload.num_adapters
     yield "cache slots", f"{candidate.slots:,}", f">= {scenario.min_cache_slots:,} of {num:,} adapters"
     yield "IAR, model", f"{scenario.iar(candidate.slots):.4f}", f">= {scenario.iar_target:g}"
@@ -58,6 +62,7 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
     form = "Eq. 6" if scenario.eq6 == "stage" else "Eq. 6, printed"
     busy_us = scenario.busy_us(candidate.layout)
     yield f"slowest, {scenario.instances:,} served", f"{busy_us:,.0f} us", f"<= {limit.layer:,.0f} us ({form})"
+    yield from prefill.rows(result)
     which = "requests, busiest inst." if scenario.dispatch == "by-adapter" else "requests per instance"
     yield which, words.number(scenario.busiest), f"<= {scenario.kv_requests:,} by KV memory"
     yield "decode step", words.time(candidate.step_us), f"TPOT SLO {words.time(scenario.slo.tpot_us)}"
@@ -70,7 +75,7 @@ def rows(result: Result) -> Iterator[tuple[str, str, str]]:
 
 
 def summary(result: Result) -> Iterator[str]:
-    """What a reader asks next: what it costs, and how much more it bears."""
+    """Build the lines on cost and headroom."""
     cost, rival = result.cost(), result.coupled.gpus_needed
     if cost:
         beside = "" if rival is None else f"; coupled, {words.number(cost['coupled_per_hour'])}"
@@ -80,13 +85,13 @@ def summary(result: Result) -> Iterator[str]:
 
 
 def remarks(result: Result) -> Iterator[str]:
-    """What is said in sentences."""
+    """Build the sentences below the tables."""
     yield from load_over_time(result)
     yield from worst_served(result)
     yield from sizing(result)
     yield from dispatch(result)
     yield from classes.sentences(result)
-    yield prefill.share(result)
+    yield prefill.sentence(result)
 
 
 def load_over_time(result: Result) -> Iterator[str]:
@@ -134,25 +139,25 @@ def worst_served(result: Result) -> Iterator[str]:
     worst = verdict.worst_served() if verdict is not None else []
     if worst:
         named = (f"{workload.name(index)} {share:.1%} of {calls:,}" for index, calls, share in worst)
-        yield f"Served worst, requests within the TTFT SLO: {', '.join(named)}."
+        yield f"Served worst (requests within the TTFT SLO): {', '.join(named)}."
 
 
 def sizing(result: Result) -> Iterator[str]:
-    """How the simulation moved the plan: what it refuted, above and below the model's, and where it went lower."""
+    """Explain how the simulation moved the plan: the sizes it refuted, and smaller ones that hold."""
     verified, gpus = result.verified, words.count(result.candidate.gpus, "GPU")
-    for item in verified.refuted:
-        whose = "The model's plan of" if item.candidate.gpus == verified.model_gpus else "A plan of"
-        yield f"{whose} {_tried(item)} was refuted."
+    for place, item in enumerate(verified.refuted):
+        which = "the model's plan" if verified.model_gpus and not place else "a plan"
+        yield f"The simulation refuted {which} of {_tried(item)}."
     if verified.choice.binding == "simulation":
-        yield f"GPUs or slots were added: {gpus} with {words.count(result.candidate.slots, 'slot')} will do."
+        yield f"GPUs or slots were added: {gpus} with {words.count(result.candidate.slots, 'slot')} suffice."
     if verified.below_model:
         model = f"asks for {words.count(verified.model_gpus, 'GPU')}" if verified.model_gpus else "has no plan"
         yield (
-            f"The model {model} (M* = {result.scenario.min_cache_slots:,}), but the simulation went below it: the "
-            f"target holds with {gpus}. What follows by the model is too pessimistic."
+            f"The model {model} (M* = {result.scenario.min_cache_slots:,}), but in the simulation the target "
+            f"holds with {gpus}: the model's figures below are too pessimistic."
         )
     for item in verified.refuted_below:
-        yield f"Fewer slots do not: {_tried(item)} was refuted."
+        yield f"Fewer slots do not suffice: the simulation refuted {_tried(item)}."
 
 
 def _tried(item: Trial) -> str:
@@ -164,7 +169,7 @@ def _tried(item: Trial) -> str:
 
 
 def dispatch(result: Result) -> Iterator[str]:
-    """What it is worth that any instance serves any adapter."""
+    """State the gain of serving any adapter on any instance."""
     scenario = result.scenario
     if scenario.instances == 1:
         return

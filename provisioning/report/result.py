@@ -17,7 +17,7 @@ from provisioning.plan.coupled import Coupled
 from provisioning.plan.instances import sized
 from provisioning.plan.judge import silent
 from provisioning.plan.question import Scenario
-from provisioning.plan.sensitivity import Variant, headroom, sensitivity
+from provisioning.plan.sensitivity import QuestionVariant, headroom, sensitivity
 from provisioning.plan.verify import Verified, verify
 from provisioning.report import words
 from provisioning.report.glossary import POINTER
@@ -27,7 +27,7 @@ MOST_SIMULATED = 100_000
 FEW_REQUESTS = 1000
 
 NOTES = (
-    "TTFT is queueing plus the first decode step, as in the paper; prefill is not in it.",
+    "TTFT is queueing plus the first decode step, as in the paper; a request's own prefill is not in it.",
     "GPUs are the LoRA Server's (ep * pp); those of the LLM instances come on top.",
     "One adapter cache serves all instances; a cold adapter is loaded layer by layer, no prefetch signal assumed.",
     POINTER,
@@ -36,12 +36,12 @@ NOTES = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Result:
-    """What `provision` answers. `asked` is the question, and `scenario` the same at the load that the plan has."""
+    """Answer of `provision`. `asked` is the question, and `scenario` the same at the load that the plan has."""
 
     asked: Scenario
     verified: Verified
     coupled: Coupled
-    variants: list[Variant]
+    variants: list[QuestionVariant]
     band: Band | None = None
     price_per_gpu_hour: float | None = None
     base_model: str = ""
@@ -70,18 +70,18 @@ class Result:
 
     @property
     def headroom(self) -> float | None:
-        """By the model; None without a plan, and where the model turns the simulated one down."""
+        """Headroom by the model; None without a plan, and where the model refuses the simulated one."""
         known = self.feasible and not self.verified.below_model
         return headroom(self.asked, self.candidate) if known else None
 
     @property
     def nodes(self) -> int:
-        """Of the LoRA Server and its spare GPUs."""
+        """Nodes of the LoRA Server and its spare GPUs."""
         return math.ceil((self.candidate.gpus + self.scenario.spare_gpus) / self.scenario.model.cluster.gpus_per_node)
 
     @property
     def serving_nodes(self) -> int:
-        """Of the LoRA Server alone: what `lora-server serve --nodes` is given."""
+        """Nodes of the LoRA Server alone, for `lora-server serve --nodes`."""
         return math.ceil(self.candidate.gpus / self.scenario.model.cluster.gpus_per_node)
 
     @property
@@ -91,12 +91,12 @@ class Result:
 
     @property
     def worth(self) -> str:
-        """The same in a sentence, with the reason."""
+        """State the verdict in a sentence, with the reason."""
         return verdict.worth(self.candidate, self.coupled, plan=self.feasible)
 
     @property
     def warnings(self) -> list[str]:
-        """What makes this answer weaker than it looks."""
+        """List the caveats of this answer."""
         trace = self.scenario.workload.trace
         if trace is None or len(trace) >= FEW_REQUESTS:
             return []
@@ -104,7 +104,7 @@ class Result:
         return [f"the trace has {seen}, too few to bear a plan out; give {FEW_REQUESTS:,} or more"]
 
     def cost(self) -> dict[str, float] | None:
-        """From --price-per-gpu-hour; tokens at LB in flight and the modelled step."""
+        """Compute costs from --price-per-gpu-hour; tokens at LB in flight and the modelled step."""
         if self.price_per_gpu_hour is None or not self.feasible:
             return None
         scenario, price, coupled = self.scenario, self.price_per_gpu_hour, self.coupled

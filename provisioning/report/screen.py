@@ -16,7 +16,7 @@ _UNBOUNDED = 10_000  # columns: in a pipe a line is as long as what it says
 
 
 def console() -> Console:
-    """Of stdout: as wide as the terminal; in a pipe as wide as the text."""
+    """Open a console on stdout: as wide as the terminal; in a pipe, as wide as the text."""
     width = None if sys.stdout.isatty() else _UNBOUNDED
     return Console(width=width, highlight=False, markup=False, emoji=False)
 

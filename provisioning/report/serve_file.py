@@ -38,7 +38,7 @@ def plan_yaml(result: Result) -> str:
 
 
 def settings(result: Result) -> dict[str, object]:
-    """What the plan decides of a server's settings."""
+    """Return the server settings that the plan decides."""
     scenario, candidate = result.scenario, result.candidate
     return {
         "base_model": result.base_model,
@@ -54,24 +54,38 @@ def settings(result: Result) -> dict[str, object]:
 
 
 def unmet(result: Result) -> Iterator[str]:
-    """What the plan counts on and today's server does not do, or nobody has seen it do."""
+    """List what the plan relies on and today's server does not do, or has never been measured doing."""
     scenario, candidate = result.scenario, result.candidate
     cluster = scenario.model.cluster
+    transport = scenario.model.transport.name
     yield (
-        f"Not met today: the plan's wire is {words.number(cluster.link_gbps)} Gb/s per GPU, driven from the GPUs as in "
-        "the paper. The server has CUDA IPC within a host, and TCP between hosts."
+        f"Planned for transport {transport} at {words.number(cluster.link_gbps)} Gb/s per GPU: start engines with "
+        f"LORA_SERVER_TRANSPORT={transport}{f', the server with {flags}' if (flags := server_flags(result)) else ''}. "
+        "By default they use cuda_ipc or shm within a host and tcp between hosts; --transport plans for these."
     )
+    if transport in ("nvshmem", "gpu"):
+        yield f"Unmeasured: {transport} on a GPU; it has run on emulated ones."
+    if scenario.prefill == "apart":
+        yield "Unmeasured: engines that decode only (vLLM's --kv-transfer-config) beside this server."
     if not scenario.model.profile.points:
-        yield "Not seen: step times are modelled, from the paper's Table 4; measure yours, and give --profile."
+        yield "Unmeasured: step times, which come from the paper's Table 4; measure yours and give --profile."
     if scenario.instances > 1:
-        yield "Not seen: several engines of this load on one server, with receive, compute and send overlapped."
+        yield "Unmeasured: several engines of this load on one server, with receive, compute and send overlapped."
     if _elsewhere(result):
         shards = math.ceil(candidate.gpus / result.serving_nodes)
         pool = _elsewhere(result) * scenario.adapter_bytes(candidate.layout) * shards
         yield (
             f"Memory of the host: {words.size(pool)} a node for the {_elsewhere(result):,} adapters without a slot; "
-            "with less, lower host_pool: what then comes from disk takes longer than the plan's load."
+            "with less, lower host_pool: loads from disk take longer than the plan assumes."
         )
+
+
+def server_flags(result: Result) -> str:
+    """Return the `lora-server serve` options of the planned transport; empty for those that every server has."""
+    name, scenario = result.scenario.model.transport.name, result.scenario
+    if name == "nvshmem":
+        return f"--gpu-transport nvshmem --nvshmem-clients {scenario.engine_gpus}"
+    return f"--gpu-transport {name}" if name in ("gpu", "cuda_ipc") else ""
 
 
 def _elsewhere(result: Result) -> int:

@@ -1,4 +1,4 @@
-"""What a plan is beside: the question changed a little, the coupled system, and the costs, in rows of words."""
+"""Comparison tables of a plan: changed questions, the coupled system and the costs, as rows of words."""
 
 from __future__ import annotations
 

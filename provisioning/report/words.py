@@ -23,20 +23,20 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def time(us: float) -> str:
-    """From microseconds: 370 us, 30.1 ms, 2.5 s."""
+    """Format microseconds: 370 us, 30.1 ms, 2.5 s."""
     size, unit = _scale(us, _TIMES)
     return f"{number(us / size, 3)} {unit}"
 
 
 def times(seconds: Estimate) -> str:
-    """With its interval, in one unit: 30.1 ms [29.9, 30.3]."""
+    """Format a time with its interval, in one unit: 30.1 ms [29.9, 30.3]."""
     size, unit = _scale(seconds.mean * 1e6, _TIMES)
     mean, low, high = (number(value * 1e6 / size, 3) for value in (seconds.mean, seconds.low, seconds.high))
     return f"{mean} {unit} [{low}, {high}]"
 
 
 def rate(share: Estimate) -> str:
-    """With its interval: 0.9531 [0.9502, 0.9560]."""
+    """Format a rate with its interval: 0.9531 [0.9502, 0.9560]."""
     return f"{share.mean:.4f} [{share.low:.4f}, {share.high:.4f}]"
 
 

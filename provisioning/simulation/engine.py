@@ -1,4 +1,4 @@
-"""The event loop of `run`, whose file states the rules."""
+"""Event loop of `run`; run.py states the rules."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _ROUNDING = 1e-14  # of the steps so far, which a clock in seconds loses: withou
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What is simulated. `cache_slots` is per cache: one shared by all, or one per instance.
+    """Simulated system. `cache_slots` is per cache: one shared by all, or one per instance.
 
-    `instance_of` is by adapter; None where any of `instances` serves any adapter, from a shared cache.
+    `instance_of` is by adapter; None where any of `instances` serves any adapter, from a shared cache. A request's
+    prompt takes `prompt_s` of its instance, where the calls have prompts of their own in proportion to these.
     """
 
     step_s: Sequence[float]
@@ -29,7 +30,109 @@ class System:
     shared: bool = True
     max_batch: int | None = None
     load_s: float = 0.0
+    prompt_s: float = 0.0
     order: Literal["fcfs", "sjf"] = "fcfs"
+
+
+def _prompts_s(requests: Requests, mean_s: float) -> list[float]:
+    """Compute the prefill time of each request."""
+    given = requests.input_tokens
+    if given is None or not mean_s or not given.any():
+        return [mean_s] * len(requests)
+    each: list[float] = (given * (mean_s / given.mean())).tolist()
+    return each
+
+
+class SlotCache:
+    """Adapter slots: free ones, idle adapters in LRU order, and the adapters that wait for a slot."""
+
+    __slots__ = ("free", "idle", "waiting")
+
+    def __init__(self, slots: int) -> None:
+        self.free = slots
+        self.idle: OrderedDict[AdapterState, None] = OrderedDict()
+        self.waiting: list[tuple[int, int]] = []  # (key, adapter)
+
+    def take(self) -> bool:
+        """Take a free slot, or evict the idle adapter that was used least recently; False where there is neither."""
+        if self.free:
+            self.free -= 1
+        elif self.idle:
+            self.idle.popitem(last=False)[0].resident = False
+        else:
+            return False
+        return True
+
+
+class AdapterState:
+    """One adapter: its cache, its instance (None: any), its users, and the requests that wait for its slot."""
+
+    __slots__ = ("blocked", "cache", "owner", "resident", "users")
+
+    def __init__(self, cache: SlotCache, owner: int | None) -> None:
+        self.cache, self.owner = cache, owner
+        self.resident, self.users = False, 0
+        self.blocked: list[tuple[int, int]] = []  # (key, request)
+
+    def hold(self) -> bool | None:
+        """Count one more user; returns whether the adapter was resident, None where no slot is left."""
+        was_resident = self.resident
+        if was_resident:
+            if not self.users:
+                del self.cache.idle[self]
+        elif not self.cache.take():
+            return None
+        self.resident = True
+        self.users += 1
+        return was_resident
+
+    def release(self) -> None:
+        """Count one user less; without users it is idle."""
+        self.users -= 1
+        if not self.users:
+            self.cache.idle[self] = None
+
+
+class DecodeInstance:
+    """One instance: its batch, its queue, and a clock in tokens, which stands while prompts are computed."""
+
+    __slots__ = ("batch", "clock", "pace", "queue", "seen", "version")
+
+    def __init__(self, pace: float) -> None:
+        self.batch: list[tuple[float, int]] = []  # (clock at its last token, request)
+        self.queue: list[tuple[int, int]] = []  # (key, request)
+        self.clock = self.seen = 0.0
+        self.pace, self.version = pace, 0
+
+    @property
+    def load(self) -> int:
+        """Requests that it has."""
+        return len(self.batch) + len(self.queue)
+
+    def advance(self, now: float) -> tuple[float, float]:
+        """Return (tokens so far, when the next may begin)."""
+        ready = max(now, self.seen)
+        if not self.batch:
+            return 0.0, ready
+        return self.clock + (ready - self.seen) / self.pace, ready
+
+
+class Calls:
+    """The requests, as plain lists. `key` orders queues."""
+
+    def __init__(self, requests: Requests, system: System) -> None:
+        self.arrival, self.adapter = requests.arrival_s.tolist(), requests.adapter.tolist()
+        self.tokens = requests.output_tokens.tolist()
+        self.key = list(range(len(requests))) if system.order == "fcfs" else self.tokens
+        self.prompt_s = _prompts_s(requests, system.prompt_s)
+
+
+class Moments:
+    """Moments of each request, in seconds; NaN for one that was never admitted."""
+
+    def __init__(self, num: int) -> None:
+        self.admit, self.first, self.finish = [math.nan] * num, [math.nan] * num, [math.nan] * num
+        self.immediate = [False] * num
 
 
 class Engine:
@@ -37,141 +140,116 @@ class Engine:
 
     def __init__(self, requests: Requests, system: System) -> None:
         num, adapters = len(requests), requests.num_adapters
-        self.owner = None if system.instance_of is None else [int(instance) for instance in system.instance_of]
-        instances = system.instances if self.owner is None else max(self.owner) + 1
-        self.arrival, self.adapter = requests.arrival_s.tolist(), requests.adapter.tolist()
-        self.tokens = requests.output_tokens.tolist()
-        self.key = list(range(num)) if system.order == "fcfs" else self.tokens
-        self.cache_of = [0] * adapters if system.shared or self.owner is None else self.owner
-        caches = 1 if system.shared else instances
-        self.steps, self.last_step = list(system.step_s), len(system.step_s) - 1
+        given = None if system.instance_of is None else [int(one) for one in system.instance_of]
+        owners: Sequence[int | None] = [None] * adapters if given is None else given
+        instances = system.instances if given is None else max(given) + 1
+        caches = [SlotCache(system.cache_slots) for _ in range(1 if system.shared else instances)]
+        self.calls, self.moments = Calls(requests, system), Moments(num)
+        self.adapters = [AdapterState(caches[0 if system.shared or one is None else one], one) for one in owners]
+        self.steps, self.load_s = list(system.step_s), system.load_s
         self.max_batch = system.max_batch if system.max_batch is not None else num + 1
-        self.load_s, self.free = system.load_s, [system.cache_slots] * caches
-        self.idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(caches)]
-        self.slot_queue: list[list[tuple[int, int]]] = [[] for _ in range(caches)]
-        self.resident, self.users = [False] * adapters, [0] * adapters
-        self.blocked: list[list[tuple[int, int]]] = [[] for _ in range(adapters)]
-        self.batch: list[list[tuple[float, int]]] = [[] for _ in range(instances)]
-        self.batch_queue: list[list[tuple[int, int]]] = [[] for _ in range(instances)]
-        self.least = [(0, instance) for instance in range(instances)]  # (load, instance); what is out of date is left
-        self.clock, self.seen = [0.0] * instances, [0.0] * instances
-        self.pace = [self.steps[0]] * instances
-        self.version, self.events = [0] * instances, list[tuple[float, int, int]]()
-        self.admit, self.first, self.finish = [math.nan] * num, [math.nan] * num, [math.nan] * num
-        self.immediate = [False] * num
+        self.instances = [DecodeInstance(self.steps[0]) for _ in range(instances)]
+        anywhere = range(instances) if given is None else ()
+        self.least = [(0, instance) for instance in anywhere]  # (load, instance); stale entries stay
+        self.events = list[tuple[float, int, int]]()  # (time, instance, its version)
 
     def play(self) -> None:
-        """All arrivals, then what is left to finish."""
-        events, version = self.events, self.version
-        for request, now in enumerate(self.arrival):
-            while events and events[0][0] <= now:
-                at, instance, issued = heappop(events)
-                if issued == version[instance]:
-                    self._complete(instance, at)
+        """Play all arrivals, then finish the rest."""
+        for request, now in enumerate(self.calls.arrival):
+            self._complete_until(now)
             self._arrive(request, now)
-        while events:
+        self._complete_until(math.inf)
+
+    def _complete_until(self, end: float) -> None:
+        events, instances = self.events, self.instances
+        while events and events[0][0] <= end:
             at, instance, issued = heappop(events)
-            if issued == version[instance]:
+            if issued == instances[instance].version:
                 self._complete(instance, at)
 
     def _arrive(self, request: int, now: float) -> None:
-        adapter = self.adapter[request]
+        adapter = self.adapters[self.calls.adapter[request]]
         instance = self._instance_for(adapter)
-        if len(self.batch[instance]) >= self.max_batch:
+        if len(self.instances[instance].batch) >= self.max_batch:
             self._queue(request, instance)
         elif self._admit(request, adapter, instance, now):
-            self.immediate[request] = True
+            self.moments.immediate[request] = True
             self._reschedule(instance)
         else:
             self._block(request, adapter)
 
-    def _instance_for(self, adapter: int) -> int:
+    def _instance_for(self, adapter: AdapterState) -> int:
         """The adapter's own, or that with the fewest requests."""
-        if self.owner is not None:
-            return self.owner[adapter]
-        while self.least[0][0] != self._load(self.least[0][1]):
-            heappop(self.least)
-        return self.least[0][1]
-
-    def _load(self, instance: int) -> int:
-        return len(self.batch[instance]) + len(self.batch_queue[instance])
+        if adapter.owner is not None:
+            return adapter.owner
+        least, instances = self.least, self.instances
+        while least[0][0] != instances[least[0][1]].load:
+            heappop(least)
+        return least[0][1]
 
     def _changed(self, instance: int) -> None:
-        if self.owner is None:
-            heappush(self.least, (self._load(instance), instance))
+        if self.least:
+            heappush(self.least, (self.instances[instance].load, instance))
 
     def _queue(self, request: int, instance: int) -> None:
-        heappush(self.batch_queue[instance], (self.key[request], request))
+        heappush(self.instances[instance].queue, (self.calls.key[request], request))
         self._changed(instance)
 
-    def _admit(self, request: int, adapter: int, instance: int, now: float) -> bool:
-        """Takes a slot and joins the batch, or changes nothing."""
-        load_s = 0.0
-        if self.resident[adapter]:
-            if not self.users[adapter]:
-                del self.idle[self.cache_of[adapter]][adapter]
-        else:
-            cache = self.cache_of[adapter]
-            if self.free[cache]:
-                self.free[cache] -= 1
-            elif self.idle[cache]:
-                self.resident[self.idle[cache].popitem(last=False)[0]] = False
-            else:
-                return False
-            self.resident[adapter], load_s = True, self.load_s
-        self.users[adapter] += 1
-        self._join(request, instance, now, load_s)
+    def _admit(self, request: int, adapter: AdapterState, instance: int, now: float) -> bool:
+        """Take a slot and join the batch, or change nothing."""
+        was_resident = adapter.hold()
+        if was_resident is None:
+            return False
+        self._join(request, instance, now, 0.0 if was_resident else self.load_s)
         return True
 
     def _join(self, request: int, instance: int, now: float, load_s: float) -> None:
-        batch = self.batch[instance]
-        clock = self.clock[instance] + (now - self.seen[instance]) / self.pace[instance] if batch else 0.0
-        self.clock[instance], self.seen[instance] = clock, now
-        pace = self.pace[instance] = self.steps[min(len(batch) + 1, self.last_step)]
+        its, moments = self.instances[instance], self.moments
+        clock, ready = its.advance(now)
+        its.clock, its.seen = clock, ready + self.calls.prompt_s[request]
+        pace = its.pace = self._pace(len(its.batch) + 1)
         start = math.ceil(clock + load_s / pace - 1e-9)
-        heappush(batch, (start + self.tokens[request], request))
-        self.admit[request] = now
-        self.first[request] = now + (start + 1 - clock) * pace
+        heappush(its.batch, (start + self.calls.tokens[request], request))
+        moments.admit[request] = now
+        moments.first[request] = ready + (start + 1 - clock) * pace  # without its own prompt
         self._changed(instance)
 
-    def _block(self, request: int, adapter: int) -> None:
-        waiting = self.blocked[adapter]
-        key = self.key[request]
-        if not waiting or key < waiting[0][0]:
-            heappush(self.slot_queue[self.cache_of[adapter]], (key, adapter))
-        heappush(waiting, (key, request))
+    def _pace(self, batch: int) -> float:
+        return self.steps[min(batch, len(self.steps) - 1)]
+
+    def _block(self, request: int, adapter: AdapterState) -> None:
+        key = self.calls.key[request]
+        if not adapter.blocked or key < adapter.blocked[0][0]:
+            heappush(adapter.cache.waiting, (key, self.calls.adapter[request]))
+        heappush(adapter.blocked, (key, request))
 
     def _complete(self, instance: int, now: float) -> None:
-        """All tokens that are due; then whoever waits for a slot or for room in the batch."""
-        batch = self.batch[instance]
-        clock = self.clock[instance] + (now - self.seen[instance]) / self.pace[instance]
-        self.clock[instance], self.seen[instance] = clock, now
-        due, cache = clock + 1e-6 + _ROUNDING * now / self.pace[instance], 0
-        while batch and batch[0][0] <= due:
-            request = heappop(batch)[1]
-            self.finish[request] = now
-            adapter = self.adapter[request]
-            self.users[adapter] -= 1
-            if not self.users[adapter]:
-                self.idle[self.cache_of[adapter]][adapter] = None
-            cache = self.cache_of[adapter]
-        self.pace[instance] = self.steps[min(len(batch), self.last_step)]
+        """Finish the requests that are due; then admit those that wait for a slot or for a place in the batch."""
+        its, calls = self.instances[instance], self.calls
+        its.clock, its.seen = clock, _ = its.advance(now)
+        due, cache = clock + 1e-6 + _ROUNDING * now / its.pace, self.adapters[0].cache
+        while its.batch and its.batch[0][0] <= due:
+            request = heappop(its.batch)[1]
+            self.moments.finish[request] = now
+            adapter = self.adapters[calls.adapter[request]]
+            adapter.release()
+            cache = adapter.cache
+        its.pace = self._pace(len(its.batch))
         self._changed(instance)
-        touched = self._grant_slots(cache, now) if self.slot_queue[cache] else set()
+        touched = self._grant_slots(cache, now) if cache.waiting else set()
         touched.add(instance)
         self._fill(instance, now)
         for other in touched:
             self._reschedule(other)
 
-    def _grant_slots(self, cache: int, now: float) -> set[int]:
-        """Slots to the adapters that wait longest (or are shortest), if their batch has room."""
-        touched, queue = set(), self.slot_queue[cache]
-        while queue and (self.free[cache] or self.idle[cache]):
-            adapter = heappop(queue)[1]
-            waiting = self.blocked[adapter]
-            while waiting:
-                request, instance = heappop(waiting)[1], self._instance_for(adapter)
-                if len(self.batch[instance]) < self.max_batch:
+    def _grant_slots(self, cache: SlotCache, now: float) -> set[int]:
+        """Give slots to the adapters that wait longest (or are shortest), if their batch has room."""
+        touched = set()
+        while cache.waiting and (cache.free or cache.idle):
+            adapter = self.adapters[heappop(cache.waiting)[1]]
+            while adapter.blocked:
+                request, instance = heappop(adapter.blocked)[1], self._instance_for(adapter)
+                if len(self.instances[instance].batch) < self.max_batch:
                     self._admit(request, adapter, instance, now)
                 else:
                     self._queue(request, instance)
@@ -179,19 +257,19 @@ class Engine:
         return touched
 
     def _fill(self, instance: int, now: float) -> None:
-        queue, batch = self.batch_queue[instance], self.batch[instance]
-        while queue and len(batch) < self.max_batch:
-            request = heappop(queue)[1]
-            adapter = self.adapter[request]
+        its = self.instances[instance]
+        while its.queue and len(its.batch) < self.max_batch:
+            request = heappop(its.queue)[1]
+            adapter = self.adapters[self.calls.adapter[request]]
             if not self._admit(request, adapter, instance, now):
                 self._block(request, adapter)
                 self._changed(instance)
 
     def _reschedule(self, instance: int) -> None:
-        """The instance's next event is its first completion; older entries are void."""
-        batch = self.batch[instance]
-        self.version[instance] += 1
-        if batch:
-            ahead = batch[0][0] - self.clock[instance]
-            at = self.seen[instance] + max(ahead, 0.0) * self.pace[instance]
-            heappush(self.events, (at, instance, self.version[instance]))
+        """Schedule the instance's first completion; older entries are void."""
+        its = self.instances[instance]
+        its.version += 1
+        if its.batch:
+            ahead = its.batch[0][0] - its.clock
+            at = its.seen + max(ahead, 0.0) * its.pace
+            heappush(self.events, (at, instance, its.version))

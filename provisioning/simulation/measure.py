@@ -1,4 +1,4 @@
-"""What is read off a simulated run: which requests count, who was served in time, and an interval over seeds."""
+"""Measures of a simulated run: the requests that count, those in time, and an interval over seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float], top: float = np.inf) -> Estimate:
-        """Of at least two seeds; of one, the interval is the whole line. Values lie in [0, top]."""
+        """Estimate from at least two seeds; with one, the interval is the whole line. Values lie in [0, top]."""
         sample = np.asarray(values, dtype=float)
         mean = float(sample.mean())
         if sample.size < 2:
@@ -43,7 +43,7 @@ def measured(outcome: Outcome) -> slice:
 
 
 def parts(outcome: Outcome) -> list[slice | Ints]:
-    """What a target must hold of: the measured requests, and those of them at the peak, where there is one."""
+    """Return the parts for which a target must hold: the measured requests, and those at the peak, if there is one."""
     kept, at_peak = measured(outcome), outcome.requests.at_peak
     if at_peak is None or not at_peak[kept].any():
         return [kept]
@@ -59,7 +59,7 @@ def in_time(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float | Floats) ->
 
 
 def adapters_within(outcome: Outcome, kept: slice | Ints, ttft_slo_s: float, share: float = 0.9) -> float:
-    """Share of adapters of whom at least 90 % of the requests meet the TTFT SLO (the paper's attainment)."""
+    """Share of adapters with at least 90 % of requests within the TTFT SLO: the paper's attainment."""
     calls, good = in_time(outcome, kept, ttft_slo_s)
     called = calls > 0
     return float((good[called] >= share * calls[called]).mean())

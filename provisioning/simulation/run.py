@@ -10,10 +10,12 @@ Rules (the paper's sections 2.2 and 6.1; what it leaves open is decided here, be
    Queues are FCFS, or by true output length (oracle SJF).
 3. It joins at the next step of its instance, after what the load of its adapter leaves visible:
    all of it in a coupled engine, in the disaggregated one what prefetch and layer-wise loading leave.
-4. A step takes `step_s[batch]`. TTFT = queueing + load + first decode step; prefill is not in it.
+4. A step takes `step_s[batch]`. TTFT = queueing + load + first decode step; prefill is not in it. But where the same
+   instances compute prompts, all of an instance's requests wait for `prompt_s` when one joins.
 5. A slot is held from admission to the last token, and an adapter is evicted only when unused.
 
-Each instance keeps a clock in tokens, which runs at 1 / step_s[batch]; so an event costs O(log n).
+Each instance keeps a clock in tokens, which runs at 1 / step_s[batch] and stands during prompts; so an event costs
+O(log n).
 """
 
 from __future__ import annotations
@@ -69,10 +71,6 @@ def run(requests: Requests, system: System) -> Outcome:
         )
     engine = Engine(requests, system)
     engine.play()
-    return Outcome(
-        requests,
-        np.array(engine.admit),
-        np.array(engine.first),
-        np.array(engine.finish),
-        np.array(engine.immediate, dtype=bool),
-    )
+    found = engine.moments
+    admit, first, finish = (np.array(one) for one in (found.admit, found.first, found.finish))
+    return Outcome(requests, admit, first, finish, np.array(found.immediate, dtype=bool))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lora_server.placement import Layout
 from provisioning.model.profile import Profile
 from provisioning.plan.candidates import Candidate
-from provisioning.plan.choice import Choice, smallest
+from provisioning.plan.choice import LayoutChoice, smallest
 from provisioning.plan.fronts import apart
 from provisioning.plan.judge import silent
 from provisioning.plan.question import Scenario
@@ -54,7 +54,7 @@ class Advice:
 
 
 def compared(measured: Measured, candidate: Candidate | None) -> Iterator[Row]:
-    """What a plan assumes or promises, and what was seen of it."""
+    """Compare what a plan assumes or promises with what was measured."""
     plan = None if candidate is None else candidate.scenario
     rate = in_flight = held_s = None
     if candidate is not None and plan is not None:
@@ -97,9 +97,7 @@ def corrected(measured: Measured, plan: Candidate) -> tuple[float, Advice] | Non
 def _at(scenario: Scenario, measured: Measured) -> Scenario:
     found = measured.workload(scenario.workload.lengths)
     return replace(
-        scenario,
-        workload=found,
-        model=replace(scenario.model, popularity=found.in_flight),
+        scenario.of(found),
         global_batch=measured.in_flight,
         request_rate=None,
         settled=True,
@@ -110,7 +108,7 @@ def _at(scenario: Scenario, measured: Measured) -> Scenario:
 
 
 def _advised(scenario: Scenario, seeds: int, say: Callable[[str], None] = silent) -> Advice:
-    choice: Choice = smallest(scenario)
+    choice: LayoutChoice = smallest(scenario)
     if seeds:
         choice = verify(scenario, choice, seeds, say).choice
     found, rival = choice.chosen, apart(scenario)
@@ -135,7 +133,7 @@ def _slower(scenario: Scenario, factor: float) -> Profile:
 
 
 def _tokens_per_s(measured: Measured, plan: Scenario | None) -> float | None:
-    """Of entries: every expert of a token at two sites of every layer, of adapters on all of them."""
+    """Derive tokens/s from entries: one per expert of a token, at two sites of every layer."""
     if plan is None or math.isnan(measured.seconds):
         return None
     spec = plan.model.spec

@@ -1,4 +1,4 @@
-"""What happened between scrapes. A counter that fell was reset: what it has now came since (as Prometheus has it)."""
+"""Changes between scrapes. A counter that fell was reset: its value came since, as in Prometheus."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 
 from provisioning.arrays import Floats
 from provisioning.inputs import InputError
-from provisioning.watch.scrape import HOLDS, Scrape
+from provisioning.watch.scrape import ADMITTED, HOLDS, QUEUE, REGISTERED, SHARD_SUMS, WAITED, Scrape
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload
 
 OTHER = "(other)"
 _MOST_GAP_SECONDS = 3600.0
-_SHARD_SUMS = ("steps", "compute_seconds", "wait_seconds", "entries", "failed_steps", "loads", "evictions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Measured:
 
     @property
     def requests(self) -> float:
-        """Those that ended."""
+        """Requests that ended."""
         return sum(calls for calls, _ in self.holds.values())
 
     @property
@@ -55,7 +54,7 @@ class Measured:
 
     @property
     def immediate(self) -> float:
-        """Share of the requests that were admitted at once; NaN where nobody asked."""
+        """Share of the requests that were admitted at once; NaN without requests."""
         return self.at_once / self.admitted if self.admitted else math.nan
 
     def per_step_us(self, name: str) -> float:
@@ -94,7 +93,7 @@ def between(scrapes: Sequence[Scrape]) -> Measured:
 
 
 def by_hour(scrapes: Sequence[Scrape]) -> dict[int, Measured]:
-    """By hour of the day (UTC), each by its fullest interval; intervals that are over an hour long are refused."""
+    """Measure each hour of the day (UTC) by its fullest interval; refuses intervals of over an hour."""
     found: dict[int, Measured] = {}
     for earlier, later in pairwise(scrapes):
         if later.at - earlier.at > _MOST_GAP_SECONDS:
@@ -119,24 +118,24 @@ def _since(earlier: Scrape | None, later: Scrape) -> Measured:
         return {dict(labels)["adapter"]: grown(f"{HOLDS}_{what}", **dict(labels)) for labels in later.of(_CALLS)}
 
     if earlier is not None and not later.at > earlier.at:
-        raise InputError("two scrapes have one time; record them apart")
+        raise InputError("two scrapes have the same time; record them in separate files")
     calls, seconds = adapters("count"), adapters("sum")
-    queue = later.total(_QUEUE) - (0.0 if earlier is None else earlier.total(_QUEUE))
-    at_once = grown(_ADMITTED, kind="immediate")
+    queue = later.total(QUEUE) - (0.0 if earlier is None else earlier.total(QUEUE))
+    at_once = grown(ADMITTED, kind="immediate")
     return Measured(
         seconds=math.nan if earlier is None else later.at - earlier.at,
-        registered=int(later.total("lora_server_adapters")),
+        registered=int(later.total(REGISTERED)),
         holds={name: (calls[name], seconds.get(name, 0.0)) for name in calls},
-        admitted=at_once + grown(_ADMITTED, kind="queued") + max(queue, 0.0),
+        admitted=at_once + grown(ADMITTED, kind="queued") + max(queue, 0.0),
         at_once=at_once,
-        waited_seconds=grown("lora_server_admission_wait_seconds_sum"),
-        shards={name: grown(f"lora_server_{name}_total") for name in _SHARD_SUMS},
+        waited_seconds=grown(WAITED),
+        shards={name: grown(f"lora_server_{name}_total") for name in SHARD_SUMS},
         resets=int(resets > 0),
     )
 
 
-_CALLS, _ADMITTED, _QUEUE = f"{HOLDS}_count", "lora_server_admissions_total", "lora_server_admission_queue"
-_MARKS = (_ADMITTED, "lora_server_steps_total")  # where these fell, a controller or a shard started anew
+_CALLS = f"{HOLDS}_count"
+_MARKS = (ADMITTED, "lora_server_steps_total")  # where these fell, a controller or a shard started anew
 
 
 def _fell(earlier: Scrape, later: Scrape, name: str) -> bool:
@@ -160,6 +159,6 @@ def _summed(parts: Sequence[Measured]) -> Measured:
         admitted=sum(part.admitted for part in parts),
         at_once=sum(part.at_once for part in parts),
         waited_seconds=sum(part.waited_seconds for part in parts),
-        shards={name: sum(part.shards[name] for part in parts) for name in _SHARD_SUMS},
+        shards={name: sum(part.shards[name] for part in parts) for name in SHARD_SUMS},
         resets=sum(part.resets for part in parts),
     )

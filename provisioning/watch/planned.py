@@ -12,8 +12,9 @@ from lora_server.errors import ConfigError
 from lora_server.placement import Layout
 from provisioning.inputs import InputError
 from provisioning.plan.candidates import Candidate, evaluate
+from provisioning.plan.flags import PlanFlags
 from provisioning.plan.instances import sized
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.scenario import scenario
 from provisioning.report.serve_file import COMMAND
 
 
@@ -25,8 +26,8 @@ class Planned:
     command: str
 
 
-def read(file: Path, flags_of: Callable[[Sequence[str]], Flags]) -> Planned:
-    """Of a plan.yaml; `flags_of` parses a command's arguments. Raises InputError that begins with --plan."""
+def read(file: Path, flags_of: Callable[[Sequence[str]], PlanFlags]) -> Planned:
+    """Read a plan.yaml; `flags_of` parses a command's arguments. Raises InputError that begins with --plan."""
     where = f"--plan: {file}"
     try:
         text = file.read_text(encoding="utf-8")
@@ -36,7 +37,7 @@ def read(file: Path, flags_of: Callable[[Sequence[str]], Flags]) -> Planned:
         (line[2:].removeprefix(COMMAND) for line in text.splitlines() if line.startswith(f"# {COMMAND}")), ""
     )
     if not command:
-        raise InputError(f"{where} does not say which command it is of; write it anew with `provision ... --out`")
+        raise InputError(f"{where} names no `provision` command; write it again with `provision ... --out`")
     try:
         question = sized(scenario(flags_of(shlex.split(command)[1:])))
         layout = Layout.parse(str(_settings(text, where).get("layout")))

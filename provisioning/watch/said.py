@@ -1,4 +1,4 @@
-"""What `provision watch` found, on the terminal."""
+"""Terminal output of `provision watch`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def print_watch(found: dict[str, Any]) -> None:
     """Measured beside planned, the GPUs, and the advice."""
     on = screen.console()
     over = "since the server's start" if found["seconds"] is None else f"over {words.moment(found['seconds'])}"
-    on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'look')}.")
+    on.print(f"{words.number(found['requests'])} requests ended, {over}, in {words.count(found['scrapes'], 'scrape')}.")
     if found["restarts"]:
-        warning = "Warning: the server restarted between two looks; what it had counted since the look before is lost."
+        warning = "Warning: the server restarted between two scrapes; its counts since the previous one are lost."
         on.print(warning, style="bold yellow")
     columns = ("measured", "planned", "measured/planned")
     rows = screen.table("", *columns, numbers=columns)
@@ -55,7 +55,7 @@ def _print_gpus(found: dict[str, Any], on: Any) -> None:
         )
 
     by_name = {row["what"]: row["measured"] for row in found["measured"]}
-    add("all looks, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])
+    add("all scrapes, simulated", by_name["requests/s"], by_name["requests in flight"], found["now"])
     if found["corrected"]:
         factor = words.number(found["corrected"]["compute_factor"], 3)
         add(f"compute x{factor}, model", None, None, found["corrected"])

@@ -1,4 +1,4 @@
-"""What a server says at /metrics: fetched, saved one after the other in a file, and parsed."""
+"""Scrapes of a server's /metrics: fetched, appended to a file, and parsed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from pathlib import Path
 from provisioning.inputs import InputError
 
 HOLDS = "lora_server_adapter_hold_seconds"
+ADMITTED, QUEUE = "lora_server_admissions_total", "lora_server_admission_queue"
+WAITED, REGISTERED = "lora_server_admission_wait_seconds_sum", "lora_server_adapters"
+SHARD_SUMS = ("steps", "compute_seconds", "wait_seconds", "entries", "failed_steps", "loads", "evictions")
+_SUMS = [f"lora_server_{name}_total" for name in SHARD_SUMS]
+READ = frozenset([f"{HOLDS}_count", f"{HOLDS}_sum", ADMITTED, QUEUE, WAITED, REGISTERED, *_SUMS])  # others are skipped
 SECONDS = 10.0  # for an answer
 _MOST_BYTES = 64 << 20
 _HEADING = re.compile(r"^# scrape (\d+(?:\.\d+)?)$", re.MULTILINE)
@@ -24,7 +29,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Scrape:
-    """`at` in seconds since the epoch, NaN where the file does not say; samples by name and labels."""
+    """`at` in seconds since the epoch, NaN where the file does not say; samples of every name in READ, by labels."""
 
     at: float
     samples: dict[str, dict[Labels, float]]
@@ -34,8 +39,8 @@ class Scrape:
         return sum(value for found, value in self.of(name).items() if set(labels.items()) <= set(found))
 
     def of(self, name: str) -> dict[Labels, float]:
-        """All samples of a name."""
-        return self.samples.get(name, {})
+        """List the samples of a name in READ."""
+        return self.samples[name]
 
 
 def fetched(server: str) -> str:
@@ -75,10 +80,12 @@ def read(file: Path) -> str:
 
 
 def parsed(text: str, where: str) -> list[Scrape]:
-    """All scrapes of a text in the order of time; raises InputError that begins with `where`."""
+    """Parse all scrapes of a text, in the order of time; raises InputError that begins with `where`."""
     headings = list(_HEADING.finditer(text))
     if text[: headings[0].start() if headings else 0].strip():
-        raise InputError(f"{where}: a scrape without a heading `# scrape SECONDS` comes before others; give them apart")
+        raise InputError(
+            f"{where}: a scrape before others lacks its heading `# scrape SECONDS`; give each its own file"
+        )
     pieces = [(math.nan, text)]
     if headings:
         ends = [*(heading.start() for heading in headings[1:]), len(text)]
@@ -90,15 +97,15 @@ def parsed(text: str, where: str) -> list[Scrape]:
 
 
 def _samples(text: str, where: str) -> dict[str, dict[Labels, float]]:
-    found: dict[str, dict[Labels, float]] = {}
+    found: dict[str, dict[Labels, float]] = {name: {} for name in READ}
     for name, labels, value in _parsed(text, where):
-        if name.startswith("lora_server_"):
+        if name in READ:
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{where}: {name} is {value}, expected a finite number >= 0")
-            found.setdefault(name, {})[tuple(sorted(labels.items()))] = value
-    if "lora_server_admissions_total" not in found:
-        raise InputError(f"{where} is no scrape of a lora-server: lora_server_admissions_total is not in it")
-    if f"{HOLDS}_count" not in found:
+            found[name][tuple(sorted(labels.items()))] = value
+    if not found[ADMITTED]:
+        raise InputError(f"{where} is no scrape of a lora-server: {ADMITTED} is not in it")
+    if not found[f"{HOLDS}_count"]:
         raise InputError(f"{where}: the server does not say how adapters are held ({HOLDS}); it is too old: upgrade it")
     return found
 

@@ -1,4 +1,4 @@
-"""Who calls which adapter, when, and for how many tokens.
+"""Workloads: calls of adapters, their times and their tokens.
 
 workload          popularity, lengths and burstiness, and calls sampled from them
 requests          a sequence of calls, and the laws that lengths and gaps are drawn from

@@ -14,7 +14,7 @@ from provisioning.workload.workload import Workload
 
 
 def with_copies(workload: Workload, instances: int) -> Workload:
-    """As many copies of each adapter as its load has shares of an instance; its calls go to them in turn.
+    """Copy each adapter once per instance's share of load; its calls go to the copies in turn.
 
     A copy counts as an adapter. The same workload where none has more than one share.
     """
@@ -33,7 +33,7 @@ def with_copies(workload: Workload, instances: int) -> Workload:
 
 
 def in_turn(calls: Requests, copies_N: Ints) -> Requests:
-    """The same calls, the i-th of an adapter to its copy i modulo their number."""
+    """Send the i-th call of an adapter to its copy i modulo their number."""
     first_N = np.cumsum(copies_N) - copies_N
     order = np.argsort(calls.adapter, kind="stable")
     counts_N = calls.counts()

@@ -38,12 +38,12 @@ class LoadOverTime:
 
     @property
     def peak(self) -> float:
-        """What the mean load is multiplied by in a plan."""
+        """Factor on the mean load in a plan."""
         return 1.0 if self.steady else self.fullest
 
 
 def over_time(requests: Requests, window_s: float | None = None) -> LoadOverTime:
-    """In windows of --window, or of 1/48 of the trace, longer where 1,000 requests take longer, at most a quarter.
+    """Measure load in windows of --window, or of 1/48 of the trace; longer for 1,000 requests, at most a quarter.
 
     With a window that is given, no load is steady unless the window is as long as the trace.
     """
@@ -77,7 +77,7 @@ def over_time(requests: Requests, window_s: float | None = None) -> LoadOverTime
 
 
 def marked(requests: Requests, found: LoadOverTime) -> Requests:
-    """With `at_peak`, where there is one."""
+    """Mark the calls `at_peak`, if there is a peak."""
     if found.steady:
         return replace(requests, at_peak=None)
     since_s = requests.arrival_s - requests.arrival_s[0] - found.start_s

@@ -35,7 +35,7 @@ class Requests:
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
 
     def mean_rate(self) -> float:
@@ -50,7 +50,7 @@ class Requests:
         return np.asarray(sums / np.maximum(self.counts(), 1))
 
     def slowed(self, factor: float) -> Requests:
-        """The same calls from 0 on, with time stretched by a factor."""
+        """Shift the calls to begin at 0 and stretch time by a factor."""
         return replace(self, arrival_s=(self.arrival_s - self.arrival_s[0]) * factor)
 
     def part(self, index: slice | Ints) -> Requests:
@@ -65,7 +65,7 @@ class Requests:
         )
 
     def stretched_to(self, mean_tokens: float) -> Requests:
-        """The same calls with outputs longer, or shorter, by one factor: to this mean, rounding apart."""
+        """Scale all outputs by one factor to this mean, but for rounding."""
         longer = np.maximum(self.output_tokens, 1) * (mean_tokens / np.maximum(self.output_tokens, 1).mean())
         return replace(self, output_tokens=np.maximum(np.rint(longer), 1).astype(np.int64))
 
@@ -104,7 +104,7 @@ class Lengths:
         )
 
     def sample(self, rng: np.random.Generator, num: int) -> Ints:
-        """At least one token each."""
+        """Sample output lengths of at least one token."""
         if self.observed:
             return rng.choice(np.asarray(self.observed, dtype=np.int64), num)
         if self.cv == 0:

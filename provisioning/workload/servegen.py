@@ -21,17 +21,17 @@ from provisioning.workload import servegen_lengths, servegen_windows
 from provisioning.workload.replay import LoadOverTime
 from provisioning.workload.requests import Lengths, Requests
 from provisioning.workload.servegen_lengths import Period
-from provisioning.workload.servegen_windows import Window
+from provisioning.workload.servegen_windows import ArrivalWindow
 from provisioning.workload.workload import Workload
 
 
 @dataclass(frozen=True)
-class Clients:
-    """All clients of one ServeGen directory, in the order of their numbers, with the same windows each."""
+class ServegenClients:
+    """Clients of one ServeGen directory, in the order of their numbers, with the same windows each."""
 
     path: Path
     names: tuple[str, ...]
-    windows: tuple[tuple[Window, ...], ...]
+    windows: tuple[tuple[ArrivalWindow, ...], ...]
     periods: tuple[tuple[Period, ...], ...]
 
     @cached_property
@@ -51,7 +51,7 @@ class Clients:
         )
 
     def workload(self, window_s: float | None = None) -> Workload:
-        """Of the windows with the largest load, as many as `window_s` takes (one, if it is not given).
+        """Select the windows with the largest load, as many as `window_s` takes (one, if it is not given).
 
         Who is off then is not called. Lengths and rate are means over all time, and the peak is what the load then is.
         """
@@ -129,13 +129,13 @@ class Clients:
         return float(sum(overlaps))
 
 
-def _spans(series: tuple[Window, ...]) -> list[tuple[Window, float]]:
+def _spans(series: tuple[ArrivalWindow, ...]) -> list[tuple[ArrivalWindow, float]]:
     width_s = servegen_windows.width_s(series)
     return [(window, window.start_s + width_s) for window in series]
 
 
-def load(directory: Path) -> Clients:
-    """All clients of a directory; raises InputError naming the file, and the line of a table."""
+def load(directory: Path) -> ServegenClients:
+    """Load the clients of a directory; raises InputError that names the file, and the line of a table."""
     files = sorted(directory.glob("chunk-*-trace.csv"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise InputError(f"--trace: {directory} holds no chunk-*-trace.csv; expected a ServeGen directory or a file")
@@ -148,4 +148,4 @@ def load(directory: Path) -> Clients:
                 f"--trace: {file} has other windows than {files[0].name}; expected the same for all clients"
             )
     periods = tuple(servegen_lengths.read(directory / f"{name}-dataset.json") for name in names)
-    return Clients(directory, names, windows, periods)
+    return ServegenClients(directory, names, windows, periods)

@@ -21,7 +21,7 @@ _EXPECTED = 'expected {"0": {"output_tokens": "{12: 0.5, 34: 0.5}"}, ...}, perio
 
 @dataclass(frozen=True, eq=False)
 class Period:
-    """From `start_s` on, a request has tokens_K[k] output tokens with the probability share_K[k]."""
+    """Output lengths from `start_s` on: tokens_K[k] with probability share_K[k]."""
 
     start_s: float
     tokens_K: Ints
@@ -33,7 +33,7 @@ class Period:
         return float(self.tokens_K @ self.share_K)
 
     def sample(self, rng: np.random.Generator, num: int) -> Ints:
-        """At least one token each."""
+        """Sample output lengths of at least one token."""
         return rng.choice(self.tokens_K, num, p=self.share_K)
 
 

@@ -23,7 +23,7 @@ _WINDOW_S = 600.0
 
 
 @dataclass(frozen=True)
-class Window:
+class ArrivalWindow:
     """Traffic of one client from `start_s` on: mean rate, CV and law of the gaps between requests."""
 
     start_s: float
@@ -55,7 +55,7 @@ def _law_cv(family: str, shape: float) -> float:
     return math.sqrt(max(math.expm1(min(float(gammaln(1 + 2 / shape) - 2 * gammaln(1 + 1 / shape)), 700.0)), 0.0))
 
 
-def renewals(rng: np.random.Generator, window: Window, span_s: float) -> Floats:
+def renewals(rng: np.random.Generator, window: ArrivalWindow, span_s: float) -> Floats:
     """Arrivals in [0, span) by the window's law."""
     times: list[Floats] = []
     now = -float(rng.random() * window.gaps(rng, 1)[0])
@@ -67,12 +67,12 @@ def renewals(rng: np.random.Generator, window: Window, span_s: float) -> Floats:
     return np.asarray(arrivals[(arrivals >= 0) & (arrivals < span_s)])
 
 
-def width_s(series: tuple[Window, ...]) -> float:
-    """Of each window of a client."""
+def width_s(series: tuple[ArrivalWindow, ...]) -> float:
+    """Length of a client's windows."""
     return series[1].start_s - series[0].start_s if len(series) > 1 else _WINDOW_S
 
 
-def read(file: Path) -> tuple[Window, ...]:
+def read(file: Path) -> tuple[ArrivalWindow, ...]:
     """The windows of one client; raises InputError naming file and line."""
     windows = []
     try:
@@ -90,11 +90,11 @@ def read(file: Path) -> tuple[Window, ...]:
     return tuple(windows)
 
 
-def _window(row: list[str], where: str) -> Window:
+def _window(row: list[str], where: str) -> ArrivalWindow:
     got = f"{where}: got {','.join(row)!r}"
     try:
         start, rate, cv, family, shape, scale = row
-        window = Window(float(start), float(rate), float(cv), family.strip(), float(shape), float(scale))
+        window = ArrivalWindow(float(start), float(rate), float(cv), family.strip(), float(shape), float(scale))
     except ValueError:
         raise InputError(f"{got}, expected start,rate,cv,family,shape,scale with numbers but for the family") from None
     numbers = [window.start_s, window.rate, window.cv, window.shape, window.scale_s]

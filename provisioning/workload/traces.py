@@ -38,7 +38,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ZipfAdapters:
-    """How adapters are drawn for a trace that names none."""
+    """Rule that draws adapters for a trace that names none."""
 
     num_adapters: int = 512
     skew: float = 1.2

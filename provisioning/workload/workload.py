@@ -1,4 +1,4 @@
-"""Who calls which adapter, when, and for how many tokens.
+"""Workloads: calls of adapters, their times and their tokens.
 
 A `Workload` is what the models need (popularity, burstiness, lengths) and can be sampled with a
 seed; `Requests` is a sequence of calls, sampled or read from a trace. Readers are in `traces` and
@@ -53,7 +53,7 @@ class Workload:
     ranks: str = ""
 
     def name(self, index: int) -> str:
-        """Of an adapter; a number by rank of popularity, from 1 on, where the source names none."""
+        """Return an adapter's name; where the source has none, its rank of popularity from 1 on."""
         return self.names[index] if self.names else f"adapter-{index + 1}"
 
     @property
@@ -75,11 +75,11 @@ class Workload:
 
     @cached_property
     def in_flight(self) -> Floats:
-        """Shares of the requests in flight: who writes longer is there for longer."""
+        """Shares of the requests in flight: longer outputs stay longer."""
         return self.popularity if self.tokens is None else normalised(self.popularity * self.tokens, "tokens")
 
     def with_mean_tokens(self, mean: float) -> Workload:
-        """The same with all outputs longer, or shorter, by one factor."""
+        """Scale all outputs by one factor to this mean."""
         factor = mean / self.lengths.mean_tokens
         if self.trace is None:
             tokens = None if self.tokens is None else self.tokens * factor
@@ -114,7 +114,7 @@ class Workload:
         return replayed(trace, num, seed).slowed(own / tokens_per_s)
 
     def sample(self, *, rate: float, num_requests: int, seed: int) -> Requests:
-        """So many calls at `rate` requests/s, from popularity and lengths; the same seed gives the same calls."""
+        """Sample calls at `rate` requests/s from popularity and lengths; the same seed gives the same calls."""
         rng = np.random.default_rng(seed)
         arrival_s = np.cumsum(renewal_gaps(rng, self.cv, num_requests)) / rate
         adapter = rng.choice(self.num_adapters, num_requests, p=self.popularity)
@@ -147,7 +147,7 @@ def from_counts(counts: Sequence[float] | dict[str, float], name: str = "counts"
 
 
 def from_requests(requests: Requests, source: str, **options: Any) -> Workload:
-    """What a trace says: popularity by count, its output lengths, and itself for replay."""
+    """Build a trace's workload: popularity by count, its output lengths, and the trace itself for replay."""
     if not len(requests):
         raise InputError(f"--trace: {source} holds no requests")
     return Workload(

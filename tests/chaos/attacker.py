@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import selectors
 import socket
 import sys
 import threading
@@ -97,14 +98,15 @@ def prefetches(address: str, count: int) -> None:
     client = joined(address)
     names = [f"other-{index}" for index in range(count)]
     held = client.acquire(names)
-    proof, wanted = client.session._proof, itertools.cycle([held, held[::-1]])
+    wanted = itertools.cycle([held, held[::-1]])
     busy()
     with open_channel(address) as channel:
         stub = rpc.ClientsStub(channel)
         while True:
             needs = [pb.Need(handle=one.handle) for one in next(wanted)]
+            client.session.sign(request := pb.PrefetchRequest(needs=needs))
             with contextlib.suppress(LoraServerError):
-                call(stub.Prefetch, pb.PrefetchRequest(proof=proof, needs=needs), server=address, seconds=10)
+                call(stub.Prefetch, request, server=address, seconds=10)
 
 
 def acquires(address: str, count: int) -> None:
@@ -118,14 +120,16 @@ def acquires(address: str, count: int) -> None:
 
 
 def giant_messages(address: str, count: int) -> None:
-    """Of a stranger, more than may be said; of a client, 400,000 names in one call; both over and over."""
+    """More than a message takes, 400,000 names in one call, and a join of 3.9 MB, over and over."""
     client = joined(address)
-    request = pb.AcquireRequest(proof=client.session._proof, names=["tenant"] * 400_000)
+    request = pb.AcquireRequest(names=["tenant"] * 400_000)
     with open_channel(address) as channel:
         stub = rpc.ClientsStub(channel)
         says = channel.unary_unary("/lora_server.v1.Clients/Heartbeat")
-        large = ((says, bytes(8 << 20)), (says, b"\x0a" + b"\xff" * 4_000_000), (stub.Acquire, request))
+        join = stub.Join, pb.JoinRequest(instance="x" * 3_900_000)
+        large = ((says, bytes(8 << 20)), (says, b"\x0a" + b"\xff" * 4_000_000), (stub.Acquire, request), join)
         for turn in itertools.count():
+            client.session.sign(request)
             for one, message in large:
                 with contextlib.suppress(LoraServerError):
                     call(one, message, server=address, seconds=10)
@@ -150,6 +154,62 @@ def silent_streams(address: str, count: int) -> None:
         threading.Thread(target=hold, daemon=True).start()
     busy()
     threading.Event().wait()
+
+
+def silent_checks(address: str, count: int) -> None:
+    """Calls that need no token and never send their message, over few connections; others when they are ended."""
+
+    def nothing() -> Iterator[bytes]:
+        threading.Event().wait()
+        yield b""
+
+    with contextlib.ExitStack() as stack:
+        channels = [stack.enter_context(open_channel(address, apart=True)) for _ in range(7)]
+        checks = itertools.cycle([one.stream_stream("/grpc.health.v1.Health/Check") for one in channels])
+        calls = [next(checks)(nothing()) for _ in range(count)]
+        busy()
+        while True:
+            calls = [next(checks)(nothing()) if one.done() else one for one in calls]
+            time.sleep(0.01)
+
+
+def idle_connections(address: str, count: int) -> None:
+    """Of clients that answer pings and call nothing; others when they are closed."""
+    host, _, port = address.rpartition(":")
+    selector, settings = selectors.DefaultSelector(), bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    for turn in itertools.count():
+        while len(selector.get_map()) < count:
+            with contextlib.suppress(OSError):
+                one = socket.create_connection((host, port), 5)
+                one.sendall(PREFACE + settings)
+                selector.register(one, selectors.EVENT_READ)
+        if not turn:
+            busy()
+        for key, _ in selector.select(0.1):
+            try:
+                said = key.fileobj.recv(4096)  # type: ignore[union-attr]
+                if said[3:5] == b"\6\0":
+                    key.fileobj.sendall(said[:4] + b"\1" + said[5:17])  # type: ignore[union-attr]
+            except OSError:
+                said = b""
+            if not said:
+                selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
+
+
+def half_requests(address: str, count: int) -> None:
+    """To every port of the controller, HTTP's among them; others all the time."""
+    ports = sorted(listening(servers(address)[0]))
+    open_ones: list[socket.socket] = []
+    for turn in itertools.count():
+        while len(open_ones) >= count:
+            open_ones.pop(0).close()
+        with contextlib.suppress(OSError):
+            open_ones.append(socket.create_connection(("127.0.0.1", ports[turn % len(ports)]), 5))
+            open_ones[-1].sendall(b"GET /livez HT")
+        if turn == count:
+            busy()
+        time.sleep(1e-3)
 
 
 def servers(address: str) -> list[psutil.Process]:
@@ -194,6 +254,9 @@ KINDS: dict[str, tuple[Callable[[str, int], None], int, int]] = {
     "one name acquired": (acquires, 5_000, 100_000),
     "giant messages": (giant_messages, 1, 1),
     "silent streams": (silent_streams, 80, 80),
+    "silent health checks": (silent_checks, 1400, 1400),
+    "idle connections": (idle_connections, 1300, 1300),
+    "half requests": (half_requests, 700, 2000),
     "strangers on every port": (strangers, 200, 1000),
     "no descriptors left": (no_descriptors, 200, 1000),
 }

@@ -7,6 +7,7 @@ import functools
 import time
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -336,12 +337,24 @@ def test_what_launches_cannot_do_is_refused(served):
     with pytest.raises(ConfigError, match="fewer requests at once"):
         served.launched(max_adapters=1 << 17)
     forward = served.launched()
-    forward._terms = dataclasses.replace(forward._terms, max_step_rows=2 * MAX_STEP_ROWS)
-    forward._session = None
+    links = forward.sites.links
+    links.pairs, links._session = 2 * MAX_STEP_ROWS, None
     begin(forward, ("fused",), ROWS)
     (failure,) = forward.end().values()
     assert failure.code == ConfigError.code and "restart the engine" in failure.message
     forward.close()
+
+
+@of_exact_rows
+def test_messages_and_slots_are_as_large_as_the_engines_steps(served):
+    """Or as the server has room for; an engine whose decoding steps do not fit one message is told the cure."""
+    for max_rows, max_adapters, pairs, depth in ((3, 3, 6, 1), (8, 8, MAX_STEP_ROWS, 1), (9, 9, MAX_STEP_ROWS, 2)):
+        with structlog.testing.capture_logs() as said:
+            forward = served.launched(max_rows=max_rows, max_adapters=max_adapters)
+        routes = forward.sites._captured._routes
+        assert (forward.sites.links.pairs, {len(its) for its in routes}) == (pairs, {depth})
+        assert ("larger --max-step-rows" in str(said)) == (2 * max_adapters > MAX_STEP_ROWS)
+        forward.close()
 
 
 @pytest.mark.parametrize("served", ["exact", "led"], indirect=True)

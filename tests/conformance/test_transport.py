@@ -20,7 +20,7 @@ from lora_server.errors import LeaseError, ShardUnavailableError, StepTimeoutErr
 from lora_server.timings import Timings
 from lora_server.transport.address import parse
 from lora_server.transport.base import Grant, Port
-from lora_server.transport.connect import tell_far, why_far
+from lora_server.transport.connect import connect, tell_far, why_far
 from lora_server.transport.frames import HEADER
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tcp_listener import TcpListener
@@ -225,7 +225,7 @@ def test_a_client_that_pushes_what_it_may_not_is_cut_off(shard, other, seq, nbyt
 def test_unauthenticated_peers_are_few_and_end_soon(kind, tmp_path):
     clock = VirtualClock()
     with contextlib.ExitStack() as stack:
-        shard = stack.enter_context(echo_shard(kind, tmp_path, max_strangers=4, clock=clock))
+        shard = stack.enter_context(echo_shard(kind, tmp_path, max_unauthenticated=4, clock=clock))
         client = shard.client(1)
         client.step()
         connect = lambda: stack.enter_context(socket.create_connection(parse(shard.listener.address), SECONDS))  # noqa: E731
@@ -362,6 +362,14 @@ def test_auto_says_why_it_goes_over_tcp(tmp_path):
     with capture_logs() as lines:
         tell_far([near])
     assert lines == []
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_a_shard_that_ended_is_unavailable_and_not_elsewhere(tmp_path, transport):
+    """Its socket is gone before the controller knows, and an engine that joins meanwhile tries again."""
+    gone = pb.Endpoint(shard=0, host=host_identity(), shm=str(tmp_path / "shard-0.sock"), tcp="tcp://127.0.0.1:1")
+    with pytest.raises(ShardUnavailableError):
+        connect(gone, Hello(1, 1, b""), transport, seconds=1.0)
 
 
 def test_an_engine_of_another_user_goes_over_tcp(tmp_path):

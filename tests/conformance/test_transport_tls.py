@@ -16,7 +16,7 @@ from lora_server.transport.base import Grant
 from lora_server.transport.frames import HEADER, STEP
 from lora_server.transport.tcp import TcpLink
 from lora_server.transport.tls import connect
-from lora_server.wire.messages import Hello, Order
+from lora_server.wire.messages import Hello, Order, badge_of
 from tests.support.clocks import VirtualClock
 from tests.support.echo import echo_shard
 from tests.support.echo_client import LAYOUT, SECONDS, SHARD
@@ -201,7 +201,7 @@ def test_orders_are_encrypted_and_come_from_the_certificate_s_owner_alone():
         known = {"told": certificate.der, "clear": b"", "other": shard_certificate(0).der}
         for name, told in known.items():
             address = relay.address if name == "told" else leader.address
-            stack.callback(OrderReceiver(address, BADGE, heard[name].append, told).close)
+            stack.callback(OrderReceiver(address, 1, badge_of(BADGE, 1), heard[name].append, told).close)
         until(lambda: leader.followers == 1, "the one that was told is let in")
         order = Order(7, 1, 3, 60_000_000)
         leader.send(order)

@@ -16,7 +16,7 @@ from lora_server.transport import e4m3, put
 from lora_server.transport.gpu import source
 from lora_server.transport.gpu.layout import CLIENT
 from lora_server.transport.put import Put
-from lora_server.wire.slot import HEADER_BYTES
+from lora_server.wire.slot import HEADER_BYTES, OK, ResponseHeader, signal
 from tests.support.gpu import emulated
 
 pytestmark = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
@@ -41,7 +41,8 @@ KERNELS = {name: text for name, text in source.FILES.items() if name != "nvshmem
         ("put_vectors", 4096, 0, 0),
     ],
 )
-def test_put_copies_whole_rows_and_nothing_else(kernel, width, begin, rows):
+@pytest.mark.parametrize("grid", [2, 3, 5])
+def test_put_copies_whole_rows_and_nothing_else(kernel, width, begin, rows, grid):
     generator = np.random.default_rng(width)
     x = generator.integers(1, 1 << 16, (12, width + 24), dtype=np.uint16)
     which = generator.permutation(12)[:rows].astype(np.int32)
@@ -50,7 +51,7 @@ def test_put_copies_whole_rows_and_nothing_else(kernel, width, begin, rows):
     from_ = x[:, begin:]
     values = [from_.ctypes.data, which.ctypes.data, to.ctypes.data, 0, 0, 0, 0, 0, finished.ctypes.data]
     values += [signal.ctypes.data, 7, rows, 2 * width, x.strides[0]]
-    emulated.run(kernel, values, VARIANT, source="put.cu", grid=2)
+    emulated.run(kernel, values, VARIANT, source="put.cu", grid=grid)
     assert np.array_equal(to[:rows], from_[which, :width]) and not to[rows:].any()
     assert signal[0] == 7 and finished[0] == 0
 
@@ -68,7 +69,8 @@ def test_put_copies_whole_rows_and_nothing_else(kernel, width, begin, rows):
         ((16,), 0, 0, 18),  # rows of y
     ],
 )
-def test_add_adds_its_window_and_nothing_else(dtype, widths, window, column, columns):
+@pytest.mark.parametrize("grid", [2, 3])
+def test_add_adds_its_window_and_nothing_else(dtype, widths, window, column, columns, grid):
     generator = torch.Generator().manual_seed(columns)
     answer_NO = torch.randn(5, sum(widths), generator=generator).to(dtype)
     y = torch.randn(9, columns, generator=generator).to(dtype)
@@ -78,12 +80,15 @@ def test_add_adds_its_window_and_nothing_else(dtype, widths, window, column, col
     expected[rows.long(), column : column + count] += answer_NO[:, skip : skip + count].float()
     memory = torch.zeros(HEADER_BYTES + 2 * answer_NO.numel(), dtype=torch.uint8)
     memory[HEADER_BYTES:] = answer_NO.view(torch.uint8).flatten()
+    ResponseHeader(OK, 0, 7, 3, *[0] * 8).pack_into(memoryview(memory.numpy()))
     state, counts = np.zeros(1, CLIENT), np.array([1, 5, 5, 5], np.int32)
-    state["response_slots"], state["depth"], state["answered"] = memory.data_ptr(), 1, 3
-    values = [state.ctypes.data, counts.ctypes.data, rows.data_ptr(), 0, y.data_ptr(), 2 * columns]
+    seq, answered = np.full(1, 3, np.uint64), np.full(1, signal(7, 3), np.uint64)
+    state["response_slots"], state["response_signal"] = memory.data_ptr(), answered.ctypes.data
+    state["depth"], state["epoch"] = 1, 7
+    values = [state.ctypes.data, seq.ctypes.data, counts.ctypes.data, rows.data_ptr(), 0, y.data_ptr(), 2 * columns]
     values += [sum(widths), column, count, skip]
     name = f"link_add_{str(dtype).removeprefix('torch.')}"
-    emulated.run(name, values, VARIANT, source="alone.cu", grid=2, instead=put.FILES | KERNELS | ALONE)
+    emulated.run(name, values, VARIANT, source="alone.cu", grid=grid, instead=put.FILES | KERNELS | ALONE)
     assert torch.equal(y, expected.to(dtype))
 
 
@@ -224,7 +229,7 @@ def as_kernels_do(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x=x_TK, to=codes.data_ptr(), slot=0, signal=said.data_ptr(), value=7, finished=finished, in_codes=True,
         rows_M=torch.arange(rows, dtype=torch.int32), scales=scales.data_ptr(),
     )  # fmt: skip
-    emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=2, stack_bytes=32 << 10)
+    emulated.run(step.kernel, step.arguments(), PUT, source="put.cu", grid=3, stack_bytes=32 << 10)
     assert int(said) == 7
     return codes, scales
 

@@ -26,7 +26,7 @@ from lora_server.daemon.inproc import InprocServer
 from lora_server.demo import tiny
 from lora_server.demo.engine import generate, pad
 from lora_server.errors import AdapterError, AdapterLoadError, ConfigError, ProtocolError
-from lora_server.memory.entry import State
+from lora_server.memory.entry import LayerState
 from lora_server.memory.paged import PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Layout, Placement
@@ -55,7 +55,7 @@ def stores(device="cpu", layout="ep2-pp1", shard=1, num_pages=40):
 
 def stored(store, handle, first_tile, shape):
     """The block that lies in the pages, read back through the page table."""
-    tiles, tier, extent = [], store.tier, store._entries[handle].device
+    tiles, tier, extent = [], store.tier, store._table.entries[handle].copies.device
     for at in range(first_tile, first_tile + shape.num_tiles):
         page, tile = divmod(at, PAGE_TILES)
         address = tier.pool.memory.data_ptr() + extent.pages[page] * PAGE_BYTES
@@ -76,7 +76,11 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
             expected, (row, first_tile, first, num_entries) = segment.block, packed.table_S4[0].tolist()
             assert (first, num_entries) == (0, 1)
             if expected is NOTHING:
-                assert (row, first_tile, packed.max_rank) == (paged.tier.empty_row(site), 0, 0)
+                assert (row, first_tile, packed.max_rank) == (
+                    paged.tier.rows.empty(paged.tier.format.shape(site, ())),
+                    0,
+                    0,
+                )
                 continue
             assert packed.max_rank == max_rank_of([pair.a_RK.shape[0] for pair in expected.pairs])
             shape = shape_of(expected, spec.in_width(site), spec.out_width(site))
@@ -121,7 +125,7 @@ def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters):
     error = load(paged, 2, tiny_adapters["bf16"]).result()
     assert isinstance(error, AdapterLoadError) and "--device-pool" in str(error)
     paged.tier.pool = whole
-    assert paged.state(1, 0) is State.READY and paged.state(2, 0) is State.FAILED
+    assert paged.state(1, 0) is LayerState.READY and paged.state(2, 0) is LayerState.FAILED
     paged.close()
 
 
@@ -196,7 +200,7 @@ def test_rows_of_another_dtype_are_refused(tiny_adapters, quiet):
 @needs_emulator
 @pytest.mark.parametrize("lost", [False, True])
 def test_only_a_lost_device_ends_the_shard(lost, tiny_adapters, quiet):
-    """Review item 14: any RuntimeError did. An error of one step is that step's answer."""
+    """An error of one step is that step's answer."""
 
     def backend(placement, shard, dtype):
         broken = iter([True])
@@ -317,7 +321,7 @@ def test_times_and_failures_are_told_as_on_the_host(tmp_path):
         assert experts and all(0 < count <= 2 * rows for count in experts)
         with lora.adapters(["fused"]):
             for shard in server.shards:
-                shard.store.drop(server.held["fused"].handle)
+                shard.store.adapters.drop(server.held["fused"].handle)
             with pytest.raises(AdapterError):
                 load.model(ids[:1], attention_mask=mask[:1])
     server.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels_cuda.cuda import on_device
 from kernels_cuda.heuristics import STAGES
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.routing import Route
@@ -26,7 +24,6 @@ from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
 from lora_server.transport.gpu.layout import CLIENT, COMMANDS, LANES, MAX_LINKS, SERVE, CommandKind, handle_of
 from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.gpu.mailbox import Mailbox
-from lora_server.transport.gpu.needs import FEATURES, Answers, missing, missing_for_network
 from lora_server.transport.gpu.places import Places
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire import slot
@@ -93,7 +90,7 @@ def test_a_step_whose_weights_are_not_there_brings_them_or_waits_for_its_budget(
     known = host.load(tiny_adapters["bf16"], eager=False)
     steps = host.join(known)
     mailbox, posted = host.kernel.mailbox, host.kernel.mailbox._posted
-    host.store.drop(known)
+    host.store.adapters.drop(known)
     assert mailbox._posted > posted, "the kernel was asked"
     until(lambda: mailbox.is_empty, "it has taken that, and the leave of a client before")
     assert steps.step() == "unknown_adapter", "a handle of nobody's"
@@ -147,12 +144,12 @@ def test_more_clients_than_the_poller_has_lanes(host, tiny_adapters):
     first = clients[0].step()
     for one in (*reversed(clients), *clients):
         assert torch.equal(one.step(), first)
-    until(lambda: len(host.pump._seats) == len(clients), "those of other tests have gone")
+    until(lambda: len(host.host.clients.seats) == len(clients), "those of other tests have gone")
     assert before == LANES and host.kernel._host[0]["num_links"] == 2 * LANES
     for one in clients[:-1]:
         one.link.close()
-    until(lambda: len(host.pump._free) == MAX_LINKS - 1, "they went")
-    assert torch.equal(clients[-1].step(), first) and host.pump._free[0] == 0, "the least link is the next one's"
+    until(lambda: len(host.host.clients.free) == MAX_LINKS - 1, "they went")
+    assert torch.equal(clients[-1].step(), first) and host.host.clients.free[0] == 0, "the least link is the next one's"
     clients[-1].link.close()
 
 
@@ -194,8 +191,8 @@ def test_what_the_kernel_served_counts_as_used(host, tiny_adapters):
     steps = host.join(used)
     for times in (1, 2):
         assert isinstance(steps.step(), torch.Tensor)
-        host.store.use(), host.store.use()
-        rates = [host.store._entries[handle].usage.rate for handle in (used, idle)]
+        host.store.report.use(), host.store.report.use()
+        rates = [host.store._table.entries[handle].usage.rate for handle in (used, idle)]
         assert times - 0.5 < rates[0] <= times and rates[1] == 0.0, "each use counts once"
     steps.link.close()
 
@@ -315,8 +312,8 @@ def test_experts_of_a_site_may_differ_in_rank(host, tmp_path):
             exact = deltas[expert] @ steps.x[row].double()
             torch.testing.assert_close(y[row].double(), exact, rtol=0, atol=0.02 * float(exact.abs().max()))
         added.link.close(), steps.link.close()
-        taken.append(host.tier._on_device._places._used)
-        host.store.drop(steps.handle)
+        taken.append(host.tier._mirror._on_device._places._used)
+        host.store.adapters.drop(steps.handle)
     assert taken[0] == taken[1] > 0, "the second had the places of the first"
 
 
@@ -364,44 +361,3 @@ def test_memory_that_the_kernel_may_write_to_is_not_unmapped(host, tiny_adapters
     steps.link.close()
     until(twin.free, "the kernel gave it up")
     assert twin._requests.closed.is_set() and twin._responses.closed.is_set()
-
-
-def test_what_a_machine_lacks_is_named_with_its_cure():
-    assert missing(Answers(13000, {})) == []
-    (line,) = missing(Answers(0, {"cuda.bindings": "ImportError: x"}))
-    assert line == "cuda.bindings: ImportError: x; install lora-server[cuda]"
-    (line,) = missing(Answers(0, {}))
-    assert "no NVIDIA driver answers" in line
-    old = missing(Answers(12020, {}, frozenset(["HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"])))
-    assert "got CUDA 12.2, expected 12.4" in old[0] and "outside WSL" in old[1]
-
-
-def test_what_a_network_of_gpus_lacks_is_read_from_the_host(tmp_path):
-    lacks = "\n".join(missing_for_network(tmp_path))
-    assert all(word in lacks for word in ("mlx5", "uverbs", "nvidia_peermem", "PeerMappingOverride"))
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "dev/infiniband/uverbs0").mkdir(parents=True)
-    (tmp_path / "proc/modules").write_text("nvidia_peermem 16384 0 - Live 0x0\n")
-    (tmp_path / "proc/driver/nvidia/params").write_text('RegistryDwords: "PeerMappingOverride=1;"\n')
-    assert missing_for_network(tmp_path) == []
-    (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live 0x0\n")
-    assert len(missing_for_network(tmp_path)) == 1 and missing_for_network(tmp_path, dma_buf=True) == []
-
-
-def test_no_driver_is_asked_for_an_api_that_it_has_switched_off():
-    """The first version of stream memory operations is off by default; we call the second, which is always on."""
-    assert "CAN_USE_64_BIT_STREAM_MEM_OPS" in FEATURES and not any(name.endswith("_V1") for name in FEATURES)
-
-
-@pytest.mark.parametrize(("before", "calls"), [(0, ["device 3"]), (77, ["device 3", "context 77"])])
-def test_a_thread_without_a_context_is_given_none_on_another_gpu(monkeypatch, before, calls):
-    """cudaSetDevice(0), to go back to where a new thread believes it was, would make a context on GPU 0."""
-    said = list[str]()
-    driver = SimpleNamespace(ctxGetCurrent=lambda: before, ctxSetCurrent=lambda one: said.append(f"context {one}"))
-    runtime = SimpleNamespace(setDevice=lambda index: said.append(f"device {index}"))
-    cupy = SimpleNamespace(cuda=SimpleNamespace(driver=driver, runtime=runtime))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    with on_device(torch.device("cuda", 3)):
-        assert said == ["device 3"]
-    assert said == calls

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from lora_server.transport.gpu import layout
-from tests.support.gpu import emulated, gpu_cases, gpu_led, gpu_mutants, gpu_schedules, gpu_world
+from tests.support.gpu import (
+    emulated,
+    gpu_cases,
+    gpu_kernels,
+    gpu_led,
+    gpu_led_cases,
+    gpu_mutants,
+    gpu_schedules,
+    gpu_world,
+)
 
 pytestmark = [pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING), pytest.mark.timeout(1200)]  # a build
 SCHEDULES = int(os.environ.get("LORA_SERVER_SCHEDULES", "96"))  # make mutants plays 1000
@@ -31,7 +40,7 @@ KINDS = {
     "mapped": Kind(gpu_world.load, gpu_cases.CASES, SCHEDULES // 2, 4),
     "nvshmem": Kind(functools.partial(gpu_world.load, nvshmem=True), gpu_cases.NETWORK_CASES, SCHEDULES // 2, 4),
     "e4m3": Kind(functools.partial(gpu_world.load, in_codes=True), gpu_cases.CASES_IN_CODES, SCHEDULES // 4, 1),
-    "led": Kind(gpu_world.load, gpu_led.CASES, SCHEDULES // 4, 1, gpu_led.play),  # its kernels are of mapped memory
+    "led": Kind(gpu_world.load, gpu_led_cases.CASES, SCHEDULES // 4, 1, gpu_led.play),  # of mapped memory
 }
 
 
@@ -51,6 +60,14 @@ def play(kind: Kind, seeds: range) -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     assert total["steps"] > 5 * len(seeds) and total["launches"] > len(seeds), total
+
+
+@pytest.mark.parametrize(
+    ("source", "case"),
+    [pytest.param(name, case, id=case.__name__) for name, cases in gpu_kernels.CASES.items() for case in cases],
+)
+def test_kernel_alone(source, case):
+    case(gpu_kernels.load(source))
 
 
 @pytest.mark.parametrize("kind", KINDS)

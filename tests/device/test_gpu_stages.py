@@ -9,7 +9,21 @@ import subprocess
 import pytest
 import torch
 
-from bench.gpu_run import codes, nvshmem, ours, put_timing, record, sanitizer, variants, world
+from bench.gpu_run import (
+    codes,
+    inproc,
+    nvshmem,
+    ours,
+    put_timing,
+    record,
+    registers,
+    sanitized,
+    sanitizer,
+    variants,
+    world,
+)
+from kernels_cuda.residency import Block
+from lora_server.errors import AdapterError
 from lora_server.transport import e4m3
 from lora_server.transport.gpu import nvshmem_build
 from tests.support.gpu import emulated, emulated_gpu
@@ -116,6 +130,69 @@ def test_other_codes_fail_the_stage_codes_and_nothing_else(tmp_path, monkeypatch
     wrong = [line["name"] for line in lines if not line["good"]]
     assert len(lines) == 8 and wrong == ["odd rows' codes are the host's"]
     assert not checks.good and len(found.find("latency")) == 2
+
+
+def play_inproc(tmp_path, **instead):
+    emulated_gpu.compile_all()
+    flags = ["--record", str(tmp_path / "record")]
+    given = inproc.parser().parse_args(flags)
+    vars(given).update(inproc.EMULATED, tokens="4", rounds=1, steps=2, **instead)
+    found = record.Record(given.record)
+    try:
+        return found, inproc.work(found, given)
+    finally:
+        del emulated_gpu.opened.openers["cpu"]
+
+
+@needs_emulator
+@pytest.mark.parametrize("wrong", ["", "weights", "bits"])
+def test_the_stage_inproc_plays_and_finds_other_answers(tmp_path, monkeypatch, wrong):
+    """Weights: the reference believes in other adapters. Bits: the last answer is not the first one's."""
+    if wrong == "weights":
+        delta = inproc.Files.delta
+        monkeypatch.setattr(inproc.Files, "delta", lambda files, adapter, *rest: delta(files, adapter + 1, *rest))
+    if wrong == "bits":
+        endure, end, cells = inproc.endure, inproc.Churn.end, list[inproc.Cell]()
+        noted = lambda its, cell, given: cells.append(cell) or endure(its, cell, given)  # noqa: E731
+        monkeypatch.setattr(inproc, "endure", noted)
+        monkeypatch.setattr(inproc.Churn, "end", lambda churn: (end(churn), cells[-1].parts[0].x.add_(1)))
+    found, good = play_inproc(tmp_path)
+    checks = {line["name"]: line["good"] for line in found.find("check")}
+    assert len(checks) == 4 and good == (not wrong)
+    for name, right in checks.items():
+        assert right == (wrong not in {"sampled rows": ["weights"]}.get(name.split(": ")[1], ["bits"])), name
+    (alone, cell) = found.find("inproc")
+    assert {"us", "warm_us", "put_us", "answer_us", "add_us"} <= alone.keys() and cell["cell"] == "EP4, 4 tokens"
+    assert all(line["steps"] >= 2 and line["loads"] for line in found.find("steps"))
+
+
+@needs_emulator
+def test_a_load_that_fails_beside_steps_fails_the_stage(tmp_path, monkeypatch):
+    endure = inproc.endure
+
+    def without_files(its, cell, given):
+        for path in cell.its.files._paths:
+            shutil.rmtree(path)
+        return endure(its, cell, given)
+
+    monkeypatch.setattr(inproc, "endure", without_files)
+    with pytest.raises(AdapterError):
+        play_inproc(tmp_path)
+
+
+@needs_emulator
+def test_the_sanitizers_case_of_a_kernel_that_serves_is_right():
+    emulated_gpu.compile_all()
+    try:
+        assert sanitized.answered(emulated_gpu.use())
+    finally:
+        del emulated_gpu.opened.openers["cpu"]
+
+
+def test_kernels_without_room_beside_one_that_serves_are_named():
+    serving, clients = {"serve": Block(9, 160)}, {"wait": Block(1, 20), "put": Block(8, 64)}
+    assert registers.crowded(serving, clients) == ["put beside serve"]
+    assert registers.crowded({"serve": Block(8, 162)}, clients) == []
 
 
 @needs_emulator

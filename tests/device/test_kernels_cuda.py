@@ -46,7 +46,8 @@ def combine(request):
     return request.param
 
 
-def launch(packed: PackedStep, variant: Variant | None = None, kernels=("lora_step",), workspace=None, late=True):
+def launch(packed: PackedStep, variant: Variant | None = None, kernels=("lora_step",), workspace=None, **how):
+    """`how`: late or grid, of an emulated launch."""
     out = packed.poisoned_out()
     workspace = workspace or packed.poisoned_workspace(max(64, len(out)) if packed.step.out_map_N is None else 600)
     for kernel in kernels:
@@ -55,7 +56,7 @@ def launch(packed: PackedStep, variant: Variant | None = None, kernels=("lora_st
 
             compiled(packed.step.rows_TK.device, variant).launch(packed.step, out, workspace, kernel)
         else:
-            emulated.launch(packed.step, out, workspace, variant or SMALL, kernel=kernel, late=late)
+            emulated.launch(packed.step, out, workspace, variant or SMALL, kernel=kernel, **how)
     return out
 
 
@@ -118,6 +119,7 @@ SHAPES = [  # K, O, ranks of each block's pairs, sizes of segments
     (768, 520, [(48,), (80,), (96, 112)], [1, 2, 70]),
     (1100, 30, [(130,), (200, 17, 9)], [1, 12]),
     (2048, 96, [(32,)], [1, 1, 1, 1]),
+    (4800, 40, [(16,), (40, 8)], [1, 9, 2]),  # more partial sums of an entry than their readers add
 ]
 
 
@@ -160,6 +162,8 @@ def test_every_variant_and_every_run_gives_the_same_bits(device, combine):
         assert torch.equal(launch(packed, variant), expected), variant
     assert torch.equal(launch(packed, kernels=("shrink", "expand")), expected), "two launches"
     assert torch.equal(launch(packed, late=False), expected)
+    for grid in (1, 3):
+        assert torch.equal(launch(packed, grid=grid), expected), f"{grid} blocks"
     workspace = packed.poisoned_workspace(600, spare_rank=48)
     for _ in range(3):
         assert torch.equal(launch(packed, workspace=workspace), expected), "a workspace used before"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import gpu_build
+from bench import gpu_build, gpu_ptx
 from kernels_cuda import build
 from kernels_cuda.cuda import CudaKernels
 from kernels_cuda.heuristics import Variant, choose
@@ -38,7 +37,7 @@ from kernels_cuda.ops import NOTHING, Block, Pair, stack
 from kernels_cuda.shares import job_cost, rows_of_jobs, shares
 from kernels_cuda.tables import BLOCK, BlockTable
 from lora_server.transport.gpu import source
-from tests.support.gpu import emulated
+from tests.support.gpu import emulated, gpu_texts
 
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
 
@@ -371,12 +370,28 @@ def test_a_process_compiles_what_it_launches_and_nothing_else(monkeypatch):
         kernels.compile(torch.float32)
 
 
-def test_instructions_are_those_of_the_table():
+def test_wrappers_are_those_of_the_table():
     """Nothing else here can tell: the emulator has a ptx.cuh and a system.cuh of its own."""
-    found = []
-    for name in ("ptx.cuh", "system.cuh"):
-        text = (build.SOURCE / name).read_text()
-        for statement in re.finditer(r"\basm(?: volatile)?\(.*?\);", text, re.DOTALL):
-            function = re.findall(r"DEVICE [^;=\n]*?(\w+)(?:<\w+>)?\(", text[: statement.start()])[-1]
-            found.append(f"{name} {function}: {' '.join(statement[0].split())}")
-    assert found == Path(__file__).with_name("instructions.txt").read_text().splitlines()
+    gpu_texts.look_at_instructions()
+
+
+def test_launch_bounds_are_the_threads_that_hosts_launch():
+    gpu_texts.look_at_launch_bounds()
+
+
+@pytest.mark.parametrize("kernel", ["link_wait", "put_e4m3_bfloat16", "lora_step_float16"])
+@pytest.mark.parametrize("bulk_copy", [True, False])
+def test_the_build_looks_for_each_instruction_and_for_launch_bounds(kernel, bulk_copy):
+    emitted = {one: "\n".join(one.templates).replace("1, %0", "1, 128") for one in gpu_ptx.wrappers()}
+
+    def look(without="", bounds=".maxntid 128, 1, 1", **changed):
+        its = [changed.get(one.name, text) for one, text in emitted.items() if one.name != without]
+        body = re.sub(r"%(?=\d)", "%rd", "\n".join(its)).replace("%%", "%")
+        ptx = f".visible .entry {kernel}(\n)\n{bounds}\n{{\n{body}\n}}\n"
+        return gpu_ptx.complaints(kernel, gpu_ptx.kernels(ptx)[kernel], bulk_copy, warps=4, launched=128)
+
+    assert look() == []
+    for name in gpu_ptx.used_by(kernel, bulk_copy):
+        its = [one for one in emitted if one.name == name and one.branch is not (not bulk_copy)]
+        assert f"no {name}()" in look(without=name) or not any(one.templates for one in its)
+    assert look(sync_block="bar.sync 1, 96;") and look(bounds=".maxntid 96, 1, 1") and look(bounds="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
@@ -11,9 +12,20 @@ from bench.gpu_build import HOPPER, SERVE_SHARED_BYTES, Job, Usage
 from kernels_cuda.heuristics import choose
 from kernels_cuda.residency import LANES, PARTITION_REGISTERS, PARTITIONS, SERVE_WARPS, Block, fit, most_registers
 from lora_server.transport.gpu.cuda import SERVE_OWN_BYTES
+from lora_server.transport.gpu.layout import LinkStatus
+from tests.support.gpu import emulated, gpu_world
+from tests.support.gpu.gpu_clients import GpuClient
+from tests.support.gpu.gpu_schedules import drive
+from tests.support.gpu.gpu_shard import DEVICE, GRID, Shard
+from tests.support.gpu.gpu_weights import BODIES
+from tests.support.gpu.gpu_world import World
 
-NINE_WARPS = Block(9, 160)  # as the kernel that serves was, once
 SERVE, LINK = Job("serve.cu", HOPPER), Job("link.cu", HOPPER)
+COMPILED = {"serve": 165, "link_put": 64, "link_add": 48, "link_wait": 22}  # registers, as `make gpu-build` says
+OVER_NVSHMEM = {"serve": 170, "link_put": 72, "link_add": 64, "link_wait": 26}
+FILL = Block(4, 32)  # torch's, of a tensor
+NINE_WARPS = Block(9, 160, 203_776)  # as the kernel that serves was, once
+AT_FIRST = {"serve": NINE_WARPS, "link_put": Block(8, 64), "link_add": Block(8, 48), "link_wait": Block(8, 20)}
 
 
 def fit_by_dealing(blocks):
@@ -60,3 +72,48 @@ def test_what_the_build_supposes_is_what_is_launched():
     chosen = choose((9, 0), 232_448 - SERVE_OWN_BYTES, SERVE_WARPS)
     assert chosen.warps == SERVE_WARPS and list(chosen.defines) == SERVE.variant.defines
     assert chosen.shared_bytes + SERVE_OWN_BYTES == SERVE_SHARED_BYTES
+
+
+def blocks(registers):
+    """Of each kernel, as hosts launch them."""
+    jobs = {name: SERVE if name == "serve" else LINK for name in registers}
+    return {name: job.block(Usage(name, 0, 0, 0, registers[name])) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("registers", [COMPILED, OVER_NVSHMEM], ids=["mapped", "nvshmem"])
+def test_each_of_a_clients_kernels_fits_beside_the_one_that_serves(registers):
+    serve, *others = blocks(registers).values()
+    for other in (*others, FILL):
+        assert fit([serve, other]), other
+    assert not any(fit([AT_FIRST["serve"], AT_FIRST[name]]) for name in ("link_put", "link_wait")), "as it was once"
+
+
+@pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)
+@pytest.mark.parametrize(
+    ("of", "idle_ns", "status"),
+    [
+        pytest.param(blocks(COMPILED), 2**60, LinkStatus.OK, id="beside"),
+        pytest.param(blocks(COMPILED), 3_000, LinkStatus.OK, id="beside-a-kernel-that-comes-again"),
+        pytest.param(AT_FIRST, 3_000, LinkStatus.TIMEOUT, id="waiting-for-each-other"),
+    ],
+)
+def test_a_client_and_a_shard_on_one_gpu(of, idle_ns, status):
+    """A kernel that serves cannot come again beside an add that leaves it no room, and that waits for its answer."""
+    world = World(1, gpu_world.load())
+    world.limit(GRID, lambda kernel: next(block for name, block in of.items() if kernel.startswith(name)))
+    shard = Shard(world, random.Random(1), idle_ns)
+    shard.launch()
+    client, body = GpuClient(world, shard, 0, {}), BODIES[0]
+    client.device, handle = DEVICE, shard.begin(0, 0)
+    shard.finish(handle)
+
+    def step():
+        client.fill(body, (handle, handle))
+        client.seq += 1
+        yield from client.ended(client.launch_add(body, after=client.launch_put(body)))
+
+    drive(world, shard, [client.join()], [], shard.random)
+    client.state["budget_ns"] = 400_000
+    for _ in range(3):
+        drive(world, shard, [step()], [], shard.random)
+        assert client.state["status"] == status

@@ -1,6 +1,8 @@
 """The simulator: small cases by hand, invariants, speed, and the models against it."""
 
+import functools
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -10,10 +12,15 @@ from hypothesis import strategies as st
 from bench import provision_iar
 from provisioning.iar import admissibility_curve, immediate_admissibility, min_cache_slots
 from provisioning.inputs import InputError
+from provisioning.plan.candidates import all_but_cache
+from provisioning.plan.choice import smallest
+from provisioning.plan.judge import Verdict, judge, played
+from provisioning.plan.verify import Search, disaggregated, no_better, verify
 from provisioning.simulation.measure import Estimate
 from provisioning.simulation.run import System, assign_greedily, run
 from provisioning.workload.requests import Lengths, Requests
 from provisioning.workload.workload import Workload, zipf
+from tests.support.provision import question
 
 
 def calls(*rows: tuple[float, int, int], num_adapters: int) -> Requests:
@@ -99,6 +106,91 @@ def test_with_any_instance_nobody_waits_beside_an_empty_place(slots, max_batch, 
 def test_system_must_know_all_adapters():
     with pytest.raises(InputError, match="instance_of"):
         run(calls((0, 0, 1), num_adapters=2), System(instance_of=[0], step_s=[1.0], cache_slots=1))
+
+
+def test_prompts_hold_up_their_instance_but_not_their_own_first_token():
+    requests = calls((0, 0, 3), (1, 0, 2), num_adapters=1)
+    outcome = run(requests, System(instance_of=[0], step_s=[1.0], cache_slots=1, prompt_s=2.0))
+    assert outcome.ttft_s.tolist() == [1, 2]
+    assert outcome.finish_s.tolist() == [
+        7,
+        6,
+    ]  # at 1 the first has 1 s of its own prompt left; then 2 s of the second's
+
+
+def test_a_step_with_its_share_of_prompts_is_what_the_simulation_takes():
+    chosen = smallest(question()).chosen
+    outcome = run(played(chosen.scenario, chosen.mean_step_us, 0), disaggregated(chosen))
+    per_token_s = (outcome.finish_s - outcome.admit_s).mean() / outcome.requests.output_tokens.mean()
+    own_s = chosen.prompt_us * 1e-6 / chosen.scenario.workload.lengths.mean_tokens  # a request waits for its own, too
+    assert chosen.mean_step_us > 1.2 * chosen.decode_step_us
+    assert per_token_s - own_s == pytest.approx(chosen.mean_step_us * 1e-6, rel=0.05)
+
+
+def verdict(holds):
+    sure = Estimate(mean=holds, low=holds, high=holds)
+    return Verdict(
+        immediate=sure, ttft_s_at_percentile=sure, within_ttft=sure, adapters_within_slo=sure, seeds=5,
+        requests_per_seed=1, target=0.95, ttft_s=np.zeros(1), in_time=np.zeros((2, 1)),
+    )  # fmt: skip
+
+
+ASKED = [
+    {"model": "qwen3-30b-a3b", "lora_rank": 128, "gpu": "hopper-96", "adapters": 600, "request_rate": 25.0,
+     "mean_output_tokens": 800.0, "instances": 3, "batch_size": None, "max_gpus": 40, "prefill": "apart"},
+    {"max_gpus": 24}, {"model": "dbrx", "adapters": 400, "max_gpus": 30}, {"model": "gpt-oss-20b", "max_gpus": 16},
+]  # fmt: skip
+
+
+@functools.cache
+def layouts_of(place):
+    return [item for found in all_but_cache(question(**ASKED[place])) for item in found]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_search_finds_what_trying_every_layout_finds(data):
+    """A layout holds that is no worse than one of some drawn ones, whatever its count."""
+    layouts = layouts_of(data.draw(st.integers(0, len(ASKED) - 1)))
+    enough = data.draw(st.lists(st.sampled_from(layouts), max_size=3))
+    first = data.draw(st.none() | st.sampled_from(layouts))
+
+    def holds(item):
+        return any(no_better(one, item) for one in enough)
+
+    search = Search(layouts, lambda item: verdict(float(holds(item))))
+    found, fewest = search.smallest(first), min((item.gpus for item in layouts if holds(item)), default=None)
+    assert (found and found.candidate.gpus) == fewest
+    if found:
+        quickest = min((len(item.failed), item.step_us) for item in layouts if item.gpus == fewest and holds(item))
+        assert (len(found.candidate.failed), found.candidate.step_us) == quickest
+    assert len(search.held) + len(search.refuted) <= len(layouts)
+
+
+@pytest.mark.long
+def test_fewer_gpus_with_more_slots_are_found():
+    """28 GPUs hold as ep7-pp4, where 29 as ep29-pp1 and 30 as ep15-pp2 do not."""
+    asked = question(**ASKED[0] | {"max_gpus": 28, "zipf": 1.0, "burst_cv": 1.5})
+    chosen = verify(asked, smallest(asked), 5).choice.chosen
+    assert chosen is not None and str(chosen.layout) == "ep7-pp4"
+
+
+SMALL = {
+    "model": ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "dbrx"], "adapters": [60, 150, 300],
+    "zipf": [0.4, 1.0, 1.4], "lora_rank": [32, 64, 128], "gpu": ["h100", "hopper-96"], "burst_cv": [1.0, 2.0],
+    "batch_size": [16.0, 40.0], "prefill": ["shared", "apart"], "instances": [2, 4],
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(12))
+def test_the_answer_is_that_of_simulating_every_layout_of_every_count(seed):
+    rng = random.Random(seed)
+    asked = question(max_gpus=9, **{name: rng.choice(values) for name, values in SMALL.items()})
+    found = verify(asked, smallest(asked), 5).choice.chosen
+    every = (item for layouts in all_but_cache(asked) for item in layouts)
+    held = (item.gpus for item in every if judge(item.scenario, disaggregated(item), item.mean_step_us, 5).holds)
+    assert (found and found.gpus) == next(held, None)
 
 
 systems = st.fixed_dictionaries(

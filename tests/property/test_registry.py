@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from sqlalchemy import delete
 
-from lora_server.errors import AdapterExistsError, ConfigError
-from lora_server.registry.database import Database
+from lora_server.errors import AdapterExistsError, ConfigError, ServerUnavailableError
+from lora_server.registry.database import Database, counters
 from lora_server.registry.versions import EARLIER, HANDLES, Ledger, Seen, Version
 from tests.support.postgres import DATABASES, database_of
 
@@ -150,10 +151,51 @@ def test_a_directory_is_remembered_with_its_pins(ledger):
 def test_another_base_model_needs_another_registry(ledger, url):
     ledger.list(version(ledger.take_handles()[0], "mine", "v1"))
     database = Database(url)
-    with pytest.raises(ConfigError, match="of another base model"):
+    with pytest.raises(ConfigError, match="belongs to another base model"):
         Ledger(database, "another")
     for name in {one.name for one in ledger.all()}:  # other tests' too
         ledger.remove(name)
-    Ledger(database, "another")
-    Ledger(database, MODEL)
+    if ledger.shared:
+        with pytest.raises(ConfigError, match="belongs to another base model"):
+            Ledger(database, "another")
+        ledger.take_handles()
+    else:  # a file has one server, which may begin with another base model
+        Ledger(database, "another")
+        Ledger(database, MODEL)
     database.close()
+
+
+def test_of_several_base_models_that_start_at_once_one_is_kept(ledger, url):
+    """What a write of the others would change stays as it is."""
+    ledger.see([])
+    databases, began, ended = [Database(url) for _ in range(4)], threading.Barrier(4), []
+    databases[0].write(lambda connection: connection.execute(delete(counters).where(counters.c.name.like("model %"))))
+
+    def start(number):
+        began.wait(60)
+        try:
+            opened = Ledger(databases[number], f"model {number}")
+            began.wait(60)
+            opened.attempts.keep("law", f"by {number}")
+        except ConfigError:
+            began.wait(60)
+            ended.append("refused at its start")
+        except ServerUnavailableError as error:
+            ended.append("refused" if "another base model" in str(error) else str(error))
+        else:
+            ended.append("kept")
+
+    threads = [threading.Thread(target=start, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    try:
+        assert sorted(ended) == sorted(["kept", *["refused at its start" if ledger.shared else "refused"] * 3])
+        with pytest.raises(ServerUnavailableError, match="another base model"):
+            ledger.take_handles()
+    finally:
+        databases[0].check = lambda connection: None
+        databases[0].write(lambda one: one.execute(delete(counters).where(counters.c.name.like("model %"))))
+        for database in databases:
+            database.close()

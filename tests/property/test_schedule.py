@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from lora_server.histogram import BOUNDS_NS
 from lora_server.shard.phases import PHASES, Phases
-from lora_server.shard.schedule import MOST_BEGUN, MOST_ROWS, STEP_ROWS, FairShare, PendingStep, TenantShare, cost
+from lora_server.shard.schedule import (
+    MOST_BEGUN,
+    MOST_ROWS,
+    STEP_ROWS,
+    FairShare,
+    PendingStep,
+    StepWork,
+    TenantShare,
+    cost,
+)
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.rig import Client, loaded_rig
@@ -56,12 +65,12 @@ def test_a_step_waits_for_each_other_client_no_longer_than_its_own_share(events)
         picked = queue.pick()
         assert (picked is None) == (not ready)
         for step in ready.values():
-            bound.setdefault(step.seq, step.finish - now)
-            assert queue.rule._now >= now and step.start >= now, "time goes on"
+            bound.setdefault(step.seq, step.share.finish - now)
+            assert queue.rule._now >= now and step.share.start >= now, "time goes on"
         if picked is None:
             continue
         served = ready.pop(picked)
-        assert all((served.finish, served.seq) < (step.finish, step.seq) for step in ready.values())
+        assert all((served.share.finish, served.seq) < (step.share.finish, step.seq) for step in ready.values())
         for step in ready.values():
             had = passed.setdefault(step.seq, Counter())
             had[picked] += cost(served.header)
@@ -189,7 +198,7 @@ def test_a_small_step_overtakes_another_tenants_begun_step():
         queue.push(tenant, 0, rows)
         step = queue.rule.pick(queue.waiting)
         assert step.connection.tenant == str(tenant)
-        step.work = iter(())
+        step.work = StepWork(iter(()))
     queue.push(7, 0, 1)
     last = queue.rule.pick(queue.waiting)
     assert last.connection.tenant == str(MOST_BEGUN - 1), "it has to be done before another is begun"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kernels_cuda.layout import PAGE_TILES, TILE_BYTES, pack, shape_of
 from lora_server.errors import AdapterError, LoraServerError, ProtocolError, UnknownAdapterError
-from lora_server.memory.directory import ABSENT, NOBODY, Directory
-from lora_server.memory.entry import State
+from lora_server.memory.directory import ABSENT, EMPTY_PLACE, BlockDirectory
+from lora_server.memory.entry import LayerState
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Layout, Placement
 from lora_server.shard import request
@@ -99,7 +99,7 @@ def store(request, tiny_adapters, tmp_path_factory):
     dones += [load(store, h, tiny_adapters[name]) for h, name in zip(READY, ("all", "down", "bf16"), strict=True)]
     assert [done.result() for done in dones] == [None] * 4
     assert isinstance(load(store, BAD, bad).result(), AdapterError)
-    store.drop(DROPPED)
+    store.adapters.drop(DROPPED)
     gate.arrived.clear()
     gate.shut()
     load(store, HALF, tiny_adapters["all"])
@@ -107,24 +107,24 @@ def store(request, tiny_adapters, tmp_path_factory):
     yield store
     gate.open()
     store.close()
-    assert store.use().weight_bytes == 0
+    assert store.report.use().weight_bytes == 0
 
 
 def one_by_one(store, site, segments):
     """The obvious loop: (table, most ranks), or what the first segment that cannot be served raises."""
     rows, most = [], 0
     for handle, expert, first, num_entries in segments:
-        state = store.state(handle, site.layer)
-        if state is State.FAILED:
-            raise store.error(handle)
-        if state is not State.READY:
+        state = store.report.state(handle, site.layer)
+        if state is LayerState.FAILED:
+            raise store.report.error(handle)
+        if state is not LayerState.READY:
             raise UnknownAdapterError(
                 f"shard {store._shard} step 5: handle {handle} is {state.value} here; was it removed?"
             )
         if expert not in store.tier._placement.experts(site, store._shard):
             raise ProtocolError(f"{site} expert {expert}: not on shard {store._shard}; placements differ, join again")
-        placed = store._entries[handle].manifest.blocks(site.layer).get(site, {}).get(expert)
-        row, tile = store.tier.empty_row(site), 0
+        placed = store._table.entries[handle].footprint.manifest.blocks(site.layer).get(site, {}).get(expert)
+        row, tile = store.tier.rows.empty(store.tier.format.shape(site, ())), 0
         if placed is not None:
             row, tile = store.tier._published[handle].rows[placed.shape], placed.begin // TILE_BYTES
             most = max(most, placed.shape.groups * 16)
@@ -171,7 +171,7 @@ def test_the_gathered_table_is_that_of_the_obvious_loop(step, store):
 @given(steps=st.lists(st.tuples(st.sampled_from(["add", "put", "drop"]), st.integers(0, 3)), max_size=40))
 def test_a_directory_says_what_was_put_last(steps):
     spec, held, number = spec_of("mixtral"), {}, 0
-    directory = Directory(spec)
+    directory = BlockDirectory(spec)
     for what, key in steps:
         if what == "add" and key not in held:
             held[key] = directory.allocate(key), {}
@@ -186,7 +186,7 @@ def test_a_directory_says_what_was_put_last(steps):
             directory.hide(key)
             directory.deallocate(held.pop(key)[0])
     places = [place for place, _ in held.values()]
-    assert len({*places, NOBODY}) == len(places) + 1
+    assert len({*places, EMPTY_PLACE}) == len(places) + 1
     unknown = [handle for handle in (0, 1, 2, 3, 4, 1000, 2**31 - 1) if handle not in held]
     for site in spec.sites(["down"]):
         asked = np.array([*held, *unknown], np.int32)
@@ -201,7 +201,7 @@ def test_a_directory_says_what_was_put_last(steps):
 
 def tiles_at(store, row, first_tile, count):
     """What a kernel would read, by addresses alone."""
-    pages = ctypes.cast(int(store.tier.table._rows[row]["pages"]), ctypes.POINTER(ctypes.c_int64))
+    pages = ctypes.cast(int(store.tier.rows.table._rows[row]["pages"]), ctypes.POINTER(ctypes.c_int64))
     found = b""
     for at in range(first_tile, first_tile + count):
         page, tile = divmod(at, PAGE_TILES)
@@ -220,7 +220,7 @@ def coming_and_going(store, paths, stop):
     while not stop.is_set():
         for path in paths:
             assert load(store, 1, path).result() is None
-            store.drop(1)
+            store.adapters.drop(1)
 
 
 @pytest.mark.parametrize("kind", ["paged", "resident"])

@@ -6,10 +6,11 @@ from collections import deque
 
 import pytest
 
-from lora_server.control.admission.residency import Residency
-from lora_server.control.admission.room import Room
-from lora_server.control.admission.unasked import Unasked
+from lora_server.control.sync.prewarm import Prewarm
+from lora_server.control.sync.residency import ResidencyTable
+from lora_server.control.sync.sizes import PoolSizes
 from lora_server.placement import Layout, Placement
+from lora_server.wire import lora_server_pb2 as pb
 from tests.support.workload import spec_of
 
 PLACEMENT = Placement(spec_of("mixtral"), Layout.parse("ep2-pp2"))
@@ -88,36 +89,36 @@ class ModelShard:
 
 
 class ModelServer:
-    """Model shards, and the controller's side as lora_server/control/adapters/told.py has it."""
+    """Model shards, and the controller's side as lora_server/control/sync/shard_sync.py has it."""
 
     def __init__(self, seed):
         self.dice = random.Random(seed)
         self.sizes = {handle: [self.dice.choice((0, 2, 3, 5, 8)) for _ in SHARDS] for handle in HANDLES}
-        self.residency, self.room, self.known = Residency(PLACEMENT), Room(), set(HANDLES)
-        self.unasked = Unasked(self.residency, self.room)
+        self.residency, self.pool_sizes, self.known = ResidencyTable(PLACEMENT), PoolSizes(), set(HANDLES)
+        self.prewarm = Prewarm(self.residency, self.pool_sizes)
         self.shards = [ModelShard(one, self.dice.randint(10, 24), self.sizes, self.dice) for one in SHARDS]
         for one in self.shards:
-            self.room.set_capacity(one.shard, one.capacity)
+            self.pool_sizes.set_capacity(one.shard, one.capacity)
             for handle in HANDLES:
-                self.room.set_size(handle, one.shard, self.sizes[handle][one.shard])
-        self.unasked.offer(HANDLES)
+                self.pool_sizes.set_size(handle, one.shard, self.sizes[handle][one.shard])
+        self.prewarm.offer(HANDLES)
         self.decide()
 
     def decide(self):
-        for handle, shards in self.unasked.decide(lambda handle: handle in self.known):
+        for handle, shards in self.prewarm.decide(lambda handle: handle in self.known):
             for shard in shards:
                 self.shards[shard].commands.append(("bring", handle))
 
     def ask(self, handle):
         for one in self.shards:
-            self.unasked.asked(handle, one.shard)
+            self.prewarm.asked(handle, one.shard)
             one.commands.append(("load", handle))
 
     def remove(self, handle):
         self.known.discard(handle)
-        self.unasked.forget(handle)
+        self.prewarm.forget(handle)
         self.residency.forget(handle)
-        self.room.forget(handle)
+        self.pool_sizes.forget(handle)
         for one in self.shards:
             one.commands.append(("drop", handle))
         self.decide()
@@ -127,13 +128,12 @@ class ModelServer:
         if kind == "moved":
             for handle, whole, comes in what:
                 if handle in self.known:
-                    resident = self.residency.of(handle)
-                    resident.layers[one.shard] = len(PLACEMENT.layers(one.shard)) if whole else 0
-                    (resident.coming.add if comes else resident.coming.discard)(one.shard)
-                    self.unasked.note(handle, one.shard)
-            self.unasked.heard(one.shard)
+                    layers = len(PLACEMENT.layers(one.shard)) if whole else 0
+                    self.residency.report(one.shard, pb.Residency(handle=handle, layers=layers, coming=comes))
+                    self.prewarm.note(handle, one.shard)
+            self.prewarm.heard(one.shard)
         elif what in self.known:
-            (self.unasked.answered if kind == "bring" else self.unasked.note)(what, one.shard)
+            (self.prewarm.answered if kind == "bring" else self.prewarm.note)(what, one.shard)
         self.decide()
 
     def play(self, asks, removals):
@@ -183,5 +183,5 @@ def test_every_adapter_is_on_all_shards_or_lacks_memory_on_one(first):
         server.play(asks=0, removals=0)
         assert lacking_with_room(server, nowhere=True) == [], seed
         server.play(asks=6, removals=3)
-        assert server.unasked.is_settled, seed
+        assert server.prewarm.is_settled, seed
         assert lacking_with_room(server, nowhere=False) == [], seed

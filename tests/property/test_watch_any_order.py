@@ -92,13 +92,13 @@ class Machine(stateful.RuleBasedStateMachine):
     @rule(data=st.data())
     def remove_by_hand(self, data):
         name = data.draw(st.sampled_from(sorted({*self.model.served, *self.model.refused})))
-        self.followed.adapters.remove(name)
+        self.followed.adapters.rollout.remove(name)
         self.model.remove(name)
 
     @rule(name=NAMES, kind=st.sampled_from(["v1", "v2"]))
     def add_by_hand(self, name, kind):
         if name not in self.model.served:
-            self.followed.adapters.register(name, str(self.contents[kind]))
+            self.followed.adapters.rollout.register(name, str(self.contents[kind]))
             self.model.served[name] = kind
             self.model.refused.discard(name)
             self.model.judged.pop(name, None)  # that there are two is said once more
@@ -115,9 +115,9 @@ class Machine(stateful.RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        handles = [one.record.handle for one in self.followed.adapters.listings()]
+        handles = [one.record.handle for one in self.followed.adapters.listings.all()]
         self.followed.restart()
-        assert [one.record.handle for one in self.followed.adapters.listings()] == handles
+        assert [one.record.handle for one in self.followed.adapters.listings.all()] == handles
         self.model.polls, self.known_to_be_there = [], False
 
     def look(self, seconds):

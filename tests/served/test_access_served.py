@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from client_connector.client import Client
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
 from lora_server import errors
@@ -28,6 +28,7 @@ from lora_server.wire.rpc import call, open_channel
 from tests.support.certificates import Authority
 from tests.support.restarts import SECONDS, Server
 from tests.support.serving import HANG_SECONDS, flags, until
+from tests.support.signed import signed
 from tests.support.workload import NEW_TOKENS
 
 
@@ -70,7 +71,7 @@ def test_a_server_with_tokens_and_certificates(load, tmp_path):
             is_ready(Credentials("", None, authority.ca, own, own_key))
         with pytest.raises(errors.ServerUnavailableError):
             is_ready(Credentials(str(secrets[Role.ENGINE][1])))
-        directory = Directory(server.address, shown(Role.PUBLISHER))
+        directory = AdapterDirectory(server.address, shown(Role.PUBLISHER))
         name = directory.list()[0].name
         shutil.copytree(load.adapters / name, tmp_path / "acme" / "files")
         (tmp_path / "acme" / "own").symlink_to(tmp_path / "acme" / "files")
@@ -130,7 +131,7 @@ class Tenants(Server):
 
     def limit(self, **limits):
         self.gate.store.set_tenant(Tenant("acme", **limits))
-        self.gate.look()
+        self.gate.cache.refresh()
 
     def add(self, name, kind):
         request = pb.AddAdapterRequest(name=name, uri=str(self.directory / "acme" / kind), wait_seconds=SECONDS)
@@ -145,10 +146,10 @@ class Tenants(Server):
 
     def join(self):
         lease, _ = self.controller.clients.join("engine", tenant="acme")
-        return pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
+        return lease.proof
 
     def acquire(self, proof, *names, ticket=0):
-        return self.clients.Acquire(pb.AcquireRequest(proof=proof, names=names, ticket=ticket), ENGINE)
+        return self.clients.Acquire(signed(pb.AcquireRequest(names=names, ticket=ticket), proof), ENGINE)
 
     def close(self):
         self.gate.close()
@@ -167,16 +168,16 @@ def test_what_waits_for_a_place_counts_as_in_use(server):
         server.add(kind, kind)
     server.limit(max_active=2)
     one, other = server.join(), server.join()
-    server.adapters.drain("a test", 0)  # nobody gets a place
+    server.adapters.admission.pause("a test", 0)  # nobody gets a place
     assert server.acquire(one, "qv", ticket=1).position == 1
     assert server.acquire(other, "qv", "attention", ticket=1).position == 2
     with pytest.raises(errors.LimitError, match="tenant acme: got 3 adapters in use, 2 may be"):
         server.acquire(other, "experts", ticket=2)
     assert server.acquire(one, "qv", ticket=1).position == 1, "asked again it is no second one"
-    server.adapters.drain("", 0)
+    server.adapters.admission.pause("", 0)
     held = server.acquire(other, "qv", "attention", ticket=1).adapters
     assert [adapter.name for adapter in held] == ["qv", "attention"]
-    server.clients.Release(pb.ReleaseRequest(proof=other, handles=[adapter.handle for adapter in held]), ENGINE)
+    server.clients.Release(signed(pb.ReleaseRequest(handles=[adapter.handle for adapter in held]), other), ENGINE)
     assert len(server.acquire(other, "experts").adapters) == 1, "what was let go does not count"
 
 
@@ -185,7 +186,7 @@ def test_of_many_that_ask_at_once_no_more_are_let_in_than_may_be(server):
     for kind in kinds:
         server.add(kind, kind)
     server.limit(max_active=1)
-    server.adapters.drain("a test", 0)
+    server.adapters.admission.pause("a test", 0)
     together, refused = threading.Barrier(len(kinds)), []
 
     def ask(kind):
@@ -202,7 +203,7 @@ def test_of_many_that_ask_at_once_no_more_are_let_in_than_may_be(server):
     for thread in threads:
         thread.join(SECONDS)
     assert len(refused) == len(kinds) - 1
-    server.adapters.drain("", 0)
+    server.adapters.admission.pause("", 0)
 
 
 def test_an_update_and_a_rollback_stay_within_a_tenants_bytes(server):
@@ -231,5 +232,5 @@ def test_a_version_that_is_still_held_counts(server):
     server.update("qv", "attention")  # the old one drains
     with pytest.raises(errors.LimitError):
         server.update("qv", "fused")
-    server.clients.Release(pb.ReleaseRequest(proof=proof, handles=[held.handle]), ENGINE)
+    server.clients.Release(signed(pb.ReleaseRequest(handles=[held.handle]), proof), ENGINE)
     assert server.update("qv", "fused").bytes == bytes_of["fused"]

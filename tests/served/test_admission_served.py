@@ -1,6 +1,7 @@
 """Admission in real processes: clients take turns in a pool for two of six adapters, and a drain admits nobody."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -11,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from client_connector.remote import Queued, RemoteServer
-from client_connector.retry import while_away
+from client_connector.reconnect import while_away
+from client_connector.remote import QueuedAnswer, RemoteServer
 from client_connector.transformers import attach
 from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterLoadError, AdmissionError, ServerUnavailableError
@@ -33,7 +34,7 @@ def two_largest(work: Workload) -> tuple[int, list[str]]:
         store = stores.cpu_store(Placement(work.spec, Layout.parse(LAYOUT)), shard, torch.float32)
         for handle, path in enumerate(work.paths.values(), start=1):
             assert stores.load(store, handle, path).result() is None
-        sizes = sorted((one.nbytes, list(work.paths)[one.handle - 1]) for one in store.moved())[-2:]
+        sizes = sorted((one.nbytes, list(work.paths)[one.handle - 1]) for one in store.report.take_changes())[-2:]
         found.append((sum(nbytes for nbytes, _ in sizes), [name for _, name in sizes]))
         store.close()
     return max(found)
@@ -81,7 +82,7 @@ def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
         with pytest.raises(AdapterLoadError, match="put fewer adapters into a batch"):
             session.acquire(sorted(work.paths))
         first, second = session.ticket(), session.ticket()
-        assert isinstance(session.ask(first, others[:1]), Queued)
+        assert isinstance(session.ask(first, others[:1]), QueuedAnswer)
         assert session.ask(second, others[1:3]).position == 2
         session.cancel(first)
         assert session.ask(second, others[1:3]).position == 1 and status(server.address).queued == 1
@@ -89,9 +90,9 @@ def test_a_waiting_request_is_told_when_a_client_dies_and_may_give_up(crowded):
             session.acquire(others[:1], time.monotonic() + 2.0)
         kill_controller(server)
         again = while_away(HANG_SECONDS)(session.ask, second, others[1:3])  # its channel connects again
-        assert isinstance(again, Queued), "the engine's places are the engine's, also for a new controller"
+        assert isinstance(again, QueuedAnswer), "the engine's places are the engine's, also for a new controller"
         engine.kill()
-        until(lambda: session.wait([second], 1.0), "the dead engine's places")
+        until(lambda: session.wait([second], math.inf), "the dead engine's places")
         held = session.ask(second, others[1:3])
         assert [one.name for one in held] == others[1:3] and not status(server.address).queued
         until(lambda: status(server.address).active == 2, "no other's")

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import gc
+import math
 import os
+import queue
 import random
+import socket
 import threading
 from unittest.mock import Mock
 
@@ -14,25 +17,46 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from lora_server.access.gate import Gate
+from lora_server.control.admission.tickets import MAX_TICKETS
 from lora_server.control.rpc.listener import Threads
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
-from lora_server.errors import AdmissionError, ConfigError, LeaseError, LoraServerError, ProtocolError, ServerBusyError
+from lora_server.daemon.stream import ControllerStream
+from lora_server.errors import (
+    AdapterSourceError,
+    AdmissionError,
+    ConfigError,
+    LeaseError,
+    LoraServerError,
+    ProtocolError,
+    ServerBusyError,
+    ServerUnavailableError,
+    UnknownAdapterError,
+)
+from lora_server.registry.database import FILE, Database
 from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import bounds, messages
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.credentials import Credentials
+from lora_server.wire.messages import proves
 from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.controllers import ToldShard, make_controller, registration
+from tests.support.far import far_server, fetcher_of
 from tests.support.serving import HANG_SECONDS, until
+from tests.support.signed import borrow, signed
 
 SECRET = "that of this run"
 HEARTBEAT, REGISTER = "/lora_server.v1.Clients/Heartbeat", "/lora_server.v1.Shards/Register"
+HEALTH = "/grpc.health.v1.Health/Check"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and no settings
 
 
 @contextlib.contextmanager
-def serving(timings=DEFAULTS, **options):
+def serving(timings=DEFAULTS, fetcher=None, **options):
     """A controller without shards, and its gRPC server."""
-    controller = make_controller(timings=timings)
+    controller = make_controller(timings=timings, fetcher=fetcher)
     control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), **options)
     try:
         yield control, controller, f"127.0.0.1:{control.port}"
@@ -46,12 +70,9 @@ def server():
         yield found
 
 
-def proven(lease):
-    return pb.Proof(**lease.proof._asdict())
-
-
 def beat(controller, address, channel, lease=None):
-    request = pb.HeartbeatRequest(proof=proven(lease or controller.clients.leases.grant("engine")))
+    lease = lease or controller.clients.leases.grant("engine")
+    request = signed(pb.HeartbeatRequest(), lease.proof)
     return call(rpc.ClientsStub(channel).Heartbeat, request, server=address, seconds=HANG_SECONDS)
 
 
@@ -85,16 +106,106 @@ def test_silent_calls_hold_nobody_up_and_end(server, path):
             assert isinstance(error, ProtocolError) and "no message within" in str(error)
 
 
-def test_as_many_silent_calls_as_may_be():
-    with serving(max_silent_calls=5) as (control, controller, address), open_channel(address) as channel:
-        with silent(address, REGISTER, 5, 1):
-            until(lambda: sum(control._listener._silent.values()) == 5, "all are there")
-            with silent(address, REGISTER, 1, 1) as (refused,), pytest.raises(grpc.RpcError) as ended:
-                next(refused)
-            assert isinstance(translate(ended.value, address), ServerBusyError)
-            with pytest.raises(ServerBusyError, match="silent"):  # of the same host: one's own fault
-                beat(controller, address, channel)
-        until(lambda: not control._listener._silent, "they went")
+def busy_ones(calls):
+    """How many of these ended, each since too many were silent."""
+    ended = [one for one in calls if one.done()]
+    assert all(isinstance(translate(one, "x"), ServerBusyError) for one in ended)
+    return len(ended)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_silent_calls_refuse_no_call_of_others(channels):
+    """Neither of an engine that is there, nor of one that comes; the oldest silent ones end."""
+    with serving(max_silent_calls=20) as (control, controller, address), contextlib.ExitStack() as stack:
+        lease = controller.clients.leases.grant("engine")
+        there, comes = (stack.enter_context(open_channel(address, apart=True)) for _ in range(2))
+        assert not beat(controller, address, there, lease).forgot
+        begun = stack.enter_context(silent(address, HEALTH, 60, channels))
+        until(lambda: busy_ones(begun) == 40, "as many as may be silent are")
+        for channel in (there, comes):
+            for _ in range(5):
+                assert not beat(controller, address, channel, lease).forgot
+        assert len(control._listener._silent) <= 20
+
+
+def test_a_connection_with_many_silent_calls_ends_none_of_another():
+    with serving(max_silent_calls=20) as (control, *_, address), contextlib.ExitStack() as stack:
+        (own,) = stack.enter_context(silent(address, HEALTH, 1, 1))
+        until(lambda: len(control._listener._silent) == 1, "the first is there")
+        begun = stack.enter_context(silent(address, HEALTH, 60, 2))
+        until(lambda: busy_ones(begun) == 41, "one more than its own")
+        assert not own.done()
+
+
+@contextlib.contextmanager
+def raw(address, count, said=PREFACE):
+    """Connections that say no more than this."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_connection((host, port), HANG_SECONDS)) for _ in range(count)]
+        for one in sockets:
+            with contextlib.suppress(ConnectionError):
+                one.sendall(said)
+        yield sockets
+
+
+def closed(sock):
+    """Whether the server has ended it."""
+    sock.setblocking(False)
+    try:
+        while data := sock.recv(4096):
+            assert data
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_idle_connections_of_a_host_are_bounded_and_end_no_engines():
+    with serving(max_strangers=8) as (_, controller, address), open_channel(address) as channel:
+        lease = controller.clients.leases.grant("engine")
+        assert not beat(controller, address, channel, lease).forgot
+        states = []
+        channel.subscribe(states.append)
+        with capture_logs() as lines, raw(address, 60) as sockets:
+            until(lambda: sum(map(closed, sockets)) >= 52, "the oldest are closed")
+            for _ in range(5):
+                assert not beat(controller, address, channel, lease).forgot
+            assert (
+                grpc.ChannelConnectivity.TRANSIENT_FAILURE not in states and grpc.ChannelConnectivity.IDLE not in states
+            )
+        said = [one for one in lines if "too many connections" in one["event"]]
+        assert 1 <= len(said) <= 3, "a line for a flood, and one in ten seconds that it goes on"
+
+
+def test_connections_that_leases_were_granted_on_stay_though_no_token_is_needed():
+    """A host may have more engine workers than strangers; each is there from its join on."""
+    with serving(max_strangers=8) as (_, controller, address), contextlib.ExitStack() as stack:
+        stack.callback(ToldShard(controller).close)
+        states, lost = [], {grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.IDLE}
+        for number in range(20):
+            channel = stack.enter_context(open_channel(address, apart=True))
+            request = pb.JoinRequest(instance=f"worker {number}")
+            call(rpc.ClientsStub(channel).Join, request, server=address, seconds=HANG_SECONDS)
+            channel.subscribe(states.append)
+        sockets = stack.enter_context(raw(address, 30))
+        until(lambda: sum(map(closed, sockets)) >= 22, "the oldest strangers are closed")
+        assert not lost & set(states)
+
+
+@pytest.mark.parametrize("said", [b"", PREFACE[:10]])
+def test_a_connection_that_does_not_say_what_it_is_ends_soon(said):
+    with serving(Timings(handshake=0.2)) as (*_, address), raw(address, 1, said) as (sock,):
+        until(lambda: closed(sock), "it is closed", HANG_SECONDS / 2)
+
+
+def test_a_connection_without_calls_ends():
+    states = []
+    with serving(Timings(grpc_idle=0.2)) as (_, controller, address), open_channel(address) as channel:
+        channel.subscribe(states.append)
+        assert not beat(controller, address, channel).forgot
+        until(lambda: states[-1] is grpc.ChannelConnectivity.IDLE, "the server closed it", HANG_SECONDS / 2)
         assert not beat(controller, address, channel).forgot
 
 
@@ -134,6 +245,55 @@ def test_bystanders_keep_their_leases_beside_adds_and_joins_without_number(serve
             assert error is None or isinstance(translate(error, address), LoraServerError)
         assert all(controller.clients.leases.proven(lease.proof) is lease for lease in leases)
     shard.close()
+
+
+@pytest.fixture
+def slow(tmp_path, tiny_adapters):
+    """A server with tokens whose operator adds from a source that stops half way, as often as it may at once."""
+    with far_server(tmp_path / "far") as far, contextlib.ExitStack() as stack:
+        database = Database(f"sqlite:///{tmp_path / FILE}")
+        stack.callback(database.close)
+        gate, fetcher = Gate(database), fetcher_of(tmp_path / "cache")
+        stack.callback(gate.close)
+        _, controller, address = stack.enter_context(serving(gate=gate, fetcher=fetcher))
+        stack.callback(ToldShard(controller).close)
+        url = far.put("law", tiny_adapters["all"])
+        far.open.clear()
+        stub = rpc.AdaptersStub(stack.enter_context(open_channel(address)))
+        requests = [pb.AddAdapterRequest(name=f"a{number}", uri=url, wait_seconds=600.0) for number in range(17)]
+        adds = [stub.Add.future(one) for one in requests[:-1]]
+        until(lambda: far.got.total() == 16, "16 fetches are under way", HANG_SECONDS)
+        adds.append(stub.Add.future(requests[-1]))  # it waits for one of the others
+        yield address, adds, fetcher, far
+
+
+def test_slow_sources_hold_up_no_other_change(slow, tmp_path):
+    address, _, _, _ = slow
+    with open_channel(address) as channel:
+        adapters, access, server = rpc.AdaptersStub(channel), rpc.AccessStub(channel), rpc.ServerStub(channel)
+
+        def change(method, request):
+            return call(method, request, server=address, seconds=HANG_SECONDS)
+
+        with pytest.raises(UnknownAdapterError):
+            change(adapters.Remove, pb.RemoveAdapterRequest(name="law"))
+        with pytest.raises(AdapterSourceError, match="--adapter-root"):
+            change(adapters.Add, pb.AddAdapterRequest(name="here", uri=str(tmp_path / "none")))
+        with pytest.raises(LoraServerError, match="wait_seconds"):
+            change(adapters.Add, pb.AddAdapterRequest(name="never", uri="/", wait_seconds=math.nan))
+        with contextlib.suppress(ServerUnavailableError):  # as it has not settled
+            change(server.Drain, pb.DrainRequest(seconds=0.0))
+        change(access.SetTenant, pb.Tenant(name="acme"))
+        change(access.CreateToken, pb.CreateTokenRequest(tenant="", role="admin"))
+
+
+def test_a_fetch_ends_with_its_caller_and_the_next_begins(slow):
+    _, adds, fetcher, far = slow
+    for one in adds[:-1]:
+        one.cancel()
+    until(lambda: fetcher.use().fetch_failures == 16, "all fetches ended", HANG_SECONDS)
+    until(lambda: far.got.total() == 17, "the next began", HANG_SECONDS)
+    assert not adds[-1].done() and not far.open.is_set()
 
 
 def test_what_does_not_parse_is_refused_and_leaves_nothing(server):
@@ -178,16 +338,43 @@ def test_reflection_is_off_unless_a_flag_turns_it_on():
 def test_calls_of_a_kind_are_bounded():
     async def flood():
         threads, go = Threads("kind", 1, 1), threading.Event()
-        running = [asyncio.ensure_future(threads.run(go.wait)) for _ in range(2)]
+        runs, waits = (asyncio.ensure_future(threads.run(go.wait)) for _ in range(2))
         await asyncio.sleep(0)
         with pytest.raises(ServerBusyError, match="2 calls of this kind"):
             await threads.run(go.wait)
-        running.pop().cancel()  # its client gave up, and it waits for its thread all the same
+        runs.cancel()  # its client gave up, and its thread works on
+        await asyncio.sleep(0)
+        with pytest.raises(ServerBusyError):
+            await threads.run(go.wait)
         go.set()
-        assert await running.pop()
-        while threads._here:
+        assert await waits
+        while not threads.idle:
             await asyncio.sleep(0.01)
         assert await threads.run(go.wait)
+        threads.close()
+
+    asyncio.run(asyncio.wait_for(flood(), HANG_SECONDS))
+
+
+def test_a_waiting_call_whose_caller_gives_up_frees_its_place_at_once():
+    """While every thread is stuck: else a caller that asks and gives up keeps all others out."""
+
+    async def flood():
+        threads, go, began = Threads("kind", 1, 2), threading.Event(), []
+        runs = asyncio.ensure_future(threads.run(go.wait))
+        try:
+            for number in range(20):
+                waits = asyncio.ensure_future(threads.run(began.append, number))
+                await asyncio.sleep(0)
+                waits.cancel()
+                await asyncio.wait([waits])
+            last = [asyncio.ensure_future(threads.run(began.append, name)) for name in ("last", "but one")]
+            await asyncio.sleep(0)
+            assert not any(one.done() for one in (runs, *last)) and began == []
+        finally:
+            go.set()
+        await asyncio.gather(runs, *last)
+        assert began == ["last", "but one"]
         threads.close()
 
     asyncio.run(asyncio.wait_for(flood(), HANG_SECONDS))
@@ -211,64 +398,164 @@ def test_a_lease_is_spoken_for_only_by_its_holder(server):
     _, controller, address = server
     victim = controller.clients.leases.grant("victim")
     mine = controller.clients.leases.grant("me")
-    forged = pb.Proof(client=victim.client, epoch=victim.epoch, key=mine.key)
+    forged = victim.proof._replace(key=mine.key)
     with open_channel(address) as channel:
         clients = rpc.ClientsStub(channel)
         calls = [
-            (clients.Heartbeat, pb.HeartbeatRequest(proof=forged, settled=[1])),
-            (clients.Acquire, pb.AcquireRequest(proof=forged, names=["a"])),
-            (clients.Await, pb.AwaitRequest(proof=forged, tickets=[1])),
-            (clients.Cancel, pb.CancelRequest(proof=forged, tickets=[1])),
-            (clients.Release, pb.ReleaseRequest(proof=forged, handles=[1])),
-            (clients.Prefetch, pb.PrefetchRequest(proof=forged)),
-            (clients.Restore, pb.RestoreRequest(proof=forged)),
-            (clients.World, pb.WorldRequest(proof=forged)),
-            (clients.Borrow, pb.BorrowRequest(proof=forged, holder=forged)),
-            (clients.Borrow, pb.BorrowRequest(proof=proven(mine), holder=forged)),
+            (clients.Heartbeat, signed(pb.HeartbeatRequest(settled=[1]), forged)),
+            (clients.Acquire, signed(pb.AcquireRequest(names=["a"]), forged)),
+            (clients.Await, signed(pb.AwaitRequest(tickets=[1]), forged)),
+            (clients.Cancel, signed(pb.CancelRequest(tickets=[1]), forged)),
+            (clients.Release, signed(pb.ReleaseRequest(handles=[1]), forged)),
+            (clients.Prefetch, signed(pb.PrefetchRequest(), forged)),
+            (clients.Restore, signed(pb.RestoreRequest(), forged)),
+            (clients.World, signed(pb.WorldRequest(), forged)),
+            (clients.Borrow, borrow(forged, mine.proof)),
+            (clients.Borrow, borrow(mine.proof, forged)),
         ]
         assert len(calls) + 1 == len(pb.DESCRIPTOR.services_by_name["Clients"].methods), "all but Join and Leave"
         for method, request in calls:
             with pytest.raises(LeaseError):
                 call(method, request, server=address, seconds=HANG_SECONDS)
-        call(clients.Leave, pb.LeaveRequest(proof=forged), server=address, seconds=HANG_SECONDS)
+        call(clients.Leave, signed(pb.LeaveRequest(), forged), server=address, seconds=HANG_SECONDS)
     assert controller.clients.leases.proven(victim.proof) is victim
 
 
 def test_what_one_call_asks_for_is_bounded(server):
     _, controller, address = server
     lease = controller.clients.leases.grant("engine")
-    request = pb.AcquireRequest(proof=proven(lease), names=["a"] * 400_000)
-    with open_channel(address) as channel, pytest.raises(AdmissionError, match="400000 adapters in one call"):
+    request = signed(pb.AcquireRequest(names=["a"] * 400_000), lease.proof)
+    with open_channel(address) as channel, pytest.raises(ConfigError, match=r"names: got 400,000 items"):
         call(rpc.ClientsStub(channel).Acquire, request, server=address, seconds=HANG_SECONDS)
 
 
-def register(address, channel, one):
-    """Its first command, or the error that it is turned away with."""
-    commands = rpc.ShardsStub(channel).Register(iter([pb.ShardReport(registration=one)]), timeout=HANG_SECONDS)
+def test_cancelled_tickets_that_never_come_are_bounded(server):
+    _, controller, address = server
+    proof = controller.clients.leases.grant("engine").proof
+    with open_channel(address) as channel, pytest.raises(AdmissionError, match="requests of it are open"):
+        for first in range(1, 10 * MAX_TICKETS, MAX_TICKETS):
+            request = signed(pb.CancelRequest(tickets=range(first, first + MAX_TICKETS)), proof)
+            call(rpc.ClientsStub(channel).Cancel, request, server=address, seconds=HANG_SECONDS)
+
+
+def test_a_command_that_no_report_could_carry_is_refused_and_breaks_no_stream(server):
+    """What a shard keeps goes to the next controller in one report; it has to fit."""
+    _, controller, address = server
+    executed, stopping = [], threading.Event()
+
+    def execute(command, done):
+        executed.append(command)
+        done(None)
+
+    def register():
+        return registration(0, agreement=controller.agreement.digest())
+
+    stream = ControllerStream(address, Credentials(node_secret=SECRET), register, execute, lambda handle: 0)
+    thread = threading.Thread(target=stream.run, args=(stopping,), daemon=True)
+    thread.start()
+    until(controller.shards.live, "it has registered")
+    handle = controller.shards.live()[0]
+    for size in (bounds.KEPT_BYTES, bounds.REQUEST_BYTES - 60, bounds.REQUEST_BYTES, 2 * bounds.REQUEST_BYTES):
+        sent = handle.send(pb.ShardCommand(grant=pb.Grant(client=3, epoch=1, instance="x" * size)))
+        assert sent.finished.wait(HANG_SECONDS)
+        assert isinstance(sent.error, ProtocolError) and "command grant: got" in str(sent.error)
+    sent = handle.send(pb.ShardCommand(grant=pb.Grant(client=4, epoch=1)))
+    assert sent.finished.wait(HANG_SECONDS) and sent.error is None
+    assert [one.grant.client for one in executed if one.HasField("grant")] == [4] == [*stream._kept.grants]
+    stopping.set()
+    controller.shards.close()
+    thread.join(HANG_SECONDS)
+
+
+@contextlib.contextmanager
+def registering(address, channel, secret, node=0, nonce=bytes(32)):
+    """(what the controller says of itself, a function that registers with a proof by this secret)."""
+    said, hello = queue.SimpleQueue(), pb.ShardHello(shard=0, node=node, nonce=nonce)
+    said.put(pb.ShardReport(hello=hello))
+    commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
+
+    def register(one):
+        one.proof = messages.proof(secret.encode(), b"shard", challenge.nonce, nonce)
+        said.put(pb.ShardReport(registration=one))
+        return answer()
+
+    def answer():
+        """Its next command, or the error that it is turned away with."""
+        try:
+            return next(commands)
+        except grpc.RpcError as error:
+            return translate(error, address)
+
     try:
-        return next(commands)
-    except grpc.RpcError as error:
-        return translate(error, address)
+        challenge = answer()
+        challenge = challenge.challenge if isinstance(challenge, pb.ShardCommand) else challenge
+        yield challenge, register
+    finally:
+        said.put(None)
 
 
 def test_an_outsider_is_no_shard(server):
     """It knows all that Join tells, so also what shards agree on."""
     _, controller, address = server
-    digest = controller.agreement.digest()
+    one = registration(0, agreement=controller.agreement.digest())
     with open_channel(address) as channel:
         for secret in ("", "another"):
-            refused = register(address, channel, registration(0, agreement=digest, secret=secret))
+            with registering(address, channel, secret) as (_, register):
+                refused = register(one)
             assert isinstance(refused, ConfigError) and "join-token-file" in str(refused)
             assert not controller.shards.live()
-        assert register(address, channel, registration(0, agreement=digest, secret=SECRET)).HasField("claim")
+        with registering(address, channel, SECRET) as (_, register):
+            assert isinstance(register(registration(1, agreement=one.agreement)), ConfigError), "of another shard"
+        with registering(address, channel, SECRET) as (challenge, register):
+            assert proves(challenge.proof, SECRET.encode(), b"controller", bytes(32), challenge.nonce)
+            assert register(one).HasField("claim")
+        with registering(address, channel, SECRET, nonce=b"short") as (refused, _):
+            assert isinstance(refused, ProtocolError)
 
 
-def test_nodes_are_believed_where_there_is_no_token():
-    Doorkeeper("x", True).check(pb.Registration(shard=1, node=1))
-    Doorkeeper("x").check(pb.Registration(shard=1, node=1, secret="x"))
-    for believes, node, secret in ((True, 0, ""), (True, 1, "y"), (False, 1, "")):
-        with pytest.raises(ConfigError):
-            Doorkeeper("x", believes).check(pb.Registration(shard=1, node=node, secret=secret))
+def test_a_shard_that_does_not_register_is_ended():
+    with serving(Timings(handshake=0.1)) as (*_, address), open_channel(address) as channel:
+        said = queue.SimpleQueue()
+        said.put(pb.ShardReport(hello=pb.ShardHello(nonce=bytes(32))))
+        commands = rpc.ShardsStub(channel).Register(iter(said.get, None), timeout=HANG_SECONDS)
+        assert next(commands).HasField("challenge")
+        with pytest.raises(grpc.RpcError) as ended:
+            next(commands)
+        assert "no registration within" in str(translate(ended.value, address))
+        said.put(None)
+
+
+@pytest.mark.parametrize(
+    ("believes", "node", "secret", "good"),
+    [(True, 1, "", True), (True, 0, "", False), (True, 1, "y", False), (False, 1, "", False)],
+)
+def test_nodes_are_believed_where_there_is_no_token(believes, node, secret, good):
+    door = Doorkeeper("x", believes)
+    hello = pb.ShardHello(shard=1, node=node, nonce=bytes(32))
+    challenge = door.challenge(hello)
+    assert proves(challenge.proof, secret.encode(), b"controller", hello.nonce, challenge.nonce) == good
+    own = messages.proof(secret.encode(), b"shard", challenge.nonce, hello.nonce)
+    with contextlib.nullcontext() if good else pytest.raises(ConfigError):
+        door.check(hello, challenge, pb.Registration(shard=1, node=node, proof=own))
+
+
+def test_a_call_is_taken_once_and_as_it_was_signed(server):
+    """What a process that posed as the controller was told is of no use with the real one."""
+    _, controller, address = server
+    lease = controller.clients.leases.grant("engine")
+    heard = signed(pb.ReleaseRequest(handles=[1]), lease.proof)
+    assert lease.key not in heard.SerializeToString()
+    other = pb.RestoreRequest(proof=heard.proof, handles=[1])
+    changed = pb.ReleaseRequest(proof=heard.proof, handles=[2])
+    with open_channel(address) as channel:
+        clients = rpc.ClientsStub(channel)
+        for method, forged in ((clients.Restore, other), (clients.Release, changed)):
+            with pytest.raises(LeaseError):
+                call(method, forged, server=address, seconds=HANG_SECONDS)
+        call(clients.Release, heard, server=address, seconds=HANG_SECONDS)
+        with pytest.raises(LeaseError):
+            call(clients.Release, heard, server=address, seconds=HANG_SECONDS)
+        assert not beat(controller, address, channel, lease).forgot
 
 
 def test_what_fails_inside_is_an_error_of_ours(server, monkeypatch):

@@ -4,7 +4,10 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -13,9 +16,13 @@ import torch
 from client_connector.remote import RemoteServer
 from client_connector.transformers import attach
 from lora_server import errors
-from lora_server.demo import tiny
+from lora_server.demo import children, tiny
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import RunningServer, launch, running_server
+from lora_server.wire import bounds
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.rpc import call, open_channel
 from tests.support import serving
 from tests.support.checking_engine import held
 from tests.support.fleet import Fleet, now
@@ -23,11 +30,12 @@ from tests.support.serving import HANG_SECONDS, complete, flags, status, until
 from tests.support.workload import NEW_TOKENS, Workload
 
 LEASE_SECONDS = 4  # a silent client's; those that the tests watch are heard each second
+MOST_CLIENTS = 16
 
 
 @pytest.fixture(scope="module")
 def running(load, tmp_path_factory):
-    more = ("--layout", "ep2-pp2", "--lease-seconds", str(LEASE_SECONDS))
+    more = ("--layout", "ep2-pp2", "--lease-seconds", str(LEASE_SECONDS), "--clients-per-token", str(MOST_CLIENTS))
     with running_server(tmp_path_factory.mktemp("server") / "log", flags(load, *more)) as one:
         yield one
 
@@ -42,6 +50,29 @@ def server(running):
 
 def restarts(server: RunningServer) -> list[int]:
     return [shard.restarts for shard in status(server.address).shards]
+
+
+def test_shards_register_again_whatever_an_engine_joined_with(server):
+    """What a shard keeps of a client goes to the next controller in one message."""
+    wide, before = "\U00010300" * bounds.DEFAULT.length, restarts(server)
+    window = "x" * (bounds.REQUEST_BYTES - 60)  # a join that fits a message, and no report of it does
+    too_large = [{"instance": "x" * 3_900_000}, {"instance": window}, {"served_names": [window]}]
+    with open_channel(server.address) as channel:
+
+        def join(**fields):
+            stub = rpc.ClientsStub(channel)
+            return call(stub.Join, pb.JoinRequest(**fields), server=server.address, seconds=HANG_SECONDS)
+
+        for fields in (*too_large, {"served_names": ["x"] * 65}, {"instance": "\x1b[2J"}, {"served_names": ["a\x00"]}):
+            with pytest.raises(errors.ConfigError, match=r"JoinRequest.*: got"):
+                join(**fields)
+        with ThreadPoolExecutor(MOST_CLIENTS + 1) as pool:  # at once, for a silent client's lease soon ends
+            joins = [pool.submit(join, instance=wide, served_names=[wide] * 64) for _ in range(MOST_CLIENTS + 1)]
+        with pytest.raises(errors.LimitError, match="--clients-per-token"):
+            for one in joins:
+                one.result()
+    serving.kill_controller(server)
+    assert restarts(server) == before
 
 
 def test_a_killed_client_harms_no_other(load, server):
@@ -193,6 +224,44 @@ def test_engines_do_not_notice_that_a_controller_is_killed(load, server, tmp_pat
         assert [shard.pid for shard in after.shards] == [shard.pid for shard in before.shards]
         assert (after.run, after.clients, after.adapters) == (before.run, before.clients, before.adapters)
         until(lambda: weights() == nbytes, "shards report their weights")
+
+
+def test_a_server_has_as_many_descriptors_as_it_may(load, tmp_path):
+    few = ("sh", "-c", 'ulimit -Sn 1000; exec "$@"', "sh")
+    server = launch(tmp_path / "log", *flags(load), prefix=few)
+    try:
+        server.wait_ready()
+        reply = status(server.address)
+        for pid in (server.process.pid, reply.pid, reply.shards[0].pid):
+            soft, hard = psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)
+            assert soft == hard > 1000
+    finally:
+        server.stop()
+
+
+TAKE = """
+import contextlib, os, select, socket, sys
+os.setuid(65534)
+print("trying", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for port in map(int, sys.argv[1:]):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            print("took", port, flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_no_other_user_takes_a_port_of_a_dead_controller(server):
+    """It tries all the time; whoever answers there is shown tokens and told what shards do."""
+    ports = [one.rpartition(":")[2] for one in (server.address, server.http)]
+    command = [sys.executable, "-c", TAKE, *ports]
+    with children.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "trying\n"
+            serving.kill_controller(server)
+            assert other.communicate(timeout=HANG_SECONDS)[0] == ""
+        finally:
+            other.kill()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

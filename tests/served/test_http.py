@@ -4,16 +4,20 @@ import contextlib
 import gzip
 import http.client
 import random
+import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.http.limits import MAX_CONNECTIONS
 from lora_server.control.http.server import HttpServer
+from tests.support.certificates import Authority
 from tests.support.hostile_http import HOSTILE, attack, opened, request
 from tests.support.serving import HANG_SECONDS, until
 
@@ -121,16 +125,60 @@ def test_slow_clients_delay_neither_others_nor_the_end():
             opened(server.port)
 
 
-def test_too_many_connections_are_refused_and_then_end():
-    with serving(request_seconds=2.0) as server, contextlib.ExitStack() as stack:
+def test_probes_are_answered_whatever_strangers_hold():
+    with serving(request_seconds=10 * HANG_SECONDS) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(opened(server.port, b"GET /livez HT")) for _ in range(2 * MAX_CONNECTIONS)]
+        for _ in range(3):
+            for path in ("/livez", "/readyz"):
+                assert get(server.port, path)[0] == 200
+        with contextlib.suppress(ConnectionError):
+            assert held[0].recv(1) == b"", "the oldest ended"
+        held[-1].sendall(b"TP/1.1\r\nHost: x\r\n\r\n")
+        assert held[-1].recv(100).startswith(b"HTTP/1.1 200"), "the newest did not"
+        assert len(server._server.server_state.connections) <= MAX_CONNECTIONS
+
+
+def test_a_probe_that_waits_for_its_answer_is_not_ended():
+    asked, answer = threading.Event(), threading.Event()
+
+    def not_ready():
+        asked.set()
+        answer.wait(HANG_SECONDS)
+        return ""
+
+    with serving(not_ready, request_seconds=10 * HANG_SECONDS) as server, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        probe = pool.submit(get, server.port, "/readyz")
+        assert asked.wait(HANG_SECONDS)
         for _ in range(2 * MAX_CONNECTIONS):
             stack.enter_context(opened(server.port, b"GET /livez HT"))
+        assert get(server.port, "/livez")[0] == 200
+        answer.set()
+        assert probe.result(HANG_SECONDS)[0] == 200
 
-        def answered():
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return get(server.port, "/livez")[0] == 200
 
-        until(answered, "the slow ones have ended")
+def test_handshakes_that_do_not_end_are_bounded(tmp_path):
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(*Authority(tmp_path).issue("server"))
+    with serving(tls=tls, look_seconds=0.01) as server, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(opened(server.port)) for _ in range(MAX_OF_A_HOST + 20)]
+        held[0].settimeout(HANG_SECONDS / 4)  # asyncio gives it a minute
+        assert held[0].recv(1) == b"", "the oldest ended"
+
+
+def test_a_server_without_descriptors_fills_no_log(tmp_path):
+    """Connections come all the time, and none can be accepted."""
+    few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
+    with (tmp_path / "log").open("wb") as stream, contextlib.ExitStack() as stack:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stream}
+        process = subprocess.Popen([sys.executable, "-c", SERVE.replace("print(", f"{few}print(")], **pipes)
+        port, logged = int(process.stdout.readline()), (tmp_path / "log").read_text
+        for _ in range(300):
+            stack.enter_context(opened(port, b"GET /livez HT"))
+        until(lambda: "out of system resource" in logged(), "it has none left")
+        until(lambda: "(again)" in logged(), "it goes on")
+        assert len(logged().splitlines()) < 20
+        process.communicate(timeout=HANG_SECONDS)
 
 
 def test_an_answer_that_nobody_reads_ends():

@@ -3,21 +3,36 @@
 LORA_OUTAGES=20 makes the campaign as long as the bar asks for; by default it is short.
 """
 
+import contextlib
 import json
 import os
 import random
 import signal
+from collections import Counter
 
+import psutil
 import pytest
 
-from client_connector.serving.holder import Holder
+from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
+from lora_server.errors import LoraServerError, ShardUnavailableError
 from tests.support import serving
 from tests.support.fleet import Fleet, now
-from tests.support.serving import HANG_SECONDS, Nodes, cli, complete, flags, kill_controller, kill_shard, status, until
+from tests.support.serving import (
+    HANG_SECONDS,
+    Nodes,
+    all_gone,
+    cli,
+    complete,
+    flags,
+    kill_controller,
+    kill_shard,
+    status,
+    until,
+)
 from tests.support.workload import NEW_TOKENS, workload
 
 OUTAGES = int(os.environ.get("LORA_OUTAGES", "2"))
@@ -87,6 +102,37 @@ def test_deaths_under_three_engines(load, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900 + 120 * OUTAGES)
+def test_a_shard_and_the_controller_that_die_together_take_no_place_with_them(load, tmp_path):
+    """There is a place for one adapter, which is given at once, not when the lease of before ends."""
+    small = ("--layout", "ep2-pp1", "--max-active-adapters", "1", "--lease-seconds", str(10 * HANG_SECONDS))
+    took, outcomes = [], Counter()
+    with running_server(tmp_path / "log", flags(load, *small)) as server:
+        with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
+            for number in range(OUTAGES):
+                before = status(server.address)
+                with lora.adapters(["fused"]):
+                    assert serving.generates(load, "fused")
+                    victims = [psutil.Process(one) for one in (before.pid, before.shards[number % 2].pid)]
+                    for victim in victims:
+                        victim.kill()
+                    began = now()
+                    all_gone(victims)
+                    with contextlib.suppress(ShardUnavailableError):  # or it joins anew at once
+                        serving.generates(load, "fused")
+                while not outcomes["right"] > number:
+                    assert now() - began < HANG_SECONDS, outcomes
+                    try:
+                        outcomes["right" if serving.answers(lora, load, "qv") else "wrong"] += 1
+                    except LoraServerError as error:
+                        outcomes[error.code] += 1
+                took.append(round(now() - began, 1))
+                until(lambda: complete(server.address), "it is complete again")
+    print(f"{OUTAGES} times: {dict(outcomes)}, served again after {took} s")
+    assert not outcomes["wrong"] and not outcomes["admission"], outcomes
+
+
+@pytest.mark.long
 def test_a_second_claimant_of_a_node_rank_waits_for_its_turn(tmp_path):
     """The second of two nodes with one rank keeps trying, harms none, and takes over when the first is gone."""
     with Nodes(tmp_path, *flags(workload("mixtral"), *LAYOUT)) as nodes:
@@ -134,13 +180,14 @@ def test_the_first_request_after_a_long_outage_is_served(load, tmp_path):
     """Requests have failed at once, since the server was away for longer than any waits: now it is back."""
     first, name = launch(tmp_path / "first", *flags(load)), next(iter(load.paths))
     first.wait_ready()
-    holder = Holder(Settings(first.address, timeout_seconds=5.0), lambda text: ())
+    leases = AdapterLeases(Settings(first.address, timeout_seconds=5.0), lambda text: ())
 
     def failure(request):
-        use = holder.hold(request, name, ())
-        until(lambda: use.held is not None or use.failure is not None, "it is answered")
-        holder.release(request)
-        return use.failure
+        leases.hold(request, name, ())
+        until(lambda: not leases.state(request).waits, "it is answered")
+        failure = leases.state(request).failure
+        leases.release(request)
+        return failure
 
     try:
         serving.kill(first)
@@ -148,4 +195,4 @@ def test_the_first_request_after_a_long_outage_is_served(load, tmp_path):
         with running_server(tmp_path / "second", flags(load, "--listen", first.address)):
             assert failure("next") is None
     finally:
-        holder.close()
+        leases.close()

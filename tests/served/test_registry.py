@@ -8,9 +8,11 @@ import signal
 from pathlib import Path
 
 import psutil
+import psycopg
 import pytest
 import torch
 
+from lora_server.adapters import validate_adapter
 from lora_server.demo import tiny
 from lora_server.demo.launch import running_server
 from lora_server.errors import AdapterError, AdapterLoadError, ConfigError, LoraServerError, ServerUnavailableError
@@ -19,8 +21,8 @@ from lora_server.registry.versions import versions
 from lora_server.sources.copies import Copies
 from lora_server.timings import Timings
 from tests.support.adapter_files import LAYERS, Q, good
-from tests.support.killed_controller import STAGES
-from tests.support.postgres import running_postgres
+from tests.support.killed_controller import STAGES, part_of
+from tests.support.postgres import host_of, read_only, running_postgres
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import ANYWHERE, HANG_SECONDS, ask, cli, command_of, listed, until
 from tests.support.workload import workload
@@ -35,58 +37,58 @@ def server(tmp_path):
 
 def said(server):
     """Beside an adapter, that its files do not."""
-    (one,) = server.adapters.listings()
+    (one,) = server.adapters.listings.all()
     return [why for why in one.warnings if why not in one.record.warnings]
 
 
 @pytest.mark.parametrize(("method", "after", "new"), STAGES, ids=lambda value: str(value))
 def test_a_controller_that_is_killed_in_an_update(server, monkeypatch, method, after, new):
-    first = server.adapters.add("law", str(server.paths["fused"]), SECONDS)
-    server.adapters.pin("law", SECONDS)
+    first = server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS)
+    server.adapters.rollout.pin("law", SECONDS)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, server.adapters, method, after)
-        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+        dies(server, patch, *part_of(server.adapters, method), after)
+        server.adapters.rollout.update("law", str(server.paths["qv"]), SECONDS)
     server.kill()
-    (record,) = [one.record for one in server.adapters.listings()]
+    (record,) = [one.record for one in server.adapters.listings.all()]
     assert (record.version != first.version, record.pinned) == (new, True)
-    assert set(server.shard.memory.loads) == {record.handle}, "and nothing is left of the other"
+    until(lambda: set(server.shard.memory.loads) == {record.handle}, "nothing is left of the other")
     assert [("did not end" in why, first.version[:12] in why) for why in said(server)] == [(True, True)] * (not new)
-    updated = server.adapters.update("law", str(server.paths["attention"]), SECONDS)
+    updated = server.adapters.rollout.update("law", str(server.paths["attention"]), SECONDS)
     assert server.served() == {"law": updated.version} and updated.handle > record.handle
     assert not said(server)
 
 
 def test_a_directorys_adapter_serves_on_when_its_update_by_hand_is_killed(server, monkeypatch):
-    server.adapters.register_directory({"law": server.paths["fused"]})
+    server.adapters.directory.register({"law": server.paths["fused"]})
     server.controller.arrivals.announce()
     before = server.served()
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, server.adapters, "_keep_replaced", False)
-        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+        dies(server, patch, server.adapters.catalog.ledger, "added", False)
+        server.adapters.rollout.update("law", str(server.paths["qv"]), SECONDS)
     server.kill()
-    assert server.served() == before and server.adapters.registered.is_set()
+    assert server.served() == before and server.controller.start.registered.is_set()
 
 
 def test_an_update_that_a_shard_cannot_load_changes_nothing_and_says_why(server):
-    before = server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    before = server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS)
     server.shard.failure = "no memory"
     with pytest.raises(AdapterLoadError, match=f"no memory; version {before.version[:12]} of adapter 'law' serves on"):
-        server.adapters.update("law", str(server.paths["qv"]), SECONDS)
+        server.adapters.rollout.update("law", str(server.paths["qv"]), SECONDS)
     server.shard.failure = ""
     assert server.served() == {"law": before.version}
     assert "no memory" in said(server)[0]
     server.kill()
     assert "no memory" in said(server)[0]
     assert server.served() == {"law": before.version}
-    assert [one.version for one in server.adapters.versions("law")] == [before.version]
+    assert [one.version for one in server.adapters.listings.versions("law")] == [before.version]
 
 
 def test_a_directorys_files_are_read_again_only_if_touched(server, monkeypatch):
     """By the stamps of its files; a whole restart, whose shards know nothing."""
     found = dict(itertools.islice(server.paths.items(), 2))
-    server.adapters.register_directory(found)
+    server.adapters.directory.register(found)
     before = server.served()
-    server.adapters.pin(next(iter(found)), SECONDS)
+    server.adapters.rollout.pin(next(iter(found)), SECONDS)
     server.shard.close()
     server.shard = None
     server.database.close()
@@ -95,28 +97,50 @@ def test_a_directorys_files_are_read_again_only_if_touched(server, monkeypatch):
     def read(*_, **__):
         raise LoraServerError("it was read")
 
-    monkeypatch.setattr("lora_server.control.adapters.adapters.opened", read)
-    server.adapters.register_directory(found)
-    assert server.served() == before and not server.adapters.refused()
-    assert server.adapters.get(next(iter(found))).record.pinned
+    monkeypatch.setattr("lora_server.control.adapters.directory.validate_adapter", read)
+    server.adapters.directory.register(found)
+    assert server.served() == before and not server.adapters.catalog.refusals.listed()
+    assert server.adapters.listings.get(next(iter(found))).record.pinned
 
 
 def test_a_failed_updates_warning_ends_with_the_next_update_or_its_adapter(server):
     """It was not there, or as it is; then the adapter was removed."""
-    server.adapters.add("law", str(server.paths["fused"]), SECONDS)
+    server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS)
     for uri in ("/nowhere", str(server.paths["fused"].parent)):
         with pytest.raises(AdapterError):
-            server.adapters.update("law", uri, SECONDS)
+            server.adapters.rollout.update("law", uri, SECONDS)
         assert "failed: " in said(server)[0]
-    server.adapters.update("law", str(server.paths["fused"]), SECONDS)
+    server.adapters.rollout.update("law", str(server.paths["fused"]), SECONDS)
     assert not said(server)
     with pytest.raises(AdapterError):
-        server.adapters.update("law", "/nowhere", SECONDS)
-    server.adapters.remove("law")
-    server.adapters.add("law", str(server.paths["qv"]), SECONDS)
+        server.adapters.rollout.update("law", "/nowhere", SECONDS)
+    server.adapters.rollout.remove("law")
+    server.adapters.rollout.add("law", str(server.paths["qv"]), SECONDS)
     assert not said(server)
     server.kill()
     assert not said(server)
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "truncated", "a link"])
+def test_a_copy_that_others_changed_is_made_again(tmp_path, damage):
+    """Under its version's name another adapter was served to whoever added the same content again."""
+    spec = workload("mixtral").spec
+    server = Server(tmp_path, spec=spec, copies=Copies(tmp_path / "copies", spec))
+    version = server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS).version
+    weights = tmp_path / "copies" / version / "adapter_model.safetensors"
+    if damage == "truncated":
+        os.truncate(weights, 20_000)
+    elif damage == "overwritten":
+        data = weights.read_bytes()
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:
+        weights.unlink()
+        weights.symlink_to(server.paths["qv"] / weights.name)
+    record = server.adapters.rollout.add("again", str(server.paths["fused"]), SECONDS)
+    adapter, found = validate_adapter(record.path, spec)
+    adapter.close()
+    assert found == record.version == version and adapter.stamp == record.stamp
+    server.close()
 
 
 # ---- several servers of one PostgreSQL
@@ -129,7 +153,7 @@ def shared(url, directory, **options):
 
 def meanings(server):
     """(version, handle, pinned) by name."""
-    found = [one.record for one in server.adapters.listings() if one.state != "draining"]
+    found = [one.record for one in server.adapters.listings.all() if one.state != "draining"]
     return {one.name: (one.version, one.handle, one.pinned) for one in found}
 
 
@@ -144,7 +168,7 @@ def pair(postgres, tmp_path):
     both = [shared(postgres, tmp_path / f"copies-{number}") for number in range(2)]
     yield both
     for name in both[0].served():
-        both[0].adapters.remove(name)
+        both[0].adapters.rollout.remove(name)
     both[0].close(), both[1].close()
 
 
@@ -152,26 +176,26 @@ def pair(postgres, tmp_path):
 def test_what_one_adds_changes_and_removes_the_other_serves(pair, tmp_path):
     mine, other = pair
     source = shutil.copytree(mine.paths["fused"], tmp_path / "source")
-    mine.adapters.add("law", str(source), SECONDS)
-    other.adapters.add("code", str(mine.paths["qv"]), SECONDS)
+    mine.adapters.rollout.add("law", str(source), SECONDS)
+    other.adapters.rollout.add("code", str(mine.paths["qv"]), SECONDS)
     for one in pair:
-        one.adapters.refresh()
+        one.adapters.peers.refresh()
     assert meanings(mine) == meanings(other) and set(meanings(mine)) == {"law", "code"}
-    record = other.adapters.get("law").record
+    record = other.adapters.listings.get("law").record
     assert Path(record.path).parent == tmp_path / "copies-1", "each has files of its own"
     shutil.rmtree(source)
-    mine.adapters.pin("law", SECONDS)
-    mine.adapters.update("law", str(mine.paths["attention"]), SECONDS)
-    other.adapters.refresh()
+    mine.adapters.rollout.pin("law", SECONDS)
+    mine.adapters.rollout.update("law", str(mine.paths["attention"]), SECONDS)
+    other.adapters.peers.refresh()
     assert meanings(mine) == meanings(other) and meanings(other)["law"][0] != record.version
     assert meanings(other)["law"][2], "the pin stays"
-    mine.adapters.rollback("law", "", SECONDS)
-    other.adapters.refresh()
+    mine.adapters.rollout.rollback("law", "", SECONDS)
+    other.adapters.peers.refresh()
     assert meanings(other)["law"][0] == record.version
-    other.adapters.remove("law")
-    mine.adapters.refresh()
+    other.adapters.rollout.remove("law")
+    mine.adapters.peers.refresh()
     assert set(meanings(mine)) == {"code"}
-    listed = {one.record.handle for one in mine.adapters.listings()}
+    listed = {one.record.handle for one in mine.adapters.listings.all()}
     until(lambda: set(mine.shard.memory.loads) == listed, "its shard drops the rest", HANG_SECONDS)
 
 
@@ -185,8 +209,8 @@ def hasty(postgres, tmp_path):
 @pytest.mark.long
 def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, hasty):
     mine, other = pair
-    hasty.adapters.add("law", str(mine.paths["fused"]), SECONDS)
-    mine.adapters.refresh()
+    hasty.adapters.rollout.add("law", str(mine.paths["fused"]), SECONDS)
+    mine.adapters.peers.refresh()
     directory = postgres.partition("host=")[2]
     pid = int((Path(directory) / "data" / "postmaster.pid").read_text().split()[0])
     family = [psutil.Process(pid), *psutil.Process(pid).children()]
@@ -196,14 +220,42 @@ def test_what_is_served_goes_on_while_the_database_is_away(pair, postgres, hasty
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(ServerUnavailableError, match=r"--registry postgresql.*not reached within"):
-            hasty.adapters.add("code", str(mine.paths["qv"]), SECONDS)
-        assert set(meanings(hasty)) == {"law"} and hasty.adapters.acquire(1, ["law"])[0]
+            hasty.adapters.rollout.add("code", str(mine.paths["qv"]), SECONDS)
+        assert set(meanings(hasty)) == {"law"} and hasty.adapters.admission.acquire(1, ["law"])[0]
     finally:
         os.kill(pid, signal.SIGCONT)
-    hasty.adapters.release(1, [hasty.adapters.get("law").record.handle])
-    mine.adapters.add("code", str(mine.paths["qv"]), SECONDS)
-    other.adapters.refresh()
+    hasty.adapters.admission.release(1, [hasty.adapters.listings.get("law").record.handle])
+    mine.adapters.rollout.add("code", str(mine.paths["qv"]), SECONDS)
+    other.adapters.peers.refresh()
     assert meanings(other) == meanings(mine)
+
+
+@pytest.mark.long
+def test_a_server_refuses_changes_by_a_typed_error_until_a_failover_is_over(tmp_path):
+    with running_postgres() as primary, running_postgres(primary) as standby:
+        hosts = f"{primary}&host={host_of(standby)}&target_session_attrs=read-write"
+        server = shared(hosts, tmp_path / "copies", timings=Timings(database=0.5))
+        server.adapters.rollout.add("law", str(server.paths["fused"]), SECONDS)
+        with read_only(primary):
+            with pytest.raises(ServerUnavailableError, match=r"--registry postgresql.*not reached within .*read-only"):
+                server.adapters.rollout.add("code", str(server.paths["qv"]), SECONDS)
+            assert set(meanings(server)) == {"law"} and server.adapters.admission.acquire(1, ["law"])[0]
+            with psycopg.connect(standby) as connection:
+                connection.execute("SELECT pg_promote()")
+            server.adapters.rollout.add("code", str(server.paths["qv"]), SECONDS)
+            server.kill()
+            assert set(meanings(server)) == {"law", "code"}, "the next controller finds both, at the new primary"
+        server.close()
+
+
+@pytest.mark.long
+def test_changes_go_on_once_a_read_only_database_is_writable(pair, postgres, hasty):
+    with read_only(postgres):
+        with pytest.raises(ServerUnavailableError, match=r"cannot execute .* in a read-only transaction"):
+            hasty.adapters.rollout.add("law", str(hasty.paths["qv"]), SECONDS)
+    hasty.adapters.rollout.add("law", str(hasty.paths["qv"]), SECONDS)
+    pair[0].adapters.peers.refresh()
+    assert meanings(pair[0]) == meanings(hasty) and set(meanings(hasty)) == {"law"}
 
 
 @pytest.mark.long
@@ -214,15 +266,15 @@ def test_a_server_follows_what_others_do_to_its_registry(pair, postgres, tmp_pat
     def states():
         return {name: (one.version, one.handle, one.pinned) for name, one in listed(server.address).items()}
 
-    mine.adapters.add("law", str(mine.paths["fused"]), SECONDS)
+    mine.adapters.rollout.add("law", str(mine.paths["fused"]), SECONDS)
     with running_server(tmp_path / "log", flags) as server:
         assert states() == meanings(mine), "what was there when it started"
         mine.shard.lives()
-        mine.adapters.update("law", str(mine.paths["qv"]), SECONDS)
+        mine.adapters.rollout.update("law", str(mine.paths["qv"]), SECONDS)
         until(lambda: states() == meanings(mine), "it follows", HANG_SECONDS)
         added = cli("adapters", "add", "code", str(mine.paths["fused"]), "--server", server.address)
         assert added.returncode == 0, added.stderr
-        mine.adapters.refresh()
+        mine.adapters.peers.refresh()
         assert set(meanings(mine)) == {"law", "code"} and states() == meanings(mine)
         assert "postgresql" not in (tmp_path / "log").read_text()
 

@@ -3,16 +3,28 @@
 import contextlib
 import itertools
 import json
+import os
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from safetensors.torch import load_file, save_file
 from sqlalchemy import select
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.transformers import attach
+from lora_server.adapters import WEIGHTS, validate_adapter
 from lora_server.demo.engine import generate
 from lora_server.demo.launch import launch, running_server
-from lora_server.errors import AdapterFormatError, LoraServerError, ServerUnavailableError, UnknownAdapterError
+from lora_server.errors import (
+    AdapterFormatError,
+    LimitError,
+    LoraServerError,
+    ServerUnavailableError,
+    UnauthenticatedError,
+    UnknownAdapterError,
+)
 from lora_server.registry.database import FILE, Database, counters
 from tests.support import serving
 from tests.support.far import SECONDS, far_server, left, size_of
@@ -93,6 +105,19 @@ def test_what_was_added_is_there_after_any_death_pins_and_handles_too(node, tmp_
         assert answers(lora, node.load, "law", "fused") and answers(lora, node.load, "team/code", "qv")
     until(lambda: len(node.copies()) == 2, "a copy that no adapter needs goes")
     assert node.add("new", "experts").handle > max(handle for _, handle, _ in before.values()), "none is used twice"
+
+
+def test_a_second_server_on_a_data_dir_is_told_which_process_has_it(node):
+    """Also with another base model, which would make the registry its own."""
+    node.add("law", "fused")
+    data, before = node.directory / "data", node.listed()
+    for base in (node.load.base, workload("llama").base):
+        anywhere = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+        done = cli("serve", "--base-model", str(base), "--data-dir", str(data), *anywhere)
+        holder = f"error: --data-dir {data}: process {node.server.process.pid} on "
+        assert done.returncode == 2 and done.stderr.startswith(holder), done.stderr
+    node.restart()
+    assert node.listed() == before
 
 
 def test_an_update_is_switched_while_requests_go_on_and_can_be_taken_back(node):
@@ -200,6 +225,69 @@ def test_a_directory_is_followed(load, tmp_path):
     assert [event for event in mine if event in expected] == expected
 
 
+@pytest.mark.long
+def test_a_followed_adapter_that_others_change_under_load_is_never_a_mixture(load, tmp_path):
+    """Its weights are overwritten, cut short, swapped and linked elsewhere between the look and the load."""
+    directory, ways = tmp_path / "adapters", ("overwritten", "a file", "truncated", "a directory", "a link")
+    kinds = [shutil.copytree(load.paths["fused"], tmp_path / kind) for kind in ("even", "odd")]
+    tensors = load_file(kinds[1] / WEIGHTS)
+    save_file({key: -5 * value for key, value in tensors.items()}, kinds[1] / WEIGHTS)
+    law, right, outcomes = directory / "law", [], []
+    shutil.copytree(kinds[0], law)
+    flags = ["--base-model", str(load.base), "--adapters", str(directory), "--watch", "--layout", "ep2-pp1"]
+
+    def tokens():
+        with lora.adapters(["law"]):
+            return generate(load.model, [load.batch[load.names.index("fused")]], NEW_TOKENS)[0].tokens
+
+    def serves(version):
+        one = listed(server.address).get("law")
+        return one is not None and (one.version, one.state) == (version, "ready")
+
+    def outcome():
+        """Whose tokens came, or a typed error; any others are wrong."""
+        try:
+            return right.index(tokens())
+        except LoraServerError as error:
+            return type(error).__name__
+
+    def change(how, kind):
+        new = tmp_path / "new"
+        if how == "truncated":
+            os.truncate(law / WEIGHTS, 20_000)
+        elif how == "overwritten":
+            shutil.copyfile(kind / WEIGHTS, law / WEIGHTS)
+        elif how == "a directory":
+            law.rename(tmp_path / f"old-{len(outcomes)}")
+            shutil.copytree(kind, law)
+        else:
+            new.symlink_to(kind / WEIGHTS) if how == "a link" else shutil.copyfile(kind / WEIGHTS, new)
+            new.replace(law / WEIGHTS)
+
+    versions = [version_of(kind, load.spec) for kind in kinds]
+    with running_server(tmp_path / "log", flags) as server:
+        with attach(load.model, server=server.address) as lora:
+            for kind, version in zip(kinds, versions, strict=True):
+                change("a file", kind)
+                until(lambda version=version: serves(version), "it is served")
+                right.append(tokens())
+            assert right[0] != right[1]
+            for number, how in enumerate(ways * 2):
+                if (law / WEIGHTS).is_symlink():  # what it leads to stays
+                    (law / WEIGHTS).unlink()
+                change(how, kinds[number % 2])
+                serving.kill_shard(server, number % 2)  # its successor loads what it finds
+                outcomes.append(outcome())
+            change("a directory", kinds[0])
+            until(lambda: outcome() == 0, "good content is served again")
+
+
+def version_of(path, spec):
+    adapter, version = validate_adapter(path, spec)
+    adapter.close()
+    return version
+
+
 def test_a_server_of_remote_adapters(tmp_path):
     """Its disk cache holds one adapter or two, its pool one."""
     work, cache, names = workload("mixtral"), tmp_path / "cache", ("fused", "experts", "qv")
@@ -248,10 +336,11 @@ def test_a_server_of_remote_adapters(tmp_path):
                 answers(lora, work, "qv")
             far.put("qv", work.paths["qv"])
             until(right_now, "it is what was registered again")
+        failures = re.compile(r'lora_server_fetch_failures_total\{process="shard 0"\} [1-9]')
+        until(lambda: failures.search(server.get("/metrics")[1]), "the shard reported its failure")
         metrics = server.get("/metrics")[1]
     assert f'lora_server_disk_cache_capacity_bytes{{node="0"}} {float(cap)}' in metrics
     assert 'lora_server_fetches_total{process="controller"} 3.0' in metrics
-    assert 'lora_server_fetch_failures_total{process="shard 0"} 0.0' not in metrics
 
 
 COUNTER = """
@@ -283,7 +372,7 @@ def test_an_unregistered_name_is_resolved_and_served(load, tmp_path):
     flags = ["--base-model", str(load.base), "--adapter-root", str(root)]
     flags += ["--resolve", f"file://{root}/{{tenant}}/{{name}}"]
     with running_server(tmp_path / "log", flags) as server:
-        directory = Directory(server.address)
+        directory = AdapterDirectory(server.address)
         with attach(load.model, server=server.address) as lora:
             with lora.adapters(["acme/law"]):
                 got = generate(load.model, [load.batch[load.names.index("fused")]], NEW_TOKENS)[0]
@@ -296,3 +385,37 @@ def test_an_unregistered_name_is_resolved_and_served(load, tmp_path):
             shutil.copytree(load.paths["qv"], root / "default" / "code")
             assert directory.get("code").lora_rank == 4, "a look-up resolves it as well"
         directory.close()
+
+
+def test_a_resolved_adapter_counts_as_its_tenants_and_stands_in_the_audit(load, tmp_path, monkeypatch):
+    root, data, names = tmp_path / "adapters", tmp_path / "data", [f"law-{number}" for number in range(6)]
+    for name in names:
+        shutil.copytree(load.paths["fused"], root / "acme" / name)
+    flags = ["--base-model", str(load.base), "--adapter-root", str(root), "--data-dir", str(data)]
+    flags += ["--resolve", f"file://{root}/{{tenant}}/{{name}}"]
+
+    def get(name):
+        try:
+            return directory.get(name).name
+        except LimitError as error:
+            return str(error)
+
+    def is_known():
+        with contextlib.suppress(UnauthenticatedError):
+            return directory.list() == []
+
+    with running_server(tmp_path / "log", flags) as server:
+        beside = ["--data-dir", str(data)]
+        assert cli("tenants", "set", "acme", "--max-adapters", "2", *beside).returncode == 0
+        token = cli("tokens", "create", "--role", "viewer", "--tenant", "acme", *beside).stdout.strip()
+        monkeypatch.setenv("LORA_SERVER_TOKEN", token)
+        directory = AdapterDirectory(server.address)
+        with contextlib.closing(directory), ThreadPoolExecutor(len(names)) as threads:
+            until(is_known, "the server knows the token that was made beside it")
+            told = sorted(threads.map(get, names))
+            brought = [one.name for one in directory.list()]
+        assert len(brought) == 2 and told[:2] == brought, told
+        assert all(one.startswith("tenant acme: got 3 adapters, 2 may be") for one in told[2:]), told
+        kept = json.loads(cli("audit", "--json", *beside).stdout)
+        added = [(one["tenant"], one["token"], one["subject"]) for one in kept if one["call"] == "Adapters/Add"]
+        assert sorted(added) == [("acme", token.split("_")[1], f"name={name} by --resolve") for name in brought]

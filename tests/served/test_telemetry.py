@@ -14,13 +14,13 @@ import torch
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from client_connector.remote import RemoteServer
-from client_connector.serving.holder import Holder
+from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.settings import Settings
 from client_connector.transformers import attach
 from lora_server import telemetry
 from lora_server.demo.launch import running_server
 from lora_server.errors import UnknownAdapterError
-from tests.support.serving import HANG_SECONDS, flags, until
+from tests.support.serving import HANG_SECONDS, flags, listed, until
 
 
 class Collector(ThreadingHTTPServer):
@@ -98,6 +98,7 @@ def test_a_request_is_one_trace_through_engine_and_server(collector, load, serve
     with attach(load.model, server=server.address, timeout_seconds=HANG_SECONDS) as lora:
         for name in ("attention", "fused"):  # the pool holds one; no other test uses the second
             with telemetry.span(f"of {name}"), lora.adapters([name]):
+                until(lambda name=name: listed(server.address)[name].state == "ready", "the hold alone loads it")
                 load.model(torch.tensor([load.batch[0].prompt]))
     request = collector.wait_for("of fused")
     until(lambda: in_trace(collector, "lora.acquire", request), "its request for an adapter")
@@ -154,13 +155,13 @@ def test_a_refused_call_is_found_by_its_id(collector, server):
 def test_an_engines_requests_keep_their_ids_and_traces(collector, server):
     """What vLLM hands over: its request's id, and the headers of its span."""
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
-    holder = Holder(Settings(server.address), lambda text: ())
+    leases = AdapterLeases(Settings(server.address), lambda text: ())
     try:
-        assert holder.hold("cmpl-1", "qv", (), headers).failure is None
-        assert holder.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
-        holder.release("cmpl-1"), holder.release("cmpl-2")
+        assert leases.hold("cmpl-1", "qv", (), headers).failure is None
+        assert leases.hold("cmpl-2", "nobody", (), headers).failure.code == "unknown_adapter"
+        leases.release("cmpl-1"), leases.release("cmpl-2")
     finally:
-        holder.close()
+        leases.close()
     for request, failure in (("cmpl-1", ""), ("cmpl-2", "unknown_adapter")):
         whole = collector.wait_for("lora.generation", request=request)
         assert (whole["trace"].hex(), whole["parent"].hex()) == ("ab" * 16, "cd" * 8)

@@ -144,7 +144,7 @@ def generate(here, load, server):
     job = engine.Job(str(load.base), server.address, [load.batch], NEW_TOKENS)
     done = here.run("python", "-m", "lora_server.demo.engine", given=msgspec.json.encode(job).decode())
     assert done.returncode == 0, done.stderr
-    return msgspec.json.decode(done.stdout, type=engine.Result).answers[0]
+    return msgspec.json.decode(done.stdout, type=engine.EngineResult).answers[0]
 
 
 @pytest.mark.long

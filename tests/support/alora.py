@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from lora_server.demo import tiny
-from lora_server.demo.engine import Answer, Sequence, generate
+from lora_server.demo.engine import EngineAnswer, Sequence, generate
 from tests.support.workload import NEW_TOKENS
 
 CALL, OTHER = [17, 18, 19], [21]
@@ -42,9 +42,9 @@ def prompts() -> dict[str, list[int]]:
 @dataclass(frozen=True)
 class Case:
     batch: list[Sequence]
-    expected: list[Answer]
+    expected: list[EngineAnswer]
 
-    def check(self, answers: list[Answer], tolerance: float = 1e-3) -> None:
+    def check(self, answers: list[EngineAnswer], tolerance: float = 1e-3) -> None:
         for sequence, ours, theirs in zip(self.batch, answers, self.expected, strict=True):
             assert ours.tokens == theirs.tokens, sequence
             assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) <= tolerance, sequence
@@ -58,7 +58,7 @@ def case(model, paths: dict[str, Path]) -> Case:
     return Case(batch, [answer(model, paths, sequence) for sequence in batch])
 
 
-def answer(model, paths: dict[str, Path], sequence: Sequence, new_tokens: int = NEW_TOKENS) -> Answer:
+def answer(model, paths: dict[str, Path], sequence: Sequence, new_tokens: int = NEW_TOKENS) -> EngineAnswer:
     """PEFT's."""
     oracle = model if sequence.adapter is None else tiny.peft_model(model, paths[sequence.adapter])
     return generate(oracle, [Sequence(sequence.prompt, None)], new_tokens)[0]

@@ -24,13 +24,16 @@ class Authority:
         self.ca = directory / f"{name}.pem"
         self.ca.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """Files of a certificate for 127.0.0.1 and its key; again under the same name, others in their place."""
+    def issue(self, name: str, begins: float = -1, ends: float = 1, address: str = "127.0.0.1") -> tuple[Path, Path]:
+        """Files of a certificate for an address and its key; again under the same name, others in their place.
+
+        It is good between two days from now."""
         key, files = (
             ec.generate_private_key(ec.SECP256R1()),
             (self._directory / f"{name}.crt", self._directory / f"{name}.key"),
         )
-        certificate = self._sign(_named(name), key, x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
+        subject = x509.IPAddress(ipaddress.ip_address(address))
+        certificate = self._sign(_named(name), key, subject, begins, ends)
         shown = certificate.public_bytes(serialization.Encoding.PEM)
         plain = serialization.NoEncryption()
         private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
@@ -39,12 +42,12 @@ class Authority:
             file.with_suffix(".new").replace(file)
         return files
 
-    def _sign(self, subject, key, address):
+    def _sign(self, subject, key, address, begins=-1.0, ends=1.0):
         self._serial += 1
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateBuilder().subject_name(subject).issuer_name(self._name)
         builder = builder.public_key(key.public_key()).serial_number(self._serial)
-        builder = builder.not_valid_before(now - DAY).not_valid_after(now + DAY)
+        builder = builder.not_valid_before(now + begins * DAY).not_valid_after(now + ends * DAY)
         builder = builder.add_extension(x509.BasicConstraints(ca=address is None, path_length=None), critical=True)
         if address is not None:
             builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)

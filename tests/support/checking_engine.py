@@ -14,7 +14,7 @@ import torch
 
 from client_connector.transformers import attach
 from lora_server import logs
-from lora_server.demo.engine import Answer, Sequence, generate, load_model
+from lora_server.demo.engine import EngineAnswer, Sequence, generate, load_model
 from lora_server.errors import LoraServerError
 
 TOLERANCE = 1e-4
@@ -28,7 +28,7 @@ class CheckingJob(msgspec.Struct):
     transport: str
     timeout_seconds: float
     batch: list[Sequence]
-    expected: list[Answer]
+    expected: list[EngineAnswer]
 
 
 def held() -> dict[str, int]:
@@ -36,7 +36,7 @@ def held() -> dict[str, int]:
     return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "regions": maps.count("memfd:lora-client")}
 
 
-def is_right(answers: list[Answer], expected: list[Answer]) -> bool:
+def is_right(answers: list[EngineAnswer], expected: list[EngineAnswer]) -> bool:
     return all(
         ours.tokens == theirs.tokens
         and max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) <= TOLERANCE

@@ -4,7 +4,7 @@ import math
 import threading
 
 from lora_server import spec
-from lora_server.control.adapters.registry import Record
+from lora_server.control.adapters.records import Record
 from lora_server.control.controller import Controller
 from lora_server.control.members.agreement import Agreement
 from lora_server.daemon.kept import Kept
@@ -21,7 +21,7 @@ def make_controller(layout="ep1-pp1", settled=True, restarted=True, most_active=
     agreement = Agreement(SPEC, Layout.parse(layout), "float32", "independent", 64)
     controller = Controller(agreement, restarted=restarted, max_active_adapters=most_active, **more)
     if settled:
-        controller.arrivals.settled.set()
+        controller.start.settled.set()
     return controller
 
 
@@ -55,11 +55,18 @@ def registration(shard, pid=1, **fields):
     return pb.Registration(shard=shard, pid=pid, **fields)
 
 
+def moved(controller, handle, residencies):
+    """A shard reports what it has."""
+    report = pb.ShardReport(residencies=pb.Residencies(moved=residencies))
+    controller.hear(handle, report)
+
+
 class ToldShard:
     """A shard process without weights; `failure` is its answer to loads and pins."""
 
     def __init__(self, controller, memory=None, **fields):
         self.memory, self.failure, self.controller = memory or Kept(), "", controller
+        self.largest = 0  # bytes of a command
         own = self.memory.sign(registration(0, agreement=controller.agreement.digest(), **fields))
         reports = [report.kept for report in self.memory.reports(lambda handle: 0)]
         self.handle = controller.arrivals.arrive(own, reports)
@@ -70,12 +77,14 @@ class ToldShard:
     def _run(self):
         for command in self.handle.commands():
             self.memory.note(command)
+            self.largest = max(self.largest, command.ByteSize())
             kind = command.WhichOneof("command")
             fails = kind in ("load", "pin") and self.failure
             if kind == "load" and not fails:
                 all_of_it = pb.Residency(handle=command.load.handle, layers=self.controller.agreement.spec.layers)
-                self.controller.adapters.on_moved(0, [all_of_it])
-            self.handle.finish(pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure))
+                moved(self.controller, self.handle, [all_of_it])
+            done = pb.Done(command=command.id, code="adapter_load" if fails else "", message=self.failure)
+            self.controller.hear(self.handle, pb.ShardReport(done=done))
 
     def lives(self):
         """Report its counters, for good: a test that is slow is not taken for a shard that is silent."""

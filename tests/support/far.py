@@ -2,9 +2,10 @@
 
 import contextlib
 import shutil
+import ssl
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,12 +19,15 @@ SECONDS = 60.0
 
 
 class Far:
-    """`got` counts answers by path, `statuses` are given first, instead of files; while `shut`, weights stop half."""
+    """`got` counts answers by path, `statuses` are given first, instead of files; while `shut`, weights stop half.
+    `moved`: adapters that lie at another URL now; `asked` counts requests."""
 
     def __init__(self, url: str, directory: Path) -> None:
         self.url, self.directory = url, directory
         self.got: Counter[str] = Counter()
         self.statuses: list[int] = []
+        self.moved: dict[str, str] = {}
+        self.asked = 0
         self.open, self.stalled = threading.Event(), threading.Event()
         self.open.set()
         self.cut = False
@@ -43,6 +47,14 @@ class _Handler(SimpleHTTPRequestHandler):
             super().do_HEAD()
 
     def _refused(self) -> bool:
+        self.far.asked += 1
+        name, _, file = self.path[1:].partition("/")
+        if name in self.far.moved:
+            self.send_response(302)
+            self.send_header("Location", f"{self.far.moved[name]}/{file}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return True
         if self.far.statuses:
             self.send_error(self.far.statuses.pop(0))
             return True
@@ -73,11 +85,16 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def far_server(directory: Path) -> Iterator[Far]:
+def far_server(directory: Path, certificate: tuple[Path, Path] | None = None) -> Iterator[Far]:
     directory.mkdir(parents=True, exist_ok=True)
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(directory)))
-    far = handler.far = Far(f"http://127.0.0.1:{server.server_port}", directory)
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "http" if certificate is None else "https"
+    far = handler.far = Far(f"{scheme}://127.0.0.1:{server.server_port}", directory)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
@@ -89,9 +106,9 @@ def far_server(directory: Path) -> Iterator[Far]:
         thread.join(SECONDS)
 
 
-def fetcher_of(directory: Path, capacity: int = 1 << 30, kind: str = "mixtral") -> Fetcher:
+def fetcher_of(directory: Path, capacity: int = 1 << 30, kind: str = "mixtral", listed: Sequence[str] = ()) -> Fetcher:
     """As a process of a node has one."""
-    return Fetcher(DiskCache(directory, Size(nbytes=capacity)), spec_of(kind))
+    return Fetcher(DiskCache(directory, Size(nbytes=capacity)), spec_of(kind), listed=listed)
 
 
 def size_of(adapter: Path) -> int:

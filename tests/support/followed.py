@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 from lora_server.adapters import validate_adapter
-from lora_server.control.adapters.watch import Watcher
+from lora_server.control.adapters.watch import DirectoryWatch
+from lora_server.timings import Timings
 from tests.support.controllers import ToldShard, make_tiny_controller
 from tests.support.workload import spec_of
 
@@ -49,11 +50,8 @@ class Followed:
         self.controller = make_tiny_controller(restarted=memory is not None, **self.settings)
         self.shard = ToldShard(self.controller, memory)
         self.adapters = self.controller.adapters
-        self.watcher = Watcher(self.adapters, self.directory, threading.Event(), self._first, SETTLE)
-
-    def _first(self) -> None:
-        self.first_done += 1
-        self.controller.arrivals.announce()
+        source, start, timings = self.adapters.directory, self.controller.start, Timings(watch_settle=SETTLE)
+        self.watcher = DirectoryWatch(source, start, self.directory, threading.Event(), timings)
 
     def restart(self) -> None:
         """kill -9 of the controller, and the next one."""
@@ -88,7 +86,11 @@ class Followed:
 
     def look(self) -> None:
         self.shard.lives()
+        registered = self.controller.start.registered.is_set()
         self.watcher.poll(self.now)
+        if not registered and self.controller.start.registered.is_set():
+            self.first_done += 1
+            self.controller.arrivals.announce()
 
     def settle(self) -> None:
         """Seen, and seen again when it has settled."""
@@ -98,13 +100,13 @@ class Followed:
 
     def served(self) -> dict[str, str]:
         """Kind by name."""
-        found = [one.record for one in self.adapters.listings() if one.state != "draining"]
+        found = [one.record for one in self.adapters.listings.all() if one.state != "draining"]
         assert len({one.name for one in found}) == len(found), "no name twice"
         return {one.name: self.kinds[one.version] for one in found}
 
     def refused(self) -> dict[str, str]:
         """Reason by name."""
-        return {one.name: one.reason for one in self.adapters.refused()}
+        return {one.name: one.reason for one in self.adapters.catalog.refusals.listed()}
 
     def close(self) -> None:
         self.shard.close()

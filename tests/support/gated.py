@@ -9,7 +9,7 @@ from pathlib import Path
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Role
 from lora_server.access.store import Tenant
-from lora_server.control.adapters.registry import Record
+from lora_server.control.adapters.records import Record
 from lora_server.control.http import page
 from lora_server.control.http.server import HttpServer
 from lora_server.control.rpc.registration import Doorkeeper
@@ -21,6 +21,7 @@ from lora_server.wire.credentials import Credentials
 from lora_server.wire.rpc import call, open_channel
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import HANG_SECONDS
+from tests.support.signed import proof_of
 
 SECRET = "of this run's nodes"
 ADAPTERS = ("law", "org/art", "acme/bot", "acme/taxes", "rival/bot", "rival/secret")
@@ -30,12 +31,13 @@ TENANTS = ("", "acme", "rival")
 class Gated:
     """`tokens` by (tenant, role); the operator is ''."""
 
-    def __init__(self, directory: Path, stack: contextlib.ExitStack, url: str = "", **tls) -> None:
-        self.database = Database(url or f"sqlite:///{directory / FILE}")
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, url: str = "", controller=None, **tls) -> None:
+        self.url = url or f"sqlite:///{directory / FILE}"
+        self.database = Database(self.url)
         stack.callback(self.database.close)
         self.gate = gate = Gate(self.database, node_secret=SECRET)
         stack.callback(gate.close)
-        self.controller = controller = make_controller(settled=False)
+        self.controller = controller = controller or make_controller(settled=False)
         stack.callback(controller.shards.close)
         memory = [(name, 65_600 + number) for number, name in enumerate(ADAPTERS)]
         self.handles = dict(memory)
@@ -43,19 +45,19 @@ class Gated:
         stack.callback(self.shard.close)
         for name, handle in memory:
             load = kept(name, handle)
-            controller.adapters._registry.add(Record.decode(load.record))
+            controller.adapters.catalog.publish(Record.decode(load.record))
             self.shard.handle.send(pb.ShardCommand(load=load))
         for tenant in TENANTS[1:]:
             gate.store.set_tenant(Tenant(tenant))
         self.tokens = {
             (tenant, role): str(gate.store.create_token(tenant, role)[1]) for tenant in TENANTS for role in Role
         }
-        gate.look()
-        gate.on_change = lambda: controller.clients.end_where(
+        gate.cache.refresh()
+        gate.cache.on_change = lambda: controller.clients.end_where(
             lambda lease: not gate.is_good(lease.tenant, lease.token), "its token was revoked"
         )
         self.control = ControlServer(controller, "127.0.0.1:0", Doorkeeper(SECRET), gate=gate, **tls)
-        stack.callback(self.control.close, 0.2)
+        stack.callback(lambda: self.control.close(0.2))
         self.http = HttpServer(
             "127.0.0.1", 0, controller.not_ready, None, page.answers(controller, gate.names.owner), gate
         )
@@ -71,16 +73,22 @@ class Gated:
     def join(self, tenant, role=Role.ENGINE):
         """The proof of a new lease."""
         lease = self.ask(self.tokens[tenant, role], "Clients", "Join", pb.JoinRequest(instance=f"engine of {tenant}"))
-        return pb.Proof(client=lease.client, epoch=lease.epoch, key=lease.key)
+        return proof_of(lease)
 
-    def get(self, path, header=""):
-        """Status and body of an HTTP GET."""
-        with socket.create_connection(("127.0.0.1", self.http.port), HANG_SECONDS) as connection:
+    def get(self, path, header="", port=0):
+        """Status, body and head of an HTTP GET."""
+        with socket.create_connection(("127.0.0.1", port or self.http.port), HANG_SECONDS) as connection:
             shown = f"Authorization: {header}\r\n" if header else ""
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{shown}\r\n".encode())
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{shown}\r\n"
+            connection.sendall(head.encode("latin-1"))
             connection.settimeout(HANG_SECONDS)
             answer = b""
             while part := connection.recv(65536):
                 answer += part
         head, _, body = answer.partition(b"\r\n\r\n")
         return int(head.split()[1]), body.decode(errors="replace"), head.decode()
+
+
+def as_(gated, tenant, role, service, method, request):
+    """One call of a tenant's role."""
+    return gated.ask(gated.tokens[tenant, role], service, method, request)

@@ -1,5 +1,6 @@
 """`lora-server serve`, as `python -m` runs this, whose controller, `main()`, kills itself where a test says."""
 
+import operator
 import os
 import signal
 from pathlib import Path
@@ -9,16 +10,22 @@ from lora_server.daemon.child_main import run_child
 from lora_server.daemon.controller_main import ControllerProcess
 
 ORDER = "die"  # a file in --data-dir: the stage, and whether it is done yet
-STAGES = [  # methods of the controller's adapters, in the order of an update
+STAGES = [  # methods of parts of the controller's adapters, in the order of an update
     # what is the last to be begun, or done; whether the new version serves then
-    ("_record", False, False),  # it was read
-    ("_load_beside", False, False),
-    ("_load_beside", True, False),  # shards load it
-    ("_keep_replaced", False, False),  # shards have it
-    ("_keep_replaced", True, True),  # and it is kept
-    ("_take_back_refusal", False, True),  # and it is listed
-    ("_collect", False, True),  # and shards were told
+    ("changes.numbered", False, False),  # it was read
+    ("changes.load_beside", False, False),
+    ("changes.load_beside", True, False),  # shards load it
+    ("catalog.ledger.added", False, False),  # shards have it
+    ("catalog.ledger.added", True, True),  # and it is kept
+    ("changes.accept", False, True),  # and it is listed
+    ("admission.collect", False, True),  # and shards were told
 ]
+
+
+def part_of(adapters: object, method: str) -> tuple[object, str]:
+    """The object that has a method, and the method's name there."""
+    path, _, name = method.rpartition(".")
+    return operator.attrgetter(path)(adapters), name
 
 
 def order(method: str, after: bool) -> str:
@@ -37,7 +44,8 @@ class DyingController(ControllerProcess):
 
     def _wrap(self, method: str, earlier: set[str]) -> None:
         """Let a call count behind those of the earlier stages: not only updates have some of these."""
-        original = getattr(self.controller.adapters, method)
+        part, name = part_of(self.controller.adapters, method)
+        original = getattr(part, name)
 
         def wrapped(*arguments: object, **named: object) -> object:
             counts = earlier.issubset(self._begun)
@@ -49,7 +57,7 @@ class DyingController(ControllerProcess):
                 die(self._order, order(method, after=True))
             return result
 
-        setattr(self.controller.adapters, method, wrapped)
+        setattr(part, name, wrapped)
 
 
 def die(file: Path, here: str) -> None:

@@ -22,14 +22,15 @@ OWNER = "postgres"  # who it runs as where we are root, whom it refuses
 
 def binaries() -> Path | None:
     """Where `postgres` and `initdb` are: on the PATH, or where Debian puts them."""
-    places = [Path(found).parent] if (found := shutil.which("postgres")) else []
+    places = [Path(found).resolve().parent] if (found := shutil.which("postgres")) else []
     places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return next((one for one in places if (one / "postgres").exists() and (one / "initdb").exists()), None)
 
 
 @contextlib.contextmanager
-def running_postgres() -> Iterator[str]:
-    """Its URL; skips the test where it is not installed. It ends with the block, or with this process."""
+def running_postgres(primary: str = "") -> Iterator[str]:
+    """Its URL; skips the test where it is not installed. It ends with the block, or with this process. `primary`: the
+    URL of another, which it follows, until `pg_promote()`."""
     found = binaries()
     if found is None:
         pytest.skip("no PostgreSQL is installed here: make postgres")
@@ -40,8 +41,12 @@ def running_postgres() -> Iterator[str]:
         drop = ["setpriv", f"--reuid={OWNER}", f"--regid={OWNER}", "--clear-groups"]
     data, process = directory / "data", None
     try:
-        make = [*drop, str(found / "initdb"), "-D", str(data), "-U", "lora", "-A", "trust", "--no-sync", "-E", "UTF8"]
-        subprocess.run(make, check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/")
+        make = ["initdb", "-D", str(data), "-U", "lora", "-A", "trust", "--no-sync", "-E", "UTF8"]
+        if primary:
+            make = ["pg_basebackup", "-D", str(data), "-U", "lora", "-h", host_of(primary), "-R", "-c", "fast"]
+        subprocess.run(
+            [*drop, str(found / make[0]), *make[1:]], check=True, capture_output=True, timeout=HANG_SECONDS, cwd="/"
+        )
         serve = [*drop, str(found / "postgres"), "-D", str(data), "-k", str(directory), "-h", "", "-F"]
         log = (directory / "log").open("wb")
         with log:
@@ -56,6 +61,11 @@ def running_postgres() -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def host_of(url: str) -> str:
+    """The directory of its socket."""
+    return url.partition("host=")[2]
+
+
 @contextlib.contextmanager
 def database_of(kind: str, directory: Path) -> Iterator[str]:
     """The URL of an empty database: "sqlite", in a directory, or "postgresql"."""
@@ -64,6 +74,27 @@ def database_of(kind: str, directory: Path) -> Iterator[str]:
         return
     with running_postgres() as found:
         yield found
+
+
+@contextlib.contextmanager
+def read_only(url: str) -> Iterator[None]:
+    """While it takes no writes, as a standby, or a primary that a failover replaced."""
+
+    def set_to(value: str) -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}")
+            connection.execute("SELECT pg_reload_conf()")
+        until(lambda: shown() == value, f"PostgreSQL is read-only: {value}", HANG_SECONDS)
+
+    def shown() -> str:
+        with psycopg.connect(url) as connection:
+            return connection.execute("SHOW default_transaction_read_only").fetchone()[0]
+
+    set_to("on")
+    try:
+        yield
+    finally:
+        set_to("off")
 
 
 def answers(url: str) -> bool:

@@ -8,21 +8,23 @@ import numpy as np
 from typer.testing import CliRunner
 
 from provisioning.cli import app
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.flags import PlanFlags
+from provisioning.plan.scenario import scenario
 from provisioning.workload.workload import zipf
 
 SLO = "ttft_p95=250ms,tpot_avg=100ms"
 QWEN = {"model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96"}
+DECODING = {"prefill": "apart"}  # prompts are other instances'
 LOAD = {"instances": 4, "batch_size": 64.0}
 
 
 def question(**flags):
     """Of the planner: 512 adapters of Mixtral under four instances, unless the flags say otherwise."""
-    return scenario(Flags(**({"slo": SLO, "model": "mixtral-8x7b", "adapters": 512} | LOAD | flags)))
+    return scenario(PlanFlags(**({"slo": SLO, "model": "mixtral-8x7b", "adapters": 512} | LOAD | flags)))
 
 
 def typed(**flags):
-    """Flags of `question` as a command line has them."""
+    """PlanFlags of `question` as a command line has them."""
     return [piece for name, value in flags.items() for piece in (f"--{name.replace('_', '-')}", str(value))]
 
 

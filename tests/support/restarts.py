@@ -40,7 +40,7 @@ class Server:
         memory = self.shard.memory if self.shard is not None else None
         self.controller = make_tiny_controller(restarted=memory is not None, ledger=ledger, **self.settings)
         self.adapters = self.controller.adapters
-        self.adapters._allowed = self.adapters._allowed._replace(roots=("/",))
+        self.adapters.rollout._allowed = self.adapters.rollout._allowed._replace(roots=("/",))
         self.shard = ToldShard(self.controller, memory)
 
     def kill(self):
@@ -53,4 +53,4 @@ class Server:
         self.database.close()
 
     def served(self):
-        return {one.record.name: one.record.version for one in self.adapters.listings() if one.state != "draining"}
+        return {one.record.name: one.record.version for one in self.adapters.listings.all() if one.state != "draining"}

@@ -89,7 +89,7 @@ def paged_store(placement: Placement, shard: int, dtype: torch.dtype, pool: Page
 
 def load(store: WeightStore, handle: int, path: Path, eager: bool = True) -> Done:
     done = Done()
-    store.load(handle, source_of(path), done, eager)
+    store.adapters.load(handle, source_of(path), done, eager)
     return done
 
 
@@ -102,14 +102,14 @@ def reads(store: WeightStore, handle: int, layer: int = 0) -> bool:
 
 
 def is_complete(store: WeightStore, handle: int) -> bool:
-    return store.layers_ready(handle) == spec_of("mixtral").layers
+    return store.report.layers_ready(handle) == spec_of("mixtral").layers
 
 
 def bytes_of(path: Path, dtype: torch.dtype = torch.float32) -> int:
     """What an adapter takes of a pool of the operating system's pages."""
     store = cpu_store(Placement(spec_of("mixtral"), Layout(1, 1)), 0, dtype)
     assert load(store, 1, path).result() is None
-    found = store.use().weight_bytes
+    found = store.report.use().weight_bytes
     store.close()
     return found
 

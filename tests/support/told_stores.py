@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
+from lora_server.control.adapters.catalog import name_of
 from lora_server.control.controller import Controller
 from lora_server.control.members.agreement import Agreement
 from lora_server.daemon.shard_commands import ShardCommands
@@ -36,7 +37,7 @@ class ToldStore:
         self.store = cpu_store(PLACEMENT, shard, torch.float32, capacity, on_layer=self._layer)
         port, coordinator = Port(RegionLayout.for_model(SPEC, 16, 2, "exact")), Independent()
         reports = ShardReports(SimpleNamespace(store=self.store), port, coordinator, None, self._report)
-        self.tell_moved, self._shard, self._controller = reports.moved, shard, controller
+        self.tell_moved, self._controller = reports.moved, controller
         self._commands = ShardCommands(0, port, self.store, coordinator, None, reports.moved, lambda: None)
         own = {"agreement": controller.agreement.digest(), "pool_bytes": self.store.tier.pool.capacity}
         registration = pb.Registration(shard=shard, instance=f"{shard}-{seed}", **own)
@@ -47,7 +48,7 @@ class ToldStore:
         self._thread.start()
 
     def _report(self, report: pb.ShardReport) -> None:
-        self._controller.adapters.on_moved(self._shard, report.residencies.moved)
+        self._controller.hear(self.handle, report)
 
     def _layer(self, handle: int, layers: int) -> None:
         self._late()
@@ -62,17 +63,18 @@ class ToldStore:
 
             def done(error: Exception | None, number: int = command.id) -> None:
                 code = getattr(error, "code", "") if error is not None else ""
-                self.handle.finish(pb.Done(command=number, code=code, message=str(error or "")))
+                report = pb.ShardReport(done=pb.Done(command=number, code=code, message=str(error or "")))
+                self._controller.hear(self.handle, report)
 
             self._commands.execute(command, done)
 
     def whole(self) -> set[int]:
         """Handles whose layers are all READY."""
-        return {handle for handle in self.store._entries if self.store._entries[handle].is_whole()}
+        return set(self.store._table.complete)
 
     def is_idle(self, handles: set[int]) -> bool:
         """Whether it knows these alone, and has freed what it dropped: a layer that loads meanwhile is loaded first."""
-        return self.store._entries.keys() == handles and not self.store._dropped
+        return self.store._table.entries.keys() == handles and not self.store._table.dropped
 
     def close(self) -> None:
         self._controller.arrivals.depart(self.handle)
@@ -103,20 +105,20 @@ class ToldServer:
         def states() -> dict[str, str]:
             for store in self.stores:
                 store.tell_moved()  # as a shard does twice a second
-            return {one.record.name: one.state for one in self.controller.adapters.listings()}
+            return {one.record.name: one.state for one in self.controller.adapters.listings.all()}
 
         def rests() -> bool:
-            handles = {one.record.handle for one in self.controller.adapters.listings()}
+            handles = {one.record.handle for one in self.controller.adapters.listings.all()}
             idle = all(store.is_idle(handles) for store in self.stores)
-            return idle and "loading" not in states().values() and self.controller.adapters._unasked.is_settled
+            return idle and "loading" not in states().values() and self.controller.adapters.sync.prewarm.is_settled
 
         until(rests, "nobody loads")
         return states()
 
     def whole(self) -> list[set[str]]:
         """Names that each shard has all of."""
-        name_of = self.controller.adapters.name_of
-        return [{name_of(handle) for handle in store.whole()} for store in self.stores]
+        catalog = self.controller.adapters.catalog
+        return [{name_of(catalog, handle) for handle in store.whole()} for store in self.stores]
 
     def close(self) -> None:
         for store in self.stores:

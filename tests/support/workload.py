@@ -11,7 +11,7 @@ import torch
 
 from lora_server import spec
 from lora_server.demo import tiny
-from lora_server.demo.engine import Answer, Sequence, generate
+from lora_server.demo.engine import EngineAnswer, Sequence, generate
 
 NEW_TOKENS = 8
 SCRATCH = tempfile.TemporaryDirectory(prefix="lora-tests-")
@@ -41,7 +41,7 @@ class Workload:
     base: Path
     adapters: Path
     batch: list[Sequence]
-    expected: list[Answer]
+    expected: list[EngineAnswer]
 
     @property
     def names(self) -> list[str | None]:
@@ -55,12 +55,12 @@ class Workload:
     def paths(self) -> dict[str, Path]:
         return {path.name: path for path in sorted(self.adapters.iterdir())}
 
-    def answer(self, path: Path | None, prompt: list[int], new_tokens: int = NEW_TOKENS) -> Answer:
+    def answer(self, path: Path | None, prompt: list[int], new_tokens: int = NEW_TOKENS) -> EngineAnswer:
         """PEFT's, with the adapter in that directory; None: the base model's."""
         oracle = self.model if path is None else tiny.peft_model(self.model, path)
         return generate(oracle, [Sequence(prompt, None)], new_tokens)[0]
 
-    def check(self, answers: list[Answer], tolerance: float = 1e-4) -> None:
+    def check(self, answers: list[EngineAnswer], tolerance: float = 1e-4) -> None:
         """Tokens equal PEFT's, and log probabilities within the fp32 bar."""
         for sequence, ours, theirs in zip(self.batch, answers, self.expected, strict=True):
             assert ours.tokens == theirs.tokens, sequence.adapter

@@ -78,11 +78,11 @@ class Engine:
 
     def scheduler(self) -> dict[str, Any]:
         core = self.llm.llm_engine.engine_core.engine_core
-        uses = getattr(core.scheduler, "lora_server_holder", None)
+        leases = getattr(core.scheduler, "lora_server_leases", None)
         return {
             "running": len(core.scheduler.running),
             "preemptions": sum(request.num_preemptions for request in core.scheduler.requests.values()),
-            "held": None if uses is None else sorted(use.name for use in uses._uses.values() if use.held is not None),
+            "held": None if leases is None else sorted(one.name for one in leases._requests.values() if one.state.held),
         }
 
     def add_lora(self, name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from lora_server.daemon.forked import Forked
 from lora_server.daemon.forks import ForkServer
 from lora_server.demo import children
-from lora_server.demo.engine import Answer, Sequence
+from lora_server.demo.engine import EngineAnswer, Sequence
 from lora_server.demo.launch import RunningServer, free_address, running_server
 from tests.support.serving import ANYWHERE, flags
 from tests.support.workload import Workload
@@ -96,12 +96,12 @@ class Engine:
         """Queue a request; `call("step")` works on it."""
         return self.call("add", request={"prompt": prompt, "adapter": adapter, "new_tokens": new_tokens})
 
-    def answers(self, batch: list[Sequence], new_tokens: int) -> list[Answer]:
+    def answers(self, batch: list[Sequence], new_tokens: int) -> list[EngineAnswer]:
         """As `workload.check` wants them; none may have been flagged."""
         replies = self.generate(batch, new_tokens)
         flagged = [reply["stop_reason"] for reply in replies if reply["stop_reason"] is not None]
         assert not flagged, flagged
-        return [Answer(reply["tokens"], reply["logprobs"]) for reply in replies]
+        return [EngineAnswer(reply["tokens"], reply["logprobs"]) for reply in replies]
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.serving.plan import parse_flag
 from lora_server.demo import tiny
-from lora_server.demo.engine import Answer, Sequence
+from lora_server.demo.engine import EngineAnswer, Sequence
 from tests.support import alora
 from tests.support.serving import settled_steps, status
 from tests.support.workload import NEW_TOKENS
@@ -25,7 +25,7 @@ def paths(load, server, tmp_path_factory):
     config |= {"alora_invocation_tokens": None, "invocation_string": "w17 w18 w19"}
     (root / "legacy/adapter_config.json").write_text(json.dumps(config))
     made |= {"second": root / "second", "legacy": root / "legacy"}
-    directory = Directory(server.address)
+    directory = AdapterDirectory(server.address)
     for name, path in made.items():
         directory.add(name, str(path))
     directory.close()
@@ -46,7 +46,7 @@ def test_tokens_equal_peft(load, engine, paths):
     """Invoked in the middle, at both ends, twice; not at all is the base model, and said so."""
     case = alora.case(load.model, paths)
     replies = engine.generate(case.batch, NEW_TOKENS)
-    case.check([Answer(reply["tokens"], reply["logprobs"]) for reply in replies])
+    case.check([EngineAnswer(reply["tokens"], reply["logprobs"]) for reply in replies])
     names = [*alora.prompts(), "plain", None, "rewrite"]
     flags = dict(zip(names, [reply["stop_reason"] for reply in replies], strict=True))
     assert {name for name, flag in flags.items() if flag is not None} == {"cut off", "absent"}

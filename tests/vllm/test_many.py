@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from lora_server.demo import tiny
 from lora_server.demo.engine import Sequence
 from tests.support.serving import until
@@ -12,14 +12,16 @@ from tests.vllm.engines import Engine
 
 NAMES = 200
 BLOCK = 128
-HOLDER = "s.lora_server_holder"
-WAITING = f"[{HOLDER}.use(r.request_id).held.handle for r in s.waiting if {HOLDER}.use(r.request_id)]"
-ANNOUNCED = f"(lambda s: [{HOLDER}._lookahead._said, {WAITING}])(llm.llm_engine.engine_core.engine_core.scheduler)"
+LEASES = "s.lora_server_leases"
+WAITING = f"[{LEASES}.state(r.request_id).held.handle for r in s.waiting if {LEASES}.state(r.request_id)]"
+ANNOUNCED = (
+    f"(lambda s: [{LEASES}._driver.lookahead._said, {WAITING}])(llm.llm_engine.engine_core.engine_core.scheduler)"
+)
 
 
 @pytest.fixture(scope="module")
 def directory(server):
-    directory = Directory(server.address)
+    directory = AdapterDirectory(server.address)
     yield directory
     directory.close()
 
@@ -45,7 +47,7 @@ def check(reply, expected, what: object = "") -> None:
     assert max(abs(a - b) for a, b in zip(reply["logprobs"], expected.logprobs, strict=True)) <= 1e-3, what
 
 
-def holders(directory: Directory) -> int:
+def holders(directory: AdapterDirectory) -> int:
     return sum(adapter.holders for adapter in directory.list())
 
 

@@ -6,8 +6,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
+from client_connector.vllm.hooks.frontend import LOOKUP, _stacked
 from client_connector.vllm.hooks.install import wrap
-from client_connector.vllm.hooks.retry_after import LOOKUP, stacked
 
 
 class Models:
@@ -32,7 +32,7 @@ def answer(app, path):
 @pytest.fixture
 def app(monkeypatch):
     monkeypatch.setattr(FastAPI, "build_middleware_stack", FastAPI.build_middleware_stack)
-    wrap(FastAPI, "build_middleware_stack", stacked)
+    wrap(FastAPI, "build_middleware_stack", _stacked)
     made = FastAPI()
     made.state.openai_serving_models = Models()
 

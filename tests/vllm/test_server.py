@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.serving.settings import Settings
 from lora_server import __version__
 from lora_server.demo import tiny
@@ -40,7 +40,7 @@ def api(load, server, scratch):
 
 @pytest.fixture(scope="module")
 def directory(server):
-    directory = Directory(server.address)
+    directory = AdapterDirectory(server.address)
     yield directory
     directory.close()
 
@@ -197,6 +197,6 @@ def test_an_outage_is_503_and_few_lines(load, api, server, scratch):
         until(lambda: api.complete("fused", prompt, 1)[0] == 200, "adapters are served again", HANG_SECONDS)
         log = api.log.read_text()[earlier:]
         assert 1 <= log.count("request failed") < 20, log  # one, and one more for each ten seconds
-        assert "LoRA server lost; joining it anew" in log and "rejoined" in log
+        assert "LoRA server lost; joining it again" in log and "rejoined" in log
     finally:
         again.stop()

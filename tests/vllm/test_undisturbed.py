@@ -41,8 +41,9 @@ class Requests:
         self.number = engine.call("strike")
 
     def limit(self, seconds: float) -> None:
-        """What a step may take from now on; kernels that wait by themselves are told by `_budget`."""
-        told = f"setattr({FORWARD}.client, 'timeout_seconds', {seconds}), getattr({FORWARD}, '_budget', bool)()"
+        """What a step may take from now on; kernels that wait by themselves are told by `set_budget`."""
+        tell = f"getattr(getattr({FORWARD}.sites, 'links', None), 'set_budget', bool)()"
+        told = f"setattr({FORWARD}.client, 'timeout_seconds', {seconds}), {tell}"
         self.engine.call("evaluate", expression=f"({told})[0]")
 
     def add(self) -> list[str]:

@@ -74,8 +74,6 @@ class Prepared:
 
 
 class Peer(Protocol):
-    """One project."""
-
     name: str
     about: str
 

@@ -24,8 +24,6 @@ FEW_ROWS = 128  # below it vLLM splits K 64 times
 
 @dataclass(frozen=True)
 class Punica:
-    """See `Peer`."""
-
     shrink: ModuleType
     expand: ModuleType
     name: str = "punica"
@@ -92,6 +90,5 @@ class Punica:
 
 
 def load(directory: Path) -> Punica:
-    """vLLM's files."""
     stubs.vllm_modules(directory / "vllm")
     return Punica(stubs.load(f"{OPS}.lora_shrink_op"), stubs.load(f"{OPS}.lora_expand_op"))

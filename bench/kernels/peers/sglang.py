@@ -23,8 +23,6 @@ EXPANDS = ((64, 4), (128, 4), (256, 8))  # columns, warps
 
 @dataclass(frozen=True)
 class Sglang:
-    """See `Peer`."""
-
     lora_a: ModuleType
     lora_b: ModuleType
     routing: ModuleType

@@ -20,7 +20,6 @@ def package(name: str, folder: Path) -> None:
 
 
 def stub(name: str, **members: Any) -> ModuleType:
-    """A module with these members and no others."""
     module = ModuleType(name)
     module.__dict__.update(members)
     sys.modules[name] = module
@@ -31,7 +30,6 @@ def stub(name: str, **members: Any) -> ModuleType:
 
 
 def load(name: str) -> ModuleType:
-    """Import it anew."""
     sys.modules.pop(name, None)
     return importlib.import_module(name)
 
@@ -54,8 +52,6 @@ def capability() -> tuple[int, int]:
 
 
 class Platform:
-    """What vLLM's kernels ask of the machine."""
-
     def num_compute_units(self, index: int | None = None) -> int:
         return torch.cuda.get_device_properties(index or 0).multi_processor_count
 
@@ -78,15 +74,11 @@ class Platform:
 
 
 class Logger:
-    """Says nothing."""
-
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
 
 
 class Envs:
-    """vLLM's defaults."""
-
     VLLM_BATCH_INVARIANT = False
     VLLM_LORA_ENABLE_DUAL_STREAM = False
     VLLM_LORA_DISABLE_PDL = False
@@ -102,7 +94,6 @@ def _to_device(values: list[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def vllm_modules(root: Path) -> None:
-    """Everything that vllm/lora/ops/triton_ops imports."""
     import triton
     import triton.language as tl
 
@@ -124,7 +115,6 @@ def _shared_bytes(index: int | None = None) -> int:
 
 
 def sglang_modules(root: Path) -> None:
-    """Everything that sglang/kernels/ops/lora/common imports."""
     names = ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.lora")
     for name in (*names, "sglang.kernels.ops.lora.common", "sglang.kernels.ops.lora.moe", "sglang.kernels.jit"):
         package(name, root / Path(*name.split(".")))

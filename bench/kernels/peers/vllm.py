@@ -47,8 +47,6 @@ def align(draw: Draw, num_experts: int, num_adapters: int, block: int) -> tuple[
 
 @dataclass(frozen=True)
 class Vllm:
-    """See `Peer`."""
-
     module: ModuleType
     name: str = "vllm"
     about: str = "vLLM 0.33.0 fused_moe_lora (one-shot, and small-batch where vLLM takes it)"

@@ -16,18 +16,18 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
-from client_connector.serving.holder import Holder
+from client_connector.serving.leases import AdapterLeases
 from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, RETRY, Failure
-from client_connector.serving.settings import KEY
-from client_connector.serving.waiting import Use
+from client_connector.serving.request_state import Phase, RequestState
+from client_connector.serving.settings import BASE_MODEL, ERROR, KEY
+from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
 from lora_server.logs import Repeats
 
-HOLDER = "lora_server_holder"  # attribute of a Scheduler of ours
+LEASES = "lora_server_leases"  # attribute of a Scheduler of ours
 IDLE_SECONDS = 1e-3  # of a step in which all requests wait for a place
 log = structlog.get_logger()
-Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
 
 def install(wrap: Wrap) -> None:
@@ -71,44 +71,43 @@ def _init(original: Any) -> Callable[..., Any]:
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         found = of_engine(vllm_config)
-        if found is not None and not hasattr(self, HOLDER):
-            setattr(self, HOLDER, Holder(found, tokenizer_of(vllm_config)))
+        if found is not None and not hasattr(self, LEASES):
+            setattr(self, LEASES, AdapterLeases(found, tokenizer_of(vllm_config)))
             self.lora_server_ended = []
             self.lora_server_failed, self.lora_server_flagged = Repeats(log.error), Repeats(log.warning)
 
     return init
 
 
-def _preprocess_add_request(original: Any) -> Callable[..., Any]:
-    """In the thread that receives requests, before KV blocks are hashed under the adapter's version."""
-
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        holder: Holder | None = getattr(self.scheduler, HOLDER, None)
-        if holder is None or request.lora_request is None:
-            return original(self, request)
-        asked = request.lora_request
-        use = holder.hold(request.request_id, asked.lora_name, request.prompt_token_ids, request.trace_headers)
-        request.lora_request = _identified(asked, use)
-        return original(self, request)
-
-    return preprocess_add_request
+def _leases(scheduler: Any) -> AdapterLeases | None:
+    return getattr(scheduler, LEASES, None)
 
 
-def _identified(asked: Any, use: Use) -> Any:
-    """What KV blocks are hashed under: the adapter's version, and where it begins to act."""
-    if use.falls_back:
+@ours(lambda core: _leases(core.scheduler))
+def _preprocess_add_request(original: Any, leases: AdapterLeases, self: Any, request: Any) -> Any:
+    """Acquire in the thread that receives requests, before KV blocks are hashed under the adapter's version."""
+    asked = request.lora_request
+    if asked is not None:
+        state = leases.hold(request.request_id, asked.lora_name, request.prompt_token_ids, request.trace_headers)
+        request.lora_request = _identified(asked, state)
+    return original(request)
+
+
+def _identified(asked: Any, state: RequestState) -> Any:
+    """Name the adapter's version and where it begins to act: KV blocks are hashed under that."""
+    if state.falls_back:
         return None
-    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{KEY}:{asked.lora_name}@{use.version}#{use.start}")
+    return LoRARequest(asked.lora_name, asked.lora_int_id, f"{KEY}:{asked.lora_name}@{state.version}#{state.start}")
 
 
 def start_in(lora_path: str) -> int:
-    """Where the adapter of a path that `_preprocess_add_request` made begins to act."""
+    """Return the position from which the adapter acts, of a path that `_preprocess_add_request` made."""
     start = lora_path.rpartition("#")[2]
     return int(start) if lora_path.startswith(f"{KEY}:") and start.isdigit() else 0
 
 
 def _extra_keys(original: Any) -> Callable[..., Any]:
-    """Blocks wholly before an activated LoRA's invocation are the base model's; later ones are the version's."""
+    """Hash blocks wholly before an activated LoRA's invocation as the base model's, later ones under the version."""
 
     def generate_block_hash_extra_keys(
         request: Any, start_token_idx: int, end_token_idx: int, start_mm_idx: int
@@ -124,94 +123,75 @@ def _extra_keys(original: Any) -> Callable[..., Any]:
     return generate_block_hash_extra_keys
 
 
-def _schedule(original: Any) -> Callable[..., Any]:
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if holder is None:
-            return original(self, *args, **kwargs)
-        self.lora_server_failed.flush()
-        self.lora_server_flagged.flush()
-        self.lora_server_ended += _end(self, holder.failed())  # before they take a place in the batch
-        output = original(self, *args, **kwargs)
-        holder.expect(request.request_id for request in self.waiting)
-        setattr(output, PLAN, holder.plan(output.num_scheduled_tokens.keys()))
-        if not output.num_scheduled_tokens and holder.num_queued:
-            time.sleep(IDLE_SECONDS)
-        return output
-
-    return schedule
+@ours(_leases)
+def _schedule(original: Any, leases: AdapterLeases, self: Any, *args: Any, **kwargs: Any) -> Any:
+    self.lora_server_failed.flush()
+    self.lora_server_flagged.flush()
+    self.lora_server_ended += _end(self, leases.failed())  # before they take a place in the batch
+    output = original(*args, **kwargs)
+    leases.expect(request.request_id for request in self.waiting)
+    setattr(output, PLAN, leases.plan(output.num_scheduled_tokens.keys()))
+    if not output.num_scheduled_tokens and leases.num_waiting:
+        time.sleep(IDLE_SECONDS)
+    return output
 
 
-def _handle_blocked_waiting_request(original: Any) -> Callable[..., Any]:
-    """A request without a place is passed over, as vLLM does with one whose grammar is not ready: it takes no KV blocks
-    and holds up nobody."""
-
-    def handle_blocked_waiting_request(self: Any, request: Any) -> bool:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if not original(self, request) or (holder is not None and not holder.is_ready(request.request_id)):
-            return False
-        use = holder.use(request.request_id) if holder is not None else None
-        if use is not None and request.lora_request is not None:
-            _identify(request, use)
-        return True
-
-    return handle_blocked_waiting_request
+@ours(_leases)
+def _handle_blocked_waiting_request(original: Any, leases: AdapterLeases, self: Any, request: Any) -> bool:
+    """Pass over a request that is not ready, as vLLM does with one whose grammar is not: it takes no KV blocks."""
+    if not original(request) or not leases.is_ready(request.request_id):
+        return False
+    state = leases.state(request.request_id)
+    if state is not None:
+        _identify(request, state)
+    return True
 
 
-def _identify(request: Request, use: Use) -> None:
-    """While it waited it failed, and the base model answers; or the version was told only then: other KV blocks."""
-    now = _identified(request.lora_request, use)
+def _identify(request: Request, state: RequestState) -> None:
+    """Hash a request's KV blocks again where it fell back to the base model, or its version became known just now."""
+    if request.lora_request is None:
+        return
+    now = _identified(request.lora_request, state)
     if now is None or now.lora_path != request.lora_request.lora_path:
         request.lora_request = now
         request.block_hashes = []
         request.update_block_hashes()
 
 
-def _update_from_output(original: Any) -> Callable[..., Any]:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if holder is None:
-            return original(self, scheduler_output, model_runner_output)
-        void = {req_id: Failure(RETRY, "") for req_id in getattr(scheduler_output, PLAN, NO_PLAN).void}
-        failures = void | getattr(model_runner_output, FAILURES, {})
-        ended = [*self.lora_server_ended, *_settle(self, holder, failures)]
-        self.lora_server_ended = []
-        uses = {req_id: holder.use(req_id) for req_id in scheduler_output.num_scheduled_tokens}
-        results: dict[int, Any] = original(self, scheduler_output, model_runner_output)
-        for result in results.values():
-            for output in result.outputs:
-                _flag(self, output, uses.get(output.request_id))
-        for client_index, output in ended:
-            results.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
-        return results
-
-    return update_from_output
+@ours(_leases)
+def _update_from_output(
+    original: Any, leases: AdapterLeases, self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    void = {req_id: Failure(RETRY, "") for req_id in getattr(scheduler_output, PLAN, NO_PLAN).void}
+    failures = void | getattr(model_runner_output, FAILURES, {})
+    ended = [*self.lora_server_ended, *_settle(self, leases, failures)]
+    self.lora_server_ended = []
+    states = {req_id: leases.state(req_id) for req_id in scheduler_output.num_scheduled_tokens}
+    results: dict[int, Any] = original(scheduler_output, model_runner_output)
+    for result in results.values():
+        for output in result.outputs:
+            _flag(self, output, states.get(output.request_id))
+    for client_index, output in ended:
+        results.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+    return results
 
 
-def _settle(scheduler: Any, holder: Holder, failures: dict[str, Failure]) -> list[tuple[int, Any]]:
-    """After a failed step: its KV blocks are void, and its requests end, or start over: when there is a server again,
-    or with the base model."""
-    ending = []
+def _settle(scheduler: Any, leases: AdapterLeases, failures: dict[str, Failure]) -> list[tuple[int, Any]]:
+    """Discard the KV blocks of a failed step's requests, and end each request or compute it again."""
     for req_id, failure in failures.items():
-        request = scheduler.requests.get(req_id)
-        again = failure.code == RETRY or holder.starts_over(req_id, failure)
-        use = holder.use(req_id) if again else holder.fail(req_id, failure)
-        if request is None or use is None:
+        state, request = leases.fail_step(req_id, failure), scheduler.requests.get(req_id)
+        if request is None or state is None:
             continue
         void = {block for group in scheduler.kv_cache_manager.get_block_ids(req_id) for block in group}
         scheduler.kv_cache_manager.evict_blocks(void)
-        if again:
+        if state.phase is not Phase.FAILED:
+            _identify(request, state)
             _start_over(scheduler, request)
-        elif use.falls_back:
-            _identify(request, use)
-            _start_over(scheduler, request)
-        else:
-            ending.append((req_id, failure))
-    return _end(scheduler, [*ending, *(one for one in holder.failed() if one[0] not in failures)])
+    return _end(scheduler, leases.failed())
 
 
 def _start_over(scheduler: Any, request: Request) -> None:
-    """Compute the text so far anew: nothing of a void step, or of an adapter given up, stays in its KV cache."""
+    """Compute the text so far again: nothing of a void step, or of an adapter given up, stays in the KV cache."""
     if request.status == RequestStatus.RUNNING:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
@@ -227,52 +207,42 @@ def _end(scheduler: Any, failures: Sequence[tuple[str, Failure]]) -> list[tuple[
                 request_id=req_id,
                 new_token_ids=[],
                 finish_reason=FinishReason.ERROR,
-                stop_reason=failure.flag("error"),
+                stop_reason=failure.flag(ERROR),
                 trace_headers=request.trace_headers,
             )
             ended.append((request.client_index, output))
     return ended
 
 
-def _flag(scheduler: Any, output: Any, use: Use | None) -> None:
-    """A request that the base model answered says so in its last output."""
-    if use is None or use.failure is None or not use.falls_back or output.finish_reason is None:
+def _flag(scheduler: Any, output: Any, state: RequestState | None) -> None:
+    """Say in the last output of a request that the base model answered it."""
+    if state is None or state.failure is None or not state.falls_back or output.finish_reason is None:
         return
-    said = {"request": output.request_id, "error": use.failure.message}
-    scheduler.lora_server_flagged(use.failure.code, "answered by the base model", **said)
+    failure = state.failure
+    scheduler.lora_server_flagged(
+        failure.code, "answered by the base model", request=output.request_id, error=failure.message
+    )
     if output.stop_reason is None:
-        output.stop_reason = use.failure.flag("base_model")
+        output.stop_reason = failure.flag(BASE_MODEL)
     output.kv_transfer_params = {
         **(output.kv_transfer_params or {}),
-        KEY: {"answered_by": "base_model", "code": use.failure.code, "reason": use.failure.message},
+        KEY: {"answered_by": BASE_MODEL, "code": failure.code, "reason": failure.message},
     }
 
 
-def _free_request(original: Any) -> Callable[..., Any]:
-    def free_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if holder is not None:
-            holder.release(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    return free_request
+@ours(_leases)
+def _free_request(original: Any, leases: AdapterLeases, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    leases.release(request.request_id)
+    return original(request, *args, **kwargs)
 
 
-def _preempt_request(original: Any) -> Callable[..., Any]:
-    def preempt_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if holder is not None:
-            holder.pause(request.request_id)
-        return original(self, request, *args, **kwargs)
-
-    return preempt_request
+@ours(_leases)
+def _preempt_request(original: Any, leases: AdapterLeases, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    leases.pause(request.request_id)
+    return original(request, *args, **kwargs)
 
 
-def _shutdown(original: Any) -> Callable[..., Any]:
-    def shutdown(self: Any) -> Any:
-        holder: Holder | None = getattr(self, HOLDER, None)
-        if holder is not None:
-            holder.close()
-        return original(self)
-
-    return shutdown
+@ours(_leases)
+def _shutdown(original: Any, leases: AdapterLeases, self: Any) -> Any:
+    leases.close()
+    return original()

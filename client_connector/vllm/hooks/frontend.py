@@ -1,4 +1,4 @@
-"""Hooks of the front end: how an engine is configured, names resolved on the server, errors said aloud."""
+"""Hooks of the front end: configuration of an engine, names resolved on the server, errors as answers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
+from client_connector.serving.http import AsgiApp, answer_to, status_of, with_retry_after
 from client_connector.serving.lookup import Lookup
 from client_connector.serving.plan import Failure, parse_flag
-from client_connector.serving.settings import ADDRESS, KEY, Settings, whose
+from client_connector.serving.settings import ADDRESS, KEY, Settings, tenant_and_name
+from client_connector.serving.tenants import CALLER
 from client_connector.vllm.graphs import split_graphs
-from client_connector.vllm.hooks.retry_after import LOOKUP, stacked
+from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.settings import of_engine
-from client_connector.vllm.tenants import CALLER
 from lora_server.errors import (
-    AdapterError,
     ConfigError,
-    LimitError,
     LoraServerError,
     PermissionDeniedError,
     ServerUnavailableError,
-    UnauthenticatedError,
     UnknownAdapterError,
 )
 from lora_server.wire.credentials import Credentials
@@ -46,8 +44,8 @@ from lora_server.wire.credentials import Credentials
 # at vLLM's /metrics; outcome: error, base_model (a step failed), not_invoked (an activated LoRA)
 REQUESTS = Counter("lora_server_requests", "Requests that did not get their adapter's answer", ["outcome"])
 MANY = 1 << 20  # of adapters in one batch; nothing is allocated for them
-_DIRECTORY = "lora_server_directory"  # attribute of an OpenAIServingModels of ours
-Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
+_DIRECTORY = "lora_server_directory"  # attributes of an OpenAIServingModels of ours
+LOOKUP = f"{KEY}_lookup"
 
 
 def install(wrap: Wrap) -> None:
@@ -59,7 +57,7 @@ def install(wrap: Wrap) -> None:
     wrap(OpenAIServingModels, "model_name", _model_name)
     wrap(BaseServing, "_check_model", _check_model)
     wrap(AsyncLLM, "generate", _generate)
-    wrap(FastAPI, "build_middleware_stack", stacked)
+    wrap(FastAPI, "build_middleware_stack", _stacked)
 
 
 # -- configuration
@@ -80,7 +78,7 @@ def configure(args: Any, found: Settings) -> None:
 
 
 def served_names(args: Any) -> tuple[str, ...]:
-    """What requests for the base model ask for."""
+    """Return the names of the base model."""
     names = args.served_model_name or args.model
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -105,7 +103,7 @@ def _init(original: Any) -> Callable[..., Any]:
         original(self, engine_client, *args, **kwargs)
         found = of_engine(getattr(engine_client, "vllm_config", None))
         if found is not None:
-            directory = Directory(found.address, timings=found.timings)
+            directory = AdapterDirectory(found.address, timings=found.timings)
             setattr(self, _DIRECTORY, directory)
             setattr(self, LOOKUP, Lookup(directory, found.timeout_seconds, look_seconds=found.timings.lookup))
             self.lora_server_added = set()  # names that this engine's API brought to the server
@@ -114,99 +112,85 @@ def _init(original: Any) -> Callable[..., Any]:
 
 
 def _refusal(error: LoraServerError) -> Any:
-    """An error of ours as vLLM's answer: 404 unknown, 403 and 429 a tenant's rights and limits, 400 bad
-    adapter, 503 no server."""
-    if isinstance(error, UnknownAdapterError):
-        return create_error_response(str(error), "NotFoundError", HTTPStatus.NOT_FOUND, "model")
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
-        return create_error_response(str(error), "PermissionDeniedError", HTTPStatus.FORBIDDEN, "model")
-    if isinstance(error, LimitError):
-        return create_error_response(str(error), "RateLimitError", HTTPStatus.TOO_MANY_REQUESTS, "model")
-    if isinstance(error, (AdapterError, ConfigError)):
-        return create_error_response(str(error), "BadRequestError", HTTPStatus.BAD_REQUEST, "model")
-    return create_error_response(str(error), "ServiceUnavailableError", HTTPStatus.SERVICE_UNAVAILABLE, "model")
+    """Turn an error of ours into vLLM's answer."""
+    status, kind = answer_to(error)
+    return create_error_response(str(error), kind, status, "model")
 
 
 def _listed(models: Any, name: str, version: str) -> Any:
-    """vLLM's request for an adapter, under the same id as long as the engine knows the name."""
+    """List an adapter with vLLM, under the same id as long as the engine knows the name."""
     known = models.lora_requests.get(name)
     number = known.lora_int_id if known is not None else models.lora_id_counter.inc(1)
     models.lora_requests[name] = LoRARequest(name, number, f"{KEY}:{name}@{version}")
     return models.lora_requests[name]
 
 
-def _check_model(original: Any) -> Callable[..., Any]:
-    """Ask the server for every name that is not the base model's: adapters come and go there. While it is away, a name
-    that is known goes on: whoever holds its adapter waits."""
+@ours(lambda serving: getattr(serving.models, LOOKUP, None))
+async def _check_model(original: Any, lookup: Lookup, self: Any, request: Any) -> Any:
+    """Ask the server for every name that is not the base model's: adapters come and go there.
 
-    async def check_model(self: Any, request: Any) -> Any:
-        lookup: Lookup | None = getattr(self.models, LOOKUP, None)
-        if lookup is None or self._is_model_supported(request.model):
-            return await original(self, request)
-        tenant, name = whose(request.model) if CALLER.get() is not None else ("", request.model)
-        known = request.model in self.models.lora_requests
+    While it is away, a request for a known name goes on: it waits for its adapter.
+    """
+    if self._is_model_supported(request.model):
+        return await original(request)
+    tenant, name = tenant_and_name(request.model) if CALLER.get() is not None else ("", request.model)
+    known = request.model in self.models.lora_requests
+    try:
+        adapter = await lookup.get(name, tenant, waits=not known)
+    except ServerUnavailableError as error:
+        return None if known else _refusal(error)
+    except LoraServerError as error:
+        self.models.lora_requests.pop(request.model, None)
+        return _refusal(error)
+    _listed(self.models, request.model, adapter.version)
+    return None
+
+
+def _directory(models: Any) -> AdapterDirectory | None:
+    return getattr(models, _DIRECTORY, None)
+
+
+@ours(_directory)
+async def _load(
+    original: Any, directory: AdapterDirectory, self: Any, request: Any, base_model_name: str | None = None
+) -> Any:
+    """Register a path on the server, for all its engines; only list a name of the server's own."""
+    if CALLER.get() is not None:
+        return await asyncio.to_thread(_load_as_caller, request)
+    refused = await self._check_load_lora_adapter_request(request)
+    if refused is not None:
+        return refused
+    name, path = request.lora_name, request.lora_path
+    try:
+        if path in (name, f"{KEY}:{name}"):
+            adapter = await asyncio.to_thread(directory.get, name)
+        else:
+            adapter = await asyncio.to_thread(directory.add, name, _uri(path))
+            self.lora_server_added.add(name)
+    except LoraServerError as error:
+        return _refusal(error)
+    _listed(self, adapter.name, adapter.version)
+    return f"Success: LoRA adapter '{name}' added successfully."
+
+
+@ours(_directory)
+async def _unload(original: Any, directory: AdapterDirectory, self: Any, request: Any) -> Any:
+    """Remove from the server what this engine's API added there."""
+    if CALLER.get() is not None:
+        return await asyncio.to_thread(_unload_as_caller, request)
+    if request.lora_name in self.lora_server_added:
         try:
-            adapter = await lookup.get(name, tenant, waits=not known)
-        except ServerUnavailableError as error:
-            return None if known else _refusal(error)
-        except LoraServerError as error:
-            self.models.lora_requests.pop(request.model, None)
-            return _refusal(error)
-        _listed(self.models, request.model, adapter.version)
-        return None
-
-    return check_model
-
-
-def _load(original: Any) -> Callable[..., Any]:
-    """A path is registered on the server, for all its engines; a name of the server's own is only listed."""
-
-    async def load_lora_adapter(self: Any, request: Any, base_model_name: str | None = None) -> Any:
-        directory: Directory | None = getattr(self, _DIRECTORY, None)
-        if directory is None:
-            return await original(self, request, base_model_name)
-        if CALLER.get() is not None:
-            return await asyncio.to_thread(_load_as_caller, request)
-        refused = await self._check_load_lora_adapter_request(request)
-        if refused is not None:
-            return refused
-        name, path = request.lora_name, request.lora_path
-        try:
-            if path in (name, f"{KEY}:{name}"):
-                adapter = await asyncio.to_thread(directory.get, name)
-            else:
-                adapter = await asyncio.to_thread(directory.add, name, _uri(path))
-                self.lora_server_added.add(name)
+            await asyncio.to_thread(directory.remove, request.lora_name)
+        except UnknownAdapterError:
+            pass  # removed elsewhere: done
         except LoraServerError as error:
             return _refusal(error)
-        _listed(self, adapter.name, adapter.version)
-        return f"Success: LoRA adapter '{name}' added successfully."
-
-    return load_lora_adapter
-
-
-def _unload(original: Any) -> Callable[..., Any]:
-    """What this engine's API brought to the server goes from there too."""
-
-    async def unload_lora_adapter(self: Any, request: Any) -> Any:
-        directory: Directory | None = getattr(self, _DIRECTORY, None)
-        if directory is not None and CALLER.get() is not None:
-            return await asyncio.to_thread(_unload_as_caller, request)
-        if directory is not None and request.lora_name in self.lora_server_added:
-            try:
-                await asyncio.to_thread(directory.remove, request.lora_name)
-            except UnknownAdapterError:
-                pass  # somebody else removed it: what was asked for is done
-            except LoraServerError as error:
-                return _refusal(error)
-            self.lora_server_added.discard(request.lora_name)
-        return await original(self, request)
-
-    return unload_lora_adapter
+        self.lora_server_added.discard(request.lora_name)
+    return await original(request)
 
 
 def _load_as_caller(request: Any) -> Any:
-    """By the token that was shown: the adapter is its tenant's, and what it may not it is told."""
+    """Load with the caller's token: the adapter is its tenant's, and the server checks its rights."""
     try:
         with closing(_as_caller()) as directory:
             added = directory.add(request.lora_name, _uri(request.lora_path))
@@ -224,10 +208,10 @@ def _unload_as_caller(request: Any) -> Any:
     return f"Success: LoRA adapter '{request.lora_name}' removed successfully."
 
 
-def _as_caller() -> Directory:
+def _as_caller() -> AdapterDirectory:
     caller = CALLER.get()
     assert caller is not None
-    return Directory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
+    return AdapterDirectory(os.environ[ADDRESS], Credentials.of(os.environ, caller.token))
 
 
 def _uri(path: str) -> str:
@@ -235,39 +219,33 @@ def _uri(path: str) -> str:
 
 
 def _model_name(original: Any) -> Callable[..., Any]:
-    """What answers call the model: as it was asked for, without the tenant."""
+    """Name the model in answers as the request did, without the tenant."""
 
     def model_name(self: Any, lora_request: Any = None) -> Any:
-        return whose(original(self, lora_request))[1]
+        return tenant_and_name(original(self, lora_request))[1]
 
     return model_name
 
 
-def _show(original: Any) -> Callable[..., Any]:
-    """/v1/models: also what the server has and nobody asked for yet."""
-
-    async def show_available_models(self: Any) -> Any:
-        models = await original(self)
-        directory: Directory | None = getattr(self, _DIRECTORY, None)
-        if directory is None:
-            return models
-        caller = CALLER.get()
-        if caller is not None:  # what others asked for is not theirs to see
-            models.data = [card for card in models.data if self.is_base_model(card.id)]
-        try:
-            listed = await asyncio.to_thread(directory.list, caller.tenant if caller is not None else "")
-        except (PermissionDeniedError, ServerUnavailableError):  # a tenant that is none any more
-            return models
-        known = {card.id for card in models.data}
-        parent = models.data[0].id
-        models.data += [
-            ModelCard(id=one.name, root=f"{KEY}:{one.name}@{one.version}", parent=parent)
-            for one in listed
-            if one.name not in known and one.state != "draining"
-        ]
+@ours(_directory)
+async def _show(original: Any, directory: AdapterDirectory, self: Any) -> Any:
+    """List on /v1/models what the server has, also adapters that no request has named yet."""
+    models = await original()
+    caller = CALLER.get()
+    if caller is not None:  # names that other tenants asked for stay theirs
+        models.data = [card for card in models.data if self.is_base_model(card.id)]
+    try:
+        listed = await asyncio.to_thread(directory.list, caller.tenant if caller is not None else "")
+    except (PermissionDeniedError, ServerUnavailableError):  # the tenant was removed, for example
         return models
-
-    return show_available_models
+    known = {card.id for card in models.data}
+    parent = models.data[0].id
+    models.data += [
+        ModelCard(id=one.name, root=f"{KEY}:{one.name}@{one.version}", parent=parent)
+        for one in listed
+        if one.name not in known and one.state != "draining"
+    ]
+    return models
 
 
 # -- answers
@@ -290,8 +268,18 @@ def _generate(original: Any) -> Callable[..., Any]:
 
 
 def _raised(failure: Failure) -> Exception:
-    """404 unknown, 503 where the same request may succeed later (gateways try those again), 500 otherwise."""
-    kind: type[Exception] = RetryableRequestError if failure.passes else GenerationError
-    if failure.code == UnknownAdapterError.code:
-        kind = VLLMNotFoundError
+    """Choose the exception that vLLM answers with the failure's status."""
+    kinds = {HTTPStatus.NOT_FOUND: VLLMNotFoundError, HTTPStatus.SERVICE_UNAVAILABLE: RetryableRequestError}
+    kind: type[Exception] = kinds.get(status_of(failure), GenerationError)
     return kind(failure.message)
+
+
+def _stacked(original: Any) -> Callable[..., AsgiApp]:
+    """Give answers of 503 a Retry-After, where the application's engine has a LoRA server."""
+
+    def build_middleware_stack(self: Any) -> AsgiApp:
+        return with_retry_after(
+            original(self), lambda: hasattr(getattr(self.state, "openai_serving_models", None), LOOKUP)
+        )
+
+    return build_middleware_stack

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 
 from client_connector.packing import Window
 from client_connector.serving.planned import PlannedPass
+from client_connector.vllm.hooks import Wrap
 from client_connector.vllm.punica import RemotePunica
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError
@@ -29,7 +30,6 @@ from lora_server.spec import ModelSpec, Site
 
 PACKED_ROWS = 16
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS, as vLLM's own kernel has them
-Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
 
 class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
@@ -70,7 +70,7 @@ class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         """Push, own GEMM, wait, add; twice. Fills `output` [T, H]."""
         context = self._lora_context
         remote: Any = None if context is None else context.punica_wrapper
-        if self.packed and expert_map is None and not (remote and remote.forward.active):
+        if self.packed and expert_map is None and not (remote and remote.forward.sites.active):
             arguments = (a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta)
             rows = (output, hidden_states, w1, w2, topk_weights, topk_ids, activation)
             super().apply(*rows, global_num_experts, expert_map, *arguments, apply_router_weight_on_input)

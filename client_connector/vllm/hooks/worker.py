@@ -18,7 +18,7 @@ from vllm.v1.worker import lora_model_runner_mixin as mixin
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from client_connector.client import Client, by_value
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.geometry import check_geometry
 from client_connector.packing import Window
 from client_connector.remote import RemoteServer
@@ -28,6 +28,7 @@ from client_connector.serving.plan import FAILURES, NO_PLAN, PLAN, Failure
 from client_connector.serving.planned import PlannedPass
 from client_connector.serving.settings import Settings
 from client_connector.vllm.amx import ask_for_amx
+from client_connector.vllm.hooks import Wrap, ours
 from client_connector.vllm.hooks.moe import attach_experts
 from client_connector.vllm.settings import of_engine
 from lora_server.errors import ConfigError, ShardUnavailableError
@@ -37,7 +38,6 @@ from lora_server.transport.session import Terms
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _PROJECTIONS = {"qkv_proj": "qkv", "o_proj": "o", "gate_up_proj": "gate_up", "down_proj": "down"}
 log = structlog.get_logger()
-Wrap = Callable[[Any, str, Callable[[Any], Callable[..., Any]]], None]
 
 
 class RemoteLoRAManager:
@@ -55,12 +55,12 @@ class RemoteLoRAManager:
 
         timings, first_seconds = found.timings, None
         server = RemoteServer(found.address, found.transport, device=str(device), wire=found.wire, timings=timings)
-        if found.transport == "nvshmem":  # whose place in its world is lost with it
+        if found.transport == "nvshmem":  # a failed start loses its place in the world
             first_seconds = found.world_seconds
             suits(server.ask_terms(first_seconds))
         client = Client(server, found.timeout_seconds, first_seconds)
         suits(client.terms)
-        self._directory = Directory(found.address, timings=timings)
+        self._directory = AdapterDirectory(found.address, timings=timings)
         self.forward = _forward(found, client, self._directory.ready, vllm_config)
         self._ids: set[int] = set()
 
@@ -90,7 +90,7 @@ class RemoteLoRAManager:
         self._ids.clear()
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """What stays in memory is the server's business."""
+        """Do nothing: the server decides what stays in memory."""
         return adapter_id in self._ids
 
     def list_adapters(self) -> set[int]:
@@ -107,7 +107,7 @@ class RemoteLoRAManager:
         return True
 
     def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
-        """Of no effect."""
+        """Return the default; nothing is loaded for warm-up."""
         return default_rank
 
     def supports_tower_connector_lora(self) -> bool:
@@ -176,7 +176,7 @@ def attach_linear(module: Any, forward: PlannedPass, site: Site) -> None:
 
 
 def linear_window(module: Any, spec: ModelSpec, site: Site) -> Window:
-    """What a tensor-parallel rank has of a dense site."""
+    """Return the columns of a dense site that a tensor-parallel rank has."""
     rank, size = module.tp_rank, module.tp_size
     if site.projection in ("o", "down"):
         return Window(rank * spec.in_width(site) // size, ((0, spec.out_width(site)),))
@@ -221,61 +221,42 @@ def _remote(runner: Any) -> RemoteLoRAManager | None:
     return manager if isinstance(manager, RemoteLoRAManager) else None
 
 
-def _set_active_loras(original: Any) -> Callable[..., Any]:
-    def set_active_loras(self: Any, input_batch: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
-        manager = _remote(self)
-        if manager is None:
-            return original(self, input_batch, num_scheduled_tokens, *args, **kwargs)
-        req_ids = input_batch.req_ids
-        computed = input_batch.num_computed_tokens_cpu[: len(req_ids)]
-        return manager.forward.begin(req_ids, num_scheduled_tokens.tolist(), computed.tolist())
-
-    return set_active_loras
+@ours(_remote)
+def _set_active_loras(
+    original: Any, manager: RemoteLoRAManager, self: Any, input_batch: Any, num_scheduled_tokens: Any, *rest: Any
+) -> Any:
+    req_ids = input_batch.req_ids
+    computed = input_batch.num_computed_tokens_cpu[: len(req_ids)]
+    return manager.forward.begin(req_ids, num_scheduled_tokens.tolist(), computed.tolist())
 
 
-def _no_dummies(original: Any) -> Callable[..., Any]:
-    def maybe_dummies(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if _remote(self) is None else contextlib.nullcontext()
-
-    return maybe_dummies
+@ours(_remote)
+def _no_dummies(original: Any, manager: RemoteLoRAManager, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return contextlib.nullcontext()
 
 
-def _rehearse(original: Any) -> Callable[..., Any]:
-    """Warm-up, and the capture of graphs: those for steps with adapters hold the launches of every site, the others
-    none."""
-    signature = inspect.signature(original)
-
-    def maybe_select_dummy_loras(self: Any, *args: Any, **kwargs: Any) -> Any:
-        manager = _remote(self)
-        if manager is None:
-            return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        return manager.forward.rehearse(given.get("num_active_loras", 0) > 0)
-
-    return maybe_select_dummy_loras
+@ours(_remote)
+def _rehearse(original: Any, manager: RemoteLoRAManager, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Warm up or capture graphs: those for steps with adapters hold the launches of every site, the others none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    return manager.forward.rehearse(given.get("num_active_loras", 0) > 0)
 
 
-def _execute_model(original: Any) -> Callable[..., Any]:
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        manager = _remote(self)
-        if manager is None:
-            return original(self, scheduler_output, *args, **kwargs)
-        plan = getattr(scheduler_output, PLAN, NO_PLAN)
-        manager.forward.receive(plan)
-        output = original(self, scheduler_output, *args, **kwargs)
-        failures = manager.forward.end()
-        self.lora_server_failures = _agree(failures, plan.rows.keys()) if plan.rows else {}
-        return _with_failures(output, self)
-
-    return execute_model
+@ours(_remote)
+def _execute_model(
+    original: Any, manager: RemoteLoRAManager, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    plan = getattr(scheduler_output, PLAN, NO_PLAN)
+    manager.forward.receive(plan)
+    output = original(scheduler_output, *args, **kwargs)
+    failures = manager.forward.end()
+    self.lora_server_failures = _agree(failures, plan.rows.keys()) if plan.rows else {}
+    return _with_failures(output, self)
 
 
-def _sample_tokens(original: Any) -> Callable[..., Any]:
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        return output if _remote(self) is None else _with_failures(output, self)
-
-    return sample_tokens
+@ours(_remote)
+def _sample_tokens(original: Any, manager: RemoteLoRAManager, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _with_failures(original(*args, **kwargs), self)
 
 
 def _with_failures(output: Any, runner: Any) -> Any:
@@ -298,11 +279,7 @@ def _agree(failures: dict[str, Failure], planned: Sequence[str] | Any) -> dict[s
     return failures
 
 
-def _shutdown(original: Any) -> Callable[..., Any]:
-    def shutdown(self: Any) -> Any:
-        manager = _remote(self)
-        if manager is not None:
-            manager.close()
-        return original(self)
-
-    return shutdown
+@ours(_remote)
+def _shutdown(original: Any, manager: RemoteLoRAManager, self: Any) -> Any:
+    manager.close()
+    return original()

@@ -1,10 +1,8 @@
-"""Adapters: what there is, by name.
+"""Adapters: what there is, by name, and how names change.
 
-adapters      registered, removed                   registry    what there is
-  updates     another version, a pin (attempts)       origins   where they come from (allowed)
-  reconciled  as the ledger has them                  resolver  names that nobody registered
-  told        what shards were told of them           refusals  what is not served, and why
-  held        what clients hold of them
-followed      what is taken from the ledger         watch       a directory that is followed
-  readings    what of it need not be read
+catalog    names, versions, refusals        catalog_ledger   what of it is kept for good
+changes    the steps of a change            rollout          add, update, rollback, remove, pin
+sources:   directory (watch, stamps), peers, resolver; restart takes over from an earlier controller
+files      what an adapter is opened by     allowed          where it may come from
+listings   what users see                   failures         why an update failed
 """

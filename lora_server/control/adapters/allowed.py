@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
 
 from lora_server.adapters.refusal import clip
 from lora_server.adapters.scan import is_watched
 from lora_server.config import ServeConfig
-from lora_server.control.adapters.origins import local_path
-from lora_server.errors import AdapterSourceError, ConfigError
-from lora_server.sources.remote import canonical, is_remote
+from lora_server.control.adapters.files import local_path
+from lora_server.errors import AdapterSourceError
+from lora_server.sources.urls import canonical, is_listed, is_remote, prefixes
 
 NO_URL = "none"
 
@@ -34,7 +33,7 @@ class Allowed(NamedTuple):
             if config.listen.is_loopback() and here != Path(here.anchor):
                 roots.append(here)
         resolved = dict.fromkeys(os.path.realpath(root) for root in roots)
-        return cls(tuple(resolved), tuple(map(_source, config.allow_source)))
+        return cls(tuple(resolved), prefixes(config.allow_source))
 
     def check(self, uri: str) -> None:
         """Links are followed first, also those of the adapter's files. Raises AdapterSourceError, which says the same
@@ -61,8 +60,7 @@ class Allowed(NamedTuple):
         return Allowed(roots, tuple(f"{source.rstrip('/')}/{tenant}" for source in self.sources) or (NO_URL,))
 
     def _check_url(self, url: str) -> None:
-        steps_up = any(unquote(part) in (".", "..") for part in url.split("/"))
-        if self.sources and (steps_up or not any(_is_below(url, source) for source in self.sources)):
+        if self.sources and not is_listed(url, self.sources):
             raise AdapterSourceError(
                 f"adapter source {clip(url)}: got a URL that is not allowed, expected one below "
                 f"{', '.join(self.sources)}; start the server with --allow-source for others"
@@ -77,23 +75,6 @@ class Allowed(NamedTuple):
 
 
 NOWHERE = Allowed()  # on this host
-
-
-def _source(text: str) -> str:
-    try:
-        if is_remote(text):
-            return canonical(text)
-        reason = "no URL"
-    except AdapterSourceError as error:
-        reason = str(error)
-    raise ConfigError(
-        f"--allow-source: got {text!r}, expected the beginning of a URL, such as s3://adapters ({reason})"
-    )
-
-
-def _is_below(url: str, source: str) -> bool:
-    ends = ("/", "@") if source.startswith("hf://") else ("/",)  # a revision
-    return url == source or url.startswith(tuple(source + end for end in ends))
 
 
 def _files(where: Path) -> list[Path]:

@@ -1,25 +1,24 @@
-"""Adapters of --adapters that are not served, and why. Shards keep the list for their controller.
-
-Not thread-safe: `adapters` calls it under its lock.
-"""
+"""Adapters of --adapters that are not served, and why. Shards keep the list for their controller."""
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import NamedTuple
 
 import msgspec
 import structlog
 
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
 
 REMOVED = "removed"
-TOLD_BYTES = 3 << 20  # a message of gRPC has 4 MiB
+TOLD_BYTES = bounds.BOUNDS["Refusals.refusals"].length - 2  # without the brackets
 log = structlog.get_logger()
 
 
-class Refusal(NamedTuple):
-    """`code` is the error's; REMOVED for what was removed by hand, and stays so until its directory changes.
+class RefusedAdapter(NamedTuple):
+    """`code` is the error's, or REMOVED for an adapter that was removed by hand, until its directory changes.
 
     `stamp` is the content's, in a directory that is followed; `start_up`: it was refused when the server started.
     """
@@ -32,54 +31,68 @@ class Refusal(NamedTuple):
     start_up: bool = False
 
 
-class Refusals:
-    """By name."""
+class RefusedAdapters:
+    """By name. Thread-safe; its lock is a leaf."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Refusal] = {}
+        self._by_name: dict[str, RefusedAdapter] = {}
         self._serial = 0
+        self._lock = threading.RLock()
 
-    def get(self, name: str) -> Refusal | None:
-        """Also one that was removed by hand."""
+    def get(self, name: str) -> RefusedAdapter | None:
+        """Return the refusal of a name, also of an adapter that was removed by hand."""
         return self._by_name.get(name)
 
-    def put(self, refusal: Refusal) -> None:
-        """Instead of an earlier one of the name."""
-        self._by_name[refusal.name] = refusal
-        self._count()
-
-    def pop(self, name: str) -> Refusal | None:
-        """It is served now, or nobody's any more."""
-        if name in self._by_name:
+    def put(self, refusal: RefusedAdapter) -> None:
+        """Set the refusal of its name."""
+        with self._lock:
+            self._by_name[refusal.name] = refusal
             self._count()
-        return self._by_name.pop(name, None)
 
-    def all(self) -> list[Refusal]:
-        """By name, those that were removed by hand among them."""
-        return sorted(self._by_name.values())
+    def pop(self, name: str) -> RefusedAdapter | None:
+        """Remove and return the refusal of a name: it is served now, or its directory is gone."""
+        with self._lock:
+            if name in self._by_name:
+                self._count()
+            return self._by_name.pop(name, None)
 
-    def listed(self) -> list[Refusal]:
-        """What users see of them."""
+    def accept(self, name: str) -> bool:
+        """Remove the refusal of a name that is served now; return whether there was one."""
+        refusal = self.pop(name)
+        if refusal is not None and refusal.code != REMOVED:
+            log.info("adapter not refused any more", name=name)
+        return refusal is not None
+
+    def all(self) -> list[RefusedAdapter]:
+        """Return all by name, those that were removed by hand among them."""
+        with self._lock:
+            return sorted(self._by_name.values())
+
+    def listed(self) -> list[RefusedAdapter]:
+        """Return what users see of them."""
         return [one for one in self.all() if one.code != REMOVED]
 
     def _count(self) -> None:
-        """Later lists have higher serials, also those of later controllers."""
+        """Raise the serial: later lists have higher ones, also those of later controllers."""
         self._serial = max(self._serial + 1, int(time.time()))
 
     def tell(self) -> pb.Refusals:
-        """For a shard to keep: all of them, or as many as a message takes."""
+        """Return the list for a shard to keep: all of it, or as much as a message takes."""
         encoded: list[bytes] = []
         nbytes = 0
-        for one in map(msgspec.json.encode, self.all()):
-            nbytes += len(one) + 1
-            if nbytes > TOLD_BYTES:
-                log.warning("more adapters are refused than shards keep", told=len(encoded), refused=len(self._by_name))
-                break
-            encoded.append(one)
-        return pb.Refusals(refusals=b"[" + b",".join(encoded) + b"]", serial=self._serial)
+        with self._lock:
+            for one in map(msgspec.json.encode, self.all()):
+                nbytes += len(one) + 1
+                if nbytes > TOLD_BYTES:
+                    refused = len(self._by_name)
+                    log.warning("more adapters are refused than shards keep", told=len(encoded), refused=refused)
+                    break
+                encoded.append(one)
+            return pb.Refusals(refusals=b"[" + b",".join(encoded) + b"]", serial=self._serial)
 
     def adopt(self, told: pb.Refusals) -> None:
-        """What a shard kept; of several, what was told last."""
-        if told.serial > self._serial:
-            kept = msgspec.json.decode(told.refusals, type=list[Refusal])
-            self._serial, self._by_name = told.serial, {one.name: one for one in kept}
+        """Take the list that a shard kept, if it is later than this one."""
+        with self._lock:
+            if told.serial > self._serial:
+                kept = msgspec.json.decode(told.refusals, type=list[RefusedAdapter])
+                self._serial, self._by_name = told.serial, {one.name: one for one in kept}

@@ -1,7 +1,7 @@
 """Names that nobody registered, and where their adapters would be: `--resolve s3://adapters/{tenant}/{name}`.
 
 Whoever asks for such a name brings it in, as `adapters add` would, and asks again meanwhile. All who ask for one name
-wait for one addition; a name that leads nowhere is not looked for again for a while.
+wait for one addition; a name that leads nowhere, or that its tenant has no place for, is not tried again for a while.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from lora_server.control.adapters.registry import check_name
-from lora_server.errors import AdapterError, ConfigError, LoraServerError, ServerBusyError, UnknownAdapterError
+from lora_server.control.adapters.records import check_name
+from lora_server.errors import (
+    AdapterError,
+    ConfigError,
+    LimitError,
+    LoraServerError,
+    ServerBusyError,
+    UnknownAdapterError,
+    rebuild,
+)
 from lora_server.sources.fetch import FETCH_SECONDS
+from lora_server.sources.urls import ACCEPTED, EXTRAS
 from lora_server.timings import Timings
 
 DEFAULT_TENANT = "default"
 AT_ONCE, COMING, REFUSED = 4, 64, 1024  # that are brought, that wait for it too, that are remembered
 FIELDS = ("tenant", "name")
+Add = Callable[[str, str, float], object]  # name, uri, seconds: registers an adapter, and raises why it cannot
 
 
 def check_template(template: str) -> str:
@@ -28,58 +38,61 @@ def check_template(template: str) -> str:
         fields = [field for _, field, how, _ in string.Formatter().parse(template) if field is not None or how]
     except ValueError:
         fields = [""]
-    if "://" not in template or "name" not in fields or not set(fields) <= set(FIELDS):
+    scheme = template.partition("://")[0].lower()
+    if scheme not in ("file", *EXTRAS) or "name" not in fields or not set(fields) <= set(FIELDS):
         raise ConfigError(
             f"--resolve: got {template!r}, expected a URL with {{name}}, and {{tenant}} where tenants have places of "
-            "their own, such as s3://adapters/{tenant}/{name}"
+            f"their own, such as s3://adapters/{{tenant}}/{{name}}; taken are {ACCEPTED}"
         )
     return template
 
 
 class Resolver:
-    """Thread-safe. `add(name, uri, seconds)` registers an adapter, and raises why it cannot."""
+    """Thread-safe."""
 
     def __init__(
         self,
         template: str,
-        add: Callable[[str, str, float], object],
         clock: Callable[[], float] = time.monotonic,
         again_seconds: float = Timings.resolve_again,
     ) -> None:
         """Raises ConfigError for a template that is none."""
-        self._template, self._add, self._clock = check_template(template), add, clock
+        self._template, self._clock = check_template(template), clock
         self._again_seconds = again_seconds
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="resolve")
         self._lock = threading.Lock()
         self._coming: set[str] = set()
-        self._refused: dict[str, tuple[float, str]] = {}  # until when, and why; the oldest first
+        self._refused: dict[str, tuple[float, str, str]] = {}  # until when, the error's code and text; the oldest first
 
     def uri(self, name: str) -> str:
         """Where it would be. A name without a slash is the default tenant's."""
         tenant, slash, rest = name.partition("/")
         return self._template.format(tenant=tenant if slash else DEFAULT_TENANT, name=rest if slash else name)
 
-    def ask(self, name: str) -> None:
-        """Bring it. Raises ServerBusyError while it comes, UnknownAdapterError where it does not."""
+    def ask(self, name: str, add: Add) -> None:
+        """Have it added. Raises ServerBusyError meanwhile; UnknownAdapterError or LimitError where it was not."""
         try:
             check_name(name)
         except AdapterError as error:
             raise UnknownAdapterError(str(error)) from error
         with self._lock:
-            until, why = self._refused.get(name, (0.0, ""))
+            until, code, why = self._refused.get(name, (0.0, "", ""))
             if self._clock() < until:
-                raise UnknownAdapterError(why)
+                raise rebuild(code, why)
             if name not in self._coming and len(self._coming) < COMING:
                 self._coming.add(name)
-                self._threads.submit(self._bring, name)
+                self._threads.submit(self._bring, name, add)
         raise ServerBusyError(f"adapter {name!r}: is being brought from {self.uri(name)}; ask again")
 
-    def _bring(self, name: str) -> None:
-        why = ""
+    def _bring(self, name: str, add: Add) -> None:
+        code = why = ""
         try:
-            self._add(name, self.uri(name), FETCH_SECONDS)
+            add(name, self.uri(name), FETCH_SECONDS)
         except AdapterError as error:
+            code = UnknownAdapterError.code
             why = f"adapter {name!r}: not registered here, and not to be had from {self.uri(name)}: {error}"
+        except LimitError as error:
+            code, why = error.code, str(error)
         except LoraServerError:  # the server's own state: who asks again tries again
             pass
         finally:
@@ -87,7 +100,7 @@ class Resolver:
                 self._coming.discard(name)
                 self._refused.pop(name, None)
                 if why:
-                    self._refused[name] = self._clock() + self._again_seconds, why
+                    self._refused[name] = self._clock() + self._again_seconds, code, why
                 while len(self._refused) > REFUSED:
                     del self._refused[next(iter(self._refused))]
 

@@ -1,9 +1,4 @@
-"""A directory of adapters that is followed while the server runs (`--watch`), by polling: it works on every volume.
-
-An adapter is taken when its files were the same for `settle_seconds`, and a directory is gone when it was away for as
-long: what is being copied, or put in another's place, is waited for. A directory that cannot be listed, or that is
-empty and not the same as before (a mount went away), says nothing about its adapters: all serve on.
-"""
+"""Follows a directory of adapters while the server runs (`--watch`): see `directory`."""
 
 from __future__ import annotations
 
@@ -16,109 +11,109 @@ from typing import NamedTuple
 import structlog
 
 from lora_server.adapters import Scan, scan
-from lora_server.control.adapters.followed import FollowedAdapters
+from lora_server.control.adapters.directory import DirectorySource
+from lora_server.control.start import StartState
 from lora_server.errors import ServerUnavailableError, ShardUnavailableError
-from lora_server.timings import Timings
+from lora_server.timings import DEFAULTS, Timings
 
-IDLE_SHARE = 9  # a poll that takes long is rested from for so many times as long
+IDLE_SHARE = 9  # after a scan the watch pauses for so many times as long as that took
 GONE = ""  # the stamp of what is not there
 log = structlog.get_logger()
 
 
-class Seen(NamedTuple):
-    """What lies under a name, and since when."""
+class Sighting(NamedTuple):
+    """The content under a name, and since when it is the same."""
 
     stamp: str
     since: float
 
 
-def observe(seen: Mapping[str, Seen], found: Scan, judged: Mapping[str, str], now: float) -> dict[str, Seen]:
-    """What is there now. A directory without an adapter's files is one only where the name is known."""
+def observe(seen: Mapping[str, Sighting], found: Scan, judged: Mapping[str, str], now: float) -> dict[str, Sighting]:
+    """Return what is there now. A directory without an adapter's files is one only where the name is known."""
     stamps = dict.fromkeys([*seen, *judged], GONE) | found.adapters
     stamps |= {name: stamp for name, stamp in found.others.items() if name in judged}
     same = {name: seen[name] for name, stamp in stamps.items() if name in seen and seen[name].stamp == stamp}
-    kept = {name: Seen(stamp, now) for name, stamp in stamps.items() if stamp != GONE or name in judged}
+    kept = {name: Sighting(stamp, now) for name, stamp in stamps.items() if stamp != GONE or name in judged}
     return kept | {name: one for name, one in same.items() if name in kept}
 
 
 def decide(
-    seen: Mapping[str, Seen], judged: Mapping[str, str], now: float, settle_seconds: float
+    seen: Mapping[str, Sighting], judged: Mapping[str, str], now: float, settle_seconds: float
 ) -> tuple[list[str], list[str]]:
-    """Names to take, because what lies there was not judged yet, and names to forget."""
+    """Return the names to take, whose content was not judged yet, and those to forget."""
     settled = {name: one.stamp for name, one in seen.items() if now - one.since >= settle_seconds}
     take = sorted(name for name, stamp in settled.items() if stamp != GONE and judged.get(name) != stamp)
     return take, sorted(name for name in judged if settled.get(name) == GONE)
 
 
-class Watcher:
-    """`first_done` is called once, when all that lay there at the start was taken or refused; not after a restart of
-    the controller. One thread calls `run`, or a test `poll`.
-    """
+class DirectoryWatch:
+    """Decides by polling what of a directory is taken, and what is forgotten. One thread calls it."""
 
     def __init__(
         self,
-        adapters: FollowedAdapters,
+        source: DirectorySource,
+        start: StartState,
         directory: Path,
         stopping: threading.Event,
-        first_done: Callable[[], None],
-        settle_seconds: float = Timings.watch_settle,
-        poll_seconds: float = Timings.watch_poll,
+        timings: Timings = DEFAULTS,
     ) -> None:
-        self._adapters, self._directory = adapters, directory.absolute()
-        self._stopping, self._first_done = stopping, first_done
-        self._settle_seconds, self._poll_seconds = settle_seconds, poll_seconds
-        self._seen: dict[str, Seen] = {}
+        self._source, self._start, self._directory = source, start, directory.absolute()
+        self._stopping, self._timings = stopping, timings
+        self._seen: dict[str, Sighting] = {}
         self._began: float | None = None
         self._identity: tuple[int, int] | None = None
-        self._lost = self._waits = ""  # what was said last
+        self._lost = ""  # why the directory cannot be read; logged when it begins and ends
+        self._logged = "", frozenset[str]()  # why adapters are not taken yet, names that are not UTF-8
 
-    def run(self) -> None:
-        """Until `stopping`."""
+    def run(self, done: Callable[[], bool]) -> None:
+        """Poll until `done()`, or `stopping`."""
         pause = 0.0
-        while not self._stopping.wait(pause):
+        while not done() and not self._stopping.wait(pause):
             began = time.monotonic()
             try:
                 self.poll(began)
             except Exception:
                 log.exception("a look at the followed directory failed; it goes on")
-            pause = max(self._poll_seconds, IDLE_SHARE * (time.monotonic() - began))
+            pause = max(self._timings.watch_poll, IDLE_SHARE * (time.monotonic() - began))
 
     def poll(self, now: float) -> None:
-        """Look once, and do what follows from it."""
-        judged = self._adapters.judged(self._directory)
+        """Look once, and do what follows from it. Sets `registered` when all that lay there at the start was taken or
+        refused."""
+        judged, settle = self._source.judged(self._directory), self._timings.watch_settle
         found = self._look(bool(judged))
         if found is None:
             return
         self._began = now if self._began is None else self._began
+        waited, unnamed = self._logged
+        for name in sorted(found.unnamed - unnamed):
+            log.warning("a directory is skipped: its name is not UTF-8; rename it", name=name)
         self._seen = observe(self._seen, found, judged, now)
-        take, gone = decide(self._seen, judged, now, self._settle_seconds)
+        take, gone = decide(self._seen, judged, now, settle)
         if gone:
-            self._adapters.forget(self._directory, gone)
+            self._source.forget(self._directory, gone)
         waits = ""
         for name in take:
             if self._stopping.is_set():
                 return
             waits = self._take(name) or waits
         if take or gone:
-            self._adapters.tell_refused()
-            self._adapters.keep_readings()
-        if waits and waits != self._waits:
+            self._source.keep()
+        if waits and waits != waited:
             log.warning("not taken from the followed directory yet; trying again", reason=waits)
-        self._waits = waits
-        if not waits and now - self._began >= self._settle_seconds and not self._adapters.registered.is_set():
-            self._adapters.registered.set()
-            self._first_done()
+        self._logged = waits, found.unnamed
+        if not waits and now - self._began >= settle:
+            self._start.registered.set()
 
     def _take(self, name: str) -> str:
-        """Why it has to be tried again, or empty."""
+        """Return why it has to be tried again, or an empty text."""
         try:
-            self._adapters.follow(name, self._directory / name, self._seen[name].stamp)
+            self._source.take(name, self._directory / name, self._seen[name].stamp)
         except (ServerUnavailableError, ShardUnavailableError) as error:
             return str(error)
         return ""
 
     def _look(self, had_some: bool) -> Scan | None:
-        """None where the directory is not what it was."""
+        """Return what lies there, None where the directory is not what it was."""
         try:
             found, lost = scan(self._directory), ""
         except OSError as error:

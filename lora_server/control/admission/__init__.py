@@ -1,7 +1,6 @@
-"""Who may use an adapter now, and who waits.
+"""Admission: which requests may use their adapters now, and which wait.
 
-admission  one queue for all that wait              tally      who used what, for how long
-  room     what fits into the pools                 residency  which shard has how much of it
-  unasked  what is brought in before anybody asks
-  holds    who uses what
+service    the lock, and what drains        queue      the rule, on tickets and order
+holds      which client holds what          capacity   the places in the shards' pools
+tally      how often adapters are held
 """

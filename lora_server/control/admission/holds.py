@@ -1,109 +1,122 @@
-"""Which client holds which adapter, and how often. Not thread-safe: `adapters` calls it under its lock.
+"""Which client holds which adapter, and how often: the truth of it, from which shards and engines are told.
 
-After a restart of the controller nobody knows, until each client has said it again.
+After a restart of the controller it is unknown until each client has said it again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 
-class Holds:
-    """By handle. While the holds of a client are unknown, everything counts as held.
+class ClientHolds:
+    """By handle. Thread-safe; changed only under `AdmissionService`'s lock. While the holds of a client are unknown,
+    everything counts as held.
 
-    `changed(handle, more)` hears of every hold that begins, or ends.
+    `changed(handle, more)` counts every hold that begins, or ends.
     """
 
     def __init__(self, changed: Callable[[int, int], object] = lambda handle, more: None) -> None:
         self._changed = changed
         self._holders: dict[int, Counter[int]] = {}  # handle -> client -> times acquired
         self._unknown: set[int] = set()
+        self._presumed: set[int] = set()  # held when an earlier controller was last heard
+        self._lock = threading.RLock()
 
     def acquire(self, client: int, handles: Iterable[int]) -> set[int]:
-        """Once more each; which it did not hold before."""
+        """Count one more hold each; return which the client did not hold before."""
         more = set()
-        for handle in handles:
-            holders = self._holders.setdefault(handle, Counter())
-            if client not in holders:
-                more.add(handle)
-            holders[client] += 1
-            self._changed(handle, 1)
+        with self._lock:
+            for handle in handles:
+                holders = self._holders.setdefault(handle, Counter())
+                if client not in holders:
+                    more.add(handle)
+                holders[client] += 1
+                self._changed(handle, 1)
         return more
 
     def release(self, client: int, handles: Iterable[int]) -> set[int]:
-        """Once less each, what is not held is ignored; which it does not hold any more."""
+        """Count one hold less each, ignoring what is not held; return which the client does not hold any more."""
         fewer = set()
-        for handle in handles:
-            holders = self._holders.get(handle)
-            if holders is not None and holders[client] > 0:
-                holders[client] -= 1
-                self._changed(handle, -1)
-                self._trim(handle)
-                if not self.has(client, handle):
-                    fewer.add(handle)
+        with self._lock:
+            for handle in handles:
+                holders = self._holders.get(handle)
+                if holders is not None and holders[client] > 0:
+                    holders[client] -= 1
+                    self._changed(handle, -1)
+                    if not holders[client]:
+                        fewer.add(handle)
+                    self._trim(handle)
         return fewer
 
     def forget_client(self, client: int) -> None:
-        """The client is gone."""
-        self._unknown.discard(client)
-        for handle, holders in list(self._holders.items()):
-            if times := holders.pop(client, 0):
-                self._changed(handle, -times)
-            self._trim(handle)
+        """Remove a client that is gone."""
+        with self._lock:
+            self._unknown.discard(client)
+            for handle, holders in list(self._holders.items()):
+                if times := holders.pop(client, 0):
+                    self._changed(handle, -times)
+                self._trim(handle)
+
+    # -- after a restart of the controller
 
     def expect(self, client: int) -> None:
-        """A client that joined an earlier controller: it has to say what it holds."""
-        self._unknown.add(client)
+        """Add a client of an earlier controller: it has to say what it holds."""
+        with self._lock:
+            self._unknown.add(client)
+
+    def presume(self, handles: Iterable[int]) -> None:
+        """Count these as in use until all clients of the earlier controller have said what they hold."""
+        with self._lock:
+            self._presumed.update(handles)
 
     def is_unknown(self, client: int) -> bool:
-        """Whether it still has to say so."""
+        """Return whether a client still has to say what it holds."""
         return client in self._unknown
 
     def restore(self, client: int, handles: Iterable[int]) -> None:
-        """What a client says that it holds; what it acquired meanwhile is among it."""
-        self._unknown.discard(client)
-        for handle, times in Counter(handles).items():
-            holders = self._holders.setdefault(handle, Counter())
-            if times > holders[client]:
-                self._changed(handle, times - holders[client])
-            holders[client] = max(holders[client], times)
+        """Take what a client says that it holds; what it acquired meanwhile is among it."""
+        with self._lock:
+            self._unknown.discard(client)
+            for handle, times in Counter(handles).items():
+                holders = self._holders.setdefault(handle, Counter())
+                if times > holders[client]:
+                    self._changed(handle, times - holders[client])
+                holders[client] = max(holders[client], times)
+
+    # -- queries
 
     def handles(self) -> set[int]:
-        """All that somebody holds, as far as is known."""
-        return set(self._holders)
+        """Return all that a client holds, as far as is known."""
+        with self._lock:
+            return set(self._holders)
 
-    def anybody_unknown(self) -> bool:
-        """Whether a client still has to say what it holds."""
+    def in_use(self) -> set[int]:
+        """Return all that a client holds or may hold; a presumption ends once every client has spoken."""
+        with self._lock:
+            if not self._unknown:
+                self._presumed.clear()
+            return set(self._holders) | self._presumed
+
+    def any_unknown(self) -> bool:
+        """Return whether a client still has to say what it holds."""
         return bool(self._unknown)
 
-    def count(self, handle: int) -> int:
-        """Clients that hold it, as far as is known."""
-        return len(self._holders.get(handle, ()))
+    def by_client(self, handle: int) -> Counter[int]:
+        """Return how often each client acquired an adapter and did not release it, as far as is known."""
+        with self._lock:
+            return Counter(self._holders.get(handle, {}))
 
-    def times(self, handle: int) -> int:
-        """How often it was acquired and not released, as far as is known."""
-        return sum(self._holders.get(handle, {}).values())
+    def of(self, client: int, among: Iterable[int] | None = None) -> set[int]:
+        """Return what a client holds, or which of these, as far as is known."""
+        with self._lock:
+            return {one for one in (self._holders if among is None else among) if client in self._holders.get(one, ())}
 
-    def has(self, client: int, handle: int) -> bool:
-        """Whether a client holds it."""
-        return client in self._holders.get(handle, ())
-
-    def by_client(self) -> dict[int, set[int]]:
-        """All that is known."""
-        found: dict[int, set[int]] = {}
-        for handle, holders in self._holders.items():
-            for client in holders:
-                found.setdefault(client, set()).add(handle)
-        return found
-
-    def of(self, client: int) -> list[int]:
-        """What a client holds, as far as is known."""
-        return [handle for handle, holders in self._holders.items() if client in holders]
-
-    def is_held(self, handle: int) -> bool:
-        """Whether somebody does, or may."""
-        return bool(self._unknown) or handle in self._holders
+    def clients(self) -> set[int]:
+        """Return the clients that hold something."""
+        with self._lock:
+            return {client for holders in self._holders.values() for client in holders}
 
     def _trim(self, handle: int) -> None:
         held = +self._holders[handle]

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any, cast
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lora_server.logs import Repeats
 from lora_server.timings import Timings
 
 KEEP_ALIVE_SECONDS = 5
 MAX_HEAD_BYTES = 16 * 1024
-MAX_CONNECTIONS = 256  # the last of them gets a 503, more are closed at once
+MAX_CONNECTIONS = 256  # of one more, the oldest unfinished request goes
+PROBES, MAX_PROBES = ("/livez", "/readyz"), 32  # requests for these go last, as many as that
 log = structlog.get_logger()
 
 
@@ -41,7 +45,6 @@ def limited(app: ASGIApp, seconds: float = Timings.http_request) -> uvicorn.Conf
         proxy_headers=False,
         server_header=False,
         backlog=MAX_CONNECTIONS,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
@@ -55,11 +58,22 @@ class _Connection(H11Protocol):
     _deadline: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Its time begins, or it is one too many."""
+        """Start its time limit. Where it is one too many, abort the one whose request has taken longest."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(self.request_seconds, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
+            oldest = min(self._endable(), key=lambda one: one._deadline.when())
+            self.connections.discard(oldest)  # its end is told later
+            oldest.transport.abort()
+
+    def _endable(self) -> list[_Connection]:
+        """All connections but those that wait for the answer to a probe, unless these are too many."""
+        every = cast("set[_Connection]", self.connections)
+        others = [one for one in every if not one._is_probe()]
+        return others if len(every) - len(others) <= MAX_PROBES else list(every)
+
+    def _is_probe(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete and self.scope["path"] in PROBES
 
     def on_response_complete(self) -> None:
         """Time for the next request."""
@@ -83,6 +97,13 @@ class _OneLineHandler(logging.Handler):
             log.error("http: " + record.getMessage().strip(), **({"error": repr(error)} if error else {}))
 
 
-def one_line(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """The loop's exception handler."""
-    log.warning("http: " + str(context["message"]), error=repr(context.get("exception")))
+def one_line() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """The loop's exception handler: a line for each kind of failure, then one with a count now and then. (Where no
+    descriptor is left asyncio calls it 256 times a second and more.)"""
+    complain = Repeats(log.warning)
+
+    def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        said, error = str(context["message"]), context.get("exception")
+        complain((said[:40], type(error)), "http: " + said, error=repr(error))
+
+    return handle

@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 import uvicorn
@@ -22,7 +22,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lora_server.control.connections import ConnectionLimit, Peer
 from lora_server.control.http.limits import MAX_CONNECTIONS, limited, one_line
 from lora_server.errors import LoraServerError, PermissionDeniedError, UnauthenticatedError
 from lora_server.timings import Timings
@@ -60,11 +62,14 @@ class HttpServer:
         gate: HttpGate | None = None,
         tls: ssl.SSLContext | None = None,
         request_seconds: float = Timings.http_request,
+        look_seconds: float = Timings.connection_look,
+        held: bool = False,
     ) -> None:
+        """`held`: the port, by a socket of this user's that does not listen."""
         registry = CollectorRegistry()
         if collector is not None:
             registry.register(collector)
-        self._socket = _listen(host, port)
+        self._socket, self._look_seconds = _listen(host, port, held), look_seconds
         self.port: int = self._socket.getsockname()[1]
         config = limited(_app(not_ready, registry, more, gate), request_seconds)
         if tls is not None:
@@ -81,14 +86,25 @@ class HttpServer:
             log.exception("the HTTP server failed")
 
     async def _serve(self) -> None:
-        asyncio.get_running_loop().set_exception_handler(one_line)
+        asyncio.get_running_loop().set_exception_handler(one_line())
+        bounding = asyncio.ensure_future(self._bound_handshakes())
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
+            bounding.cancel()
             self._socket.close()
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await asyncio.sleep(0)  # the loop drops them before it closes
+
+    async def _bound_handshakes(self) -> None:
+        """With TLS, connections come here after their handshake: those before it have a limit of their own."""
+        limit = ConnectionLimit(self.port)
+        while self._server.config.ssl is not None:
+            here = [cast(H11Protocol, one).client for one in self._server.server_state.connections]
+            limit.proven = {Peer.of(*client) for client in here if client}
+            limit.enforce()
+            await asyncio.sleep(self._look_seconds)
 
     def close(self) -> None:
         """Stop listening; answers on their way have a second. Idempotent."""
@@ -96,9 +112,9 @@ class HttpServer:
         self._thread.join(CLOSE_SECONDS)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, held: bool) -> socket.socket:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+    return socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS, reuse_port=held)
 
 
 # -- what it answers

@@ -7,12 +7,14 @@ import random
 import secrets
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lora_server.clock import SYSTEM, Clock
-from lora_server.errors import LeaseError
+from lora_server.errors import LeaseError, LimitError
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.proofs import Counts, is_signed
 
 
 @dataclass
@@ -28,6 +30,7 @@ class ClientLease:
     tenant: str = ""  # whose client it is; empty: the operator's
     token: str = ""  # the id of what it joined with
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
+    calls: Counts = field(default_factory=Counts)
 
     @property
     def proof(self) -> Proof:
@@ -38,16 +41,24 @@ class ClientLease:
 class Leases:
     """Thread-safe. Client ids are not used twice by one controller; epochs start anywhere."""
 
-    def __init__(self, seconds: float = 10.0, clock: Clock = SYSTEM) -> None:
-        self.seconds, self._clock = seconds, clock
+    def __init__(self, seconds: float = 10.0, clock: Clock = SYSTEM, most_per_token: int = 8192) -> None:
+        """`most_per_token`: clients that one token may have at a time; without tokens, all callers together."""
+        self.seconds, self._clock, self._most_per_token = seconds, clock, most_per_token
         self._leases: dict[int, ClientLease] = {}
         self._next_client = 1
         self._epoch = random.SystemRandom().randrange(1, 0xFFFF)
         self._lock = threading.Lock()
 
     def grant(self, instance: str, served_names: Iterable[str] = (), tenant: str = "", token: str = "") -> ClientLease:
-        """A new client."""
+        """A new client. Raises LimitError."""
         with self._lock:
+            clients = sum((one.tenant, one.token) == (tenant, token) for one in self._leases.values())
+            if clients >= self._most_per_token:
+                raise LimitError(
+                    f"token {token or 'none'}: got one client more than {clients}, expected at most "
+                    f"{self._most_per_token} per token; stop engines, or start the server with a larger "
+                    "--clients-per-token"
+                )
             client, self._next_client = self._next_client, self._next_client + 1
             self._epoch = self._epoch % 0xFFFF + 1
             key = secrets.token_bytes(32)
@@ -88,6 +99,13 @@ class Leases:
         with self._lock:
             lease = self._leases.get(client)
             return lease if lease is not None and lease.epoch == epoch else None
+
+    def proof_of(self, request: Any) -> Proof:
+        """The proof of the lease that a request is signed by; with no key where it is not, or was taken before."""
+        told = request.proof
+        lease = self.find(told.client, told.epoch)
+        good = lease is not None and is_signed(request, lease.key) and lease.calls.take(told.count)
+        return lease.proof if lease is not None and good else Proof(told.client, told.epoch, b"")
 
     def proven(self, proof: Proof) -> ClientLease | None:
         """The lease that this proves, if it is good."""

@@ -14,6 +14,7 @@ from lora_server.errors import LeaseError, LoraServerError, ServerUnavailableErr
 from lora_server.placement import Layout
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.proofs import Counts
 
 
 @dataclass
@@ -42,6 +43,7 @@ class ShardHandle:
         self.epoch = 0  # of its claim to the rank
         self.stats = pb.ShardStats()
         self.leaving = False  # it said that it stops
+        self.calls = Counts()  # for files
         self.heard = 0.0  # when it last reported, by the table's clock
         self._commands: queue.SimpleQueue[pb.ShardCommand | None] = queue.SimpleQueue()
         self._pending: dict[int, PendingCommand] = {}

@@ -1,10 +1,13 @@
-"""Which version serves what, as a Prometheus metric."""
+"""What every node says of itself, as Prometheus metrics: which version serves what, and its certificate."""
 
 from __future__ import annotations
 
-from prometheus_client.core import InfoMetricFamily, Metric
+import math
+
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lora_server import __version__
+from lora_server.access.tls import ServerCertificate
 from lora_server.placement import Layout
 
 
@@ -12,3 +15,11 @@ def build_info(model: str, layout: Layout) -> Metric:
     """Which version serves what."""
     labels = {"version": __version__, "model": model, "layout": str(layout)}
     return InfoMetricFamily("lora_server_build", "What runs here", labels)
+
+
+def certificate_expiry(certificate: ServerCertificate | None) -> Metric:
+    """When the certificate that is shown expires; never, without TLS, so that alerts have a series."""
+    left = certificate.seconds_left if certificate is not None else math.inf
+    return GaugeMetricFamily(
+        "lora_server_certificate_expiry_seconds", "Seconds until the TLS certificate expires; +Inf without TLS", left
+    )

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lora_server.control.adapters.held import HeldAdapters, Listing, Place
-from lora_server.control.adapters.refusals import Refusal
-from lora_server.control.adapters.registry import Record
+from lora_server.control.adapters.listings import AdapterListings, Listing, ListPlace
+from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.refusals import RefusedAdapter
 from lora_server.errors import ProtocolError
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.listing import LIST_BYTES
 
-MAX_PAGE, PAGE_BYTES = 1000, 1 << 20  # adapters, and about so many bytes
+MAX_PAGE = 1000  # adapters
 
 
 def page(
-    adapters: HeldAdapters, token: str, most: int = 0, sees: Callable[[str], bool] = lambda name: True
+    listings: AdapterListings, token: str, most: int = 0, sees: Callable[[str], bool] = lambda name: True
 ) -> pb.ListAdaptersReply:
     """What comes after that which `token` stands for; raises ProtocolError where it is none."""
     most = min(most or MAX_PAGE, MAX_PAGE)
-    entries = adapters.after(_place(token), most + 1, sees)
+    entries = listings.after(_place(token), most + 1, sees)
     reply, nbytes, last = pb.ListAdaptersReply(), 0, ("", 0)
     for number, (place, entry) in enumerate(entries):
-        if number == most or nbytes > PAGE_BYTES:
+        if number == most or nbytes > LIST_BYTES:
             reply.next_page_token = f"{last[1]}:{last[0]}"
             break
         if isinstance(entry, Listing):
@@ -32,7 +33,7 @@ def page(
     return reply
 
 
-def _place(token: str) -> Place:
+def _place(token: str) -> ListPlace:
     handle, _, name = token.partition(":")
     try:
         return (name, int(handle)) if token else ("", 0)
@@ -68,6 +69,6 @@ def invocation(record: Record) -> pb.Invocation | None:
     return pb.Invocation(tokens=record.invocation.tokens, text=record.invocation.text)
 
 
-def refusal(one: Refusal) -> pb.Refusal:
+def refusal(one: RefusedAdapter) -> pb.Refusal:
     """As it travels."""
     return pb.Refusal(name=one.name, uri=one.uri, code=one.code, reason=one.reason)

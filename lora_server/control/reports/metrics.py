@@ -15,11 +15,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from lora_server.control.admission.admission import Admission
+from lora_server.access.tls import ServerCertificate
+from lora_server.control.admission.queue import AdmissionQueue
 from lora_server.control.admission.tally import Tally
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import ShardHandle
-from lora_server.control.reports.build import build_info
+from lora_server.control.reports.build import build_info, certificate_expiry
 from lora_server.control.reports.metrics_disk import disk_metrics
 from lora_server.errors import AdapterFormatError, AdmissionError
 from lora_server.histogram import BOUNDS_NS
@@ -51,8 +52,8 @@ _POOLS = (
 class ControllerCollector(Collector):
     """The controller's state as Prometheus metrics, made when asked for."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, certificate: ServerCertificate | None = None) -> None:
+        self._controller, self._certificate = controller, certificate
         self.refusals: Mapping[str, int] = {}  # of calls, by the error's code
 
     def collect(self) -> Iterable[Metric]:
@@ -61,6 +62,7 @@ class ControllerCollector(Collector):
         live = controller.shards.live()
         yield build_info(controller.agreement.spec.name, controller.agreement.layout)
         ready = not controller.not_ready()
+        yield certificate_expiry(self._certificate)
         yield GaugeMetricFamily("lora_server_ready", "1 where /readyz says yes", float(ready))
         yield _shard_info(controller)
         missing = set(controller.shards.missing())
@@ -90,10 +92,12 @@ class ControllerCollector(Collector):
             ignored.add_metric([why], times)
         yield ignored
         yield GaugeMetricFamily("lora_server_clients", "Clients that hold a lease", len(controller.clients.leases))
-        yield GaugeMetricFamily("lora_server_adapters", "Adapters registered", len(controller.adapters))
+        yield GaugeMetricFamily(
+            "lora_server_adapters", "Adapters registered", len(controller.adapters.catalog.records())
+        )
         yield _states(controller)
-        yield from _admission(controller.adapters.admission)
-        yield _holds(controller.adapters.tally)
+        yield from _admission(controller.adapters.admission.queue)
+        yield _holds(controller.adapters.admission.tally)
         yield from disk_metrics(controller)
         refusals = CounterMetricFamily("lora_server_refusals", "Calls that were refused, by the error", labels=["code"])
         for code, count in {AdmissionError.code: 0, **self.refusals}.items():  # there from the start, for alerts
@@ -102,7 +106,7 @@ class ControllerCollector(Collector):
         help_text = "Adapters of --adapters that are refused, by the error's code"
         refused = GaugeMetricFamily("lora_server_adapters_refused", help_text, labels=["code"])
         codes = Counter({AdapterFormatError.code: 0})  # there from the start, for alerts
-        codes.update(one.code for one in controller.adapters.refused())
+        codes.update(one.code for one in controller.adapters.catalog.refusals.listed())
         for code, count in codes.items():
             refused.add_metric([code], count)
         yield refused
@@ -125,8 +129,8 @@ def _durations(name: str, text: str, labels: Sequence[str], durations: Durations
     return family
 
 
-def _admission(admission: Admission) -> Iterable[Metric]:
-    counters = admission.counters
+def _admission(queue: AdmissionQueue) -> Iterable[Metric]:
+    counters = queue.counters
     hits, misses, waits = counters.hits, counters.misses, counters.waits
     admitted = CounterMetricFamily("lora_server_admissions", "Requests that got their adapters", labels=["kind"])
     admitted.add_metric(["immediate"], counters.immediate)
@@ -137,8 +141,8 @@ def _admission(admission: Admission) -> Iterable[Metric]:
         _durations("lora_server_admission_wait_seconds", waited, [], [([], waits.counts, waits.sum_ns)]),
         CounterMetricFamily("lora_server_adapter_hits", "Adapters that were whole in device pools when held", hits),
         CounterMetricFamily("lora_server_adapter_misses", "Adapters that were not", misses),
-        GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", admission.num_queued),
-        GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(admission.room.active)),
+        GaugeMetricFamily("lora_server_admission_queue", "Requests that wait for a place", len(queue.tickets.waiting)),
+        GaugeMetricFamily("lora_server_active_adapters", "Adapters that clients hold", len(queue.capacity.active)),
     )
 
 
@@ -163,7 +167,7 @@ def _shard_info(controller: Controller) -> Metric:
 
 def _states(controller: Controller) -> Metric:
     counts = Counter(dict.fromkeys(STATES, 0))
-    counts.update(one.state for one in controller.adapters.listings())
+    counts.update(one.state for one in controller.adapters.listings.all())
     states = GaugeMetricFamily("lora_server_adapters_in_state", "Adapters by state", labels=["state"])
     for state, count in counts.items():
         states.add_metric([state], count)

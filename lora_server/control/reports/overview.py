@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lora_server.control.adapters.held import Listing
+from lora_server.control.adapters.listings import Listing
 from lora_server.control.admission.tally import Sum
 from lora_server.control.controller import Controller
 from lora_server.control.reports.status import status
@@ -21,15 +21,15 @@ NEVER = Sum()
 def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, Any]:
     """As JSON says it: `fields` of StatusReply, `hottest`, `tenants` where there are some, how often an adapter was
     there when somebody got it, and `seconds` of a clock, so that differences are rates. `owner` says whose one is."""
-    used, _ = controller.adapters.tally.sums()
-    listings = controller.adapters.listings()
+    used, _ = controller.adapters.admission.tally.sums()
+    listings = controller.adapters.listings.all()
 
     def heat(one: Listing) -> tuple[int, int, int]:
         return one.holders, used.get(one.record.name, NEVER).holds, one.resident_layers
 
     hottest = heapq.nlargest(MOST_ADAPTERS, listings, key=heat)
     adapters = [_adapter(one, used.get(one.record.name, NEVER)) for one in hottest]
-    counters = controller.adapters.admission.counters
+    counters = controller.adapters.admission.queue.counters
     more = {"seconds": time.monotonic(), "hottest": adapters, "hits": counters.hits, "misses": counters.misses}
     engines = Counter(lease.tenant for lease, _ in controller.clients.leases.silences())
     return fields(status(controller)) | more | {"tenants": _tenants(listings, engines, owner)}

@@ -9,11 +9,13 @@ from lora_server.control.reports.listing import refusal
 from lora_server.wire import lora_server_pb2 as pb
 
 MOST_REFUSED = 100  # the list of adapters has all of them
+MOST_JOINED, MOST_HELD = 1000, 100  # clients, and names of each
 
 
 def status(controller: Controller) -> pb.StatusReply:
     """All of it, as it is now."""
-    reason, refused = controller.not_ready(), controller.adapters.refused()
+    adapters = controller.adapters
+    reason, refused, queue = controller.not_ready(), adapters.catalog.refusals.listed(), adapters.admission.queue
     return pb.StatusReply(
         model=controller.agreement.spec.name,
         layout=str(controller.agreement.layout),
@@ -21,11 +23,11 @@ def status(controller: Controller) -> pb.StatusReply:
         reason=reason,
         refused=[refusal(one) for one in refused[:MOST_REFUSED]],
         num_refused=len(refused),
-        warned=controller.adapters.num_warned,
+        warned=adapters.listings.num_warned,
         clients=len(controller.clients.leases),
-        adapters=len(controller.adapters),
-        active=len(controller.adapters.admission.room.active),
-        queued=controller.adapters.admission.num_queued,
+        adapters=len(adapters.catalog.records()),
+        active=len(queue.capacity.active),
+        queued=len(queue.tickets.waiting),
         pid=os.getpid(),
         run=controller.arrivals.run,
         shards=_shards(controller),
@@ -52,13 +54,11 @@ def _joined(controller: Controller) -> list[pb.ClientStatus]:
     for handle in controller.shards.live().values():
         for one in handle.stats.attached:
             transports.setdefault(one.client, set()).add(one.transport)
-    return [
-        pb.ClientStatus(
-            client=lease.client,
-            instance=lease.instance,
-            adapters=controller.adapters.held(lease.client),
-            transports=sorted(transports.get(lease.client, ())),
-            silent_seconds=silence,
-        )
-        for lease, silence in controller.clients.leases.silences()
-    ]
+    joined = []
+    for lease, silence in controller.clients.leases.silences()[:MOST_JOINED]:
+        held = controller.adapters.listings.held(lease.client)
+        row = pb.ClientStatus(client=lease.client, instance=lease.instance, silent_seconds=silence, held=len(held))
+        row.adapters.extend(held[:MOST_HELD])
+        row.transports.extend(sorted(transports.get(lease.client, ())))
+        joined.append(row)
+    return joined

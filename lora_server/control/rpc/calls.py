@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from lora_server import telemetry
 from lora_server.logs import Repeats
-from lora_server.wire.rpc import CODE_KEY, REQUEST_KEY
+from lora_server.wire.credentials import CODE_KEY
+from lora_server.wire.rpc import REQUEST_KEY
 
 UNTRACED = ("Heartbeat", "Await", "Prefetch", "Release", "Cancel", "Register", "Files", "Read", "Check", "Status")
 _GOOD_ID = re.compile(r"[\w.:-]{1,64}")

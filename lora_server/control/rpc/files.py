@@ -4,17 +4,15 @@ few are under way at once: calls of clients wait for none of it."""
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 
 from lora_server.access.identity import Identity
-from lora_server.adapters import Limits, adapter_files
+from lora_server.adapters import AdapterLimits, adapter_files
 from lora_server.control.controller import Controller
-from lora_server.control.rpc.listener import Threads, Write
+from lora_server.control.rpc.listener import StreamCall, Threads, Write
 from lora_server.errors import (
     AdapterFormatError,
     AdapterSourceError,
@@ -23,6 +21,7 @@ from lora_server.errors import (
     ServerUnavailableError,
 )
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.proofs import is_signed
 
 PIECE_BYTES = 1 << 20
 MOST_AT_ONCE, MOST_WAITING = 8, 1024  # files
@@ -41,24 +40,25 @@ class FilesService:
         self._shards, self._adapters, self._threads = controller.shards, controller.adapters, threads
         self._piece_seconds, self._piece_bytes = controller.timings.file_piece, piece_bytes
         self._most = MOST_AT_ONCE + most_waiting
-        self._limits = Limits.of(controller.agreement.spec)
+        self._limits = AdapterLimits.of(controller.agreement.spec)
         self._places, self.under_way = asyncio.Semaphore(MOST_AT_ONCE), 0
 
     def files(self, request: pb.FilesRequest, _: Identity) -> pb.FilesReply:
         """What an adapter consists of."""
-        self._check(request.proof)
+        self._check(request)
         found = self._found(request.version)[1]
         return pb.FilesReply(files=[pb.File(name=name, bytes=nbytes) for name, nbytes in found.items()])
 
-    async def read(self, request: pb.ReadRequest, _: AsyncIterator[pb.ReadRequest], write: Write) -> None:
+    async def read(self, request: pb.ReadRequest, call: StreamCall[pb.ReadRequest]) -> None:
         """A file of it, on the event loop. One piece after the other: memory holds a piece of each."""
-        self._check(request.proof)
+        self._check(request)
+        call.prove()
         if self.under_way >= self._most:
             raise ServerBusyError(f"{self.under_way} files are on their way to shards, as many as may; try again soon")
         self.under_way += 1
         try:
             async with self._places:
-                await self._send(request, write)
+                await self._send(request, call.write)
         finally:
             self.under_way -= 1
 
@@ -82,18 +82,19 @@ class FilesService:
         return path / request.name
 
     def _found(self, version: str) -> tuple[Path, dict[str, int]]:
-        path = self._adapters.path_of(version)
+        path = self._adapters.sync.path_of(version)
         try:
             return path, adapter_files(path, self._limits)
         except (AdapterFormatError, OSError) as error:
             raise AdapterSourceError(f"{path}: cannot be read any more: {error}") from error
 
-    def _check(self, proof: pb.ShardProof) -> None:
-        """That it is the process that registered, which was told by nobody else what it is called."""
+    def _check(self, request: pb.FilesRequest | pb.ReadRequest) -> None:
+        """That it is signed by the process that registered, which told no other what it is called."""
+        proof = request.proof
         handle = self._shards.live().get(proof.shard)
         if handle is None:
             raise ServerUnavailableError(f"shard {proof.shard} is not registered now; try again once it is")
-        if not hmac.compare_digest(handle.registration.instance.encode(), proof.instance.encode()):
+        if not (is_signed(request, handle.registration.instance.encode()) and handle.calls.take(proof.count)):
             raise PermissionDeniedError(
                 f"files of adapters: got a call that is not of the registered process of shard {proof.shard}, "
                 "expected one of that process; clients compute with adapters and do not read them"

@@ -10,32 +10,37 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeAlias, TypeVar
 
 import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
 
+from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
+from lora_server.control import caller
+from lora_server.control.connections import MAX_OF_A_HOST, ConnectionLimit, Peer
 from lora_server.control.rpc.calls import Calls
+from lora_server.control.rpc.silence import SilentCalls
 from lora_server.errors import LoraServerError, ProtocolError, ServerBusyError, ServerUnavailableError
 from lora_server.logs import bind_tenant
-from lora_server.timings import Timings
-from lora_server.wire.credentials import AUTHORIZATION
-from lora_server.wire.rpc import CODE_KEY, KEEPALIVE, status_of
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import bounds, proofs
+from lora_server.wire.credentials import AUTHORIZATION, CODE_KEY
+from lora_server.wire.proofs import ANSWER_KEY, check_message
+from lora_server.wire.rpc import KEEPALIVE, status_of
 
 MAX_CALLS, MAX_CALLS_OF_A_CONNECTION = 8192, 256
-MAX_SILENT_CALLS = 1024  # of one host, that have not sent their message yet
+MAX_SILENT_CALLS = 1024  # that have not sent their message yet
 START_SECONDS = 30.0
 CLOSE_SECONDS = 2.0  # beside those of the calls
+MAX_ERROR_BYTES = 2500  # a byte takes up to three in HTTP/2's trailers, of which a client takes 8 KiB
 OPTIONS = (
     *KEEPALIVE,
-    # without so_reuseport=0 a second server on the same port would start, and clients land on either
-    ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    ("grpc.max_receive_message_length", bounds.REQUEST_BYTES),
 )
 log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -50,28 +55,69 @@ class Threads:
 
     def __init__(self, name: str, running: int, waiting: int) -> None:
         self._name, self._most, self._here = name, running + waiting, 0
+        self._free = asyncio.Semaphore(running)  # threads; the pool never queues
         self._pool = ThreadPoolExecutor(running, thread_name_prefix=name)
 
     async def run(self, call: Callable[..., _T], *args: Any) -> _T:
-        """On the event loop's thread. Raises ServerBusyError."""
+        """On the event loop's thread. A cancelled call that waits gives its place up at once; one that runs keeps its
+        thread until it ends. Raises ServerBusyError."""
         if self._here >= self._most:
             raise ServerBusyError(
                 f"{self._here} calls of this kind ({self._name}) run or wait, as many as may; try again soon"
             )
         self._here += 1
-        context = contextvars.copy_context()
-        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: context.run(call, *args))
-        future.add_done_callback(self._ended)  # not when this call ends: its client may give up before
-        return await future
+        try:
+            await self._free.acquire()
+        except asyncio.CancelledError:
+            self._here -= 1
+            raise
+        left, context = threading.Event(), contextvars.copy_context()
+        context.run(caller.bind, left)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, context.run, call, *args)
+        future.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            left.set()
+            raise
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
         self._here -= 1
+        self._free.release()
         if not future.cancelled():
-            future.exception()  # whoever gave up does not ask for it
+            future.exception()  # a caller that gave up does not ask for it
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs or waits."""
+        return not self._here
 
     def close(self) -> None:
-        """What waits is not begun."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Once the event loop has ended, or nothing is here: a call that runs ends by itself."""
+        self._pool.shutdown(wait=False)
+
+
+class ThreadGroups:
+    """Threads of their own for each group of calls, such as those of one tenant: none waits for another group."""
+
+    def __init__(self, name: str, running: int, waiting: int, group: Callable[[Message, Identity], Hashable]) -> None:
+        """`group`: which one a call belongs to."""
+        self._limits, self._group = (name, running, waiting), group
+        self._groups: dict[Hashable, Threads] = {}
+
+    async def run(self, call: Callable[[Any, Identity], _T], request: Message, who: Identity) -> _T:
+        """As Threads.run."""
+        group = self._group(request, who)
+        for idle in [key for key, threads in self._groups.items() if threads.idle and key != group]:
+            self._groups.pop(idle).close()
+        if group not in self._groups:
+            self._groups[group] = Threads(*self._limits)
+        return await self._groups[group].run(call, request, who)
+
+    def close(self) -> None:
+        """As Threads.close."""
+        for threads in self._groups.values():
+            threads.close()
 
 
 class Unary(NamedTuple):
@@ -79,18 +125,26 @@ class Unary(NamedTuple):
 
     request: type[Message]
     answer: Callable[[Any, Identity], Message]
-    threads: Threads
+    threads: Threads | ThreadGroups
+    proves: bool = False  # an answer means that the request proved a lease, or a shard
 
 
 class Stream(NamedTuple):
     """A method that reads messages and writes others, for as long as both like."""
 
     request: type[Message]
-    serve: Callable[[Any, AsyncIterator[Any], Write], Awaitable[None]]
+    serve: Callable[[Any, StreamCall[Any]], Awaitable[None]]
+
+
+class StreamCall(NamedTuple, Generic[_M]):
+    """A call of it, after its first message. `prove`: its caller showed that it is a shard."""
+
+    rest: AsyncIterator[_M]
+    write: Write
+    prove: Callable[[], None]
 
 
 Service: TypeAlias = dict[str, "Unary | Stream"]  # by name of the method
-Admit: TypeAlias = Callable[[str, str], Identity]  # Service/Method, and what was shown; raises why not
 
 
 class Listener:
@@ -100,16 +154,19 @@ class Listener:
         self,
         address: str,
         services: dict[str, Service],
-        admit: Admit,
+        gate: Gate,
         reflected: Sequence[str] = (),
         tls: grpc.ServerCredentials | None = None,
-        first_message_seconds: float = Timings.first_message,
+        timings: Timings = DEFAULTS,
         max_silent_calls: int = MAX_SILENT_CALLS,
+        max_strangers: int = MAX_OF_A_HOST,
+        held: bool = False,
     ) -> None:
-        """`reflected`: services that whoever asks may learn of."""
-        self._admit, self._tls = admit, tls
-        self._first_message_seconds, self._max_silent_calls = first_message_seconds, max_silent_calls
-        self._silent: Counter[str] = Counter()  # by host
+        """`reflected`: services that whoever asks may learn of. `max_strangers`: connections of a host that proved
+        nothing yet. `held`: the port, by a socket of this user's that does not listen; else it is this one's alone."""
+        self._gate, self._tls, self._timings, self._max_strangers = gate, tls, timings, max_strangers
+        self._options = *OPTIONS, ("grpc.so_reuseport", int(held))
+        self._silent = SilentCalls(timings.first_message, max_silent_calls)
         self.calls = Calls()
         self._guard, self._ended = threading.Lock(), False
         started: Future[int] = Future()
@@ -128,16 +185,29 @@ class Listener:
         except BaseException as error:
             started.set_exception(error)
             return
+        self._connections = ConnectionLimit(port, self._max_strangers)
+        bounding = asyncio.ensure_future(self._bound_connections())
         started.set_result(port)
         await server.stop(await self._closing)
+        bounding.cancel()
         with self._guard:
             self._ended = True
         await asyncio.sleep(0)  # what was begun starts, so that it can be cancelled
 
+    async def _bound_connections(self) -> None:
+        while True:
+            self._connections.enforce()
+            await asyncio.sleep(self._timings.connection_look)
+
     async def _start(
         self, address: str, services: dict[str, Service], reflected: Sequence[str]
     ) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
+        limits = {
+            "grpc.max_connection_idle_ms": self._timings.grpc_idle,
+            "grpc.server_handshake_timeout_ms": self._timings.handshake,
+        }
+        options = [*self._options, *((name, int(1000 * seconds)) for name, seconds in limits.items())]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS, interceptors=[self.calls])
         for service, of_service in services.items():
             short = service.rpartition(".")[2]
             handlers = {name: self._handler(f"{short}/{name}", method) for name, method in of_service.items()}
@@ -153,24 +223,38 @@ class Listener:
 
     def _handler(self, call: str, method: Unary | Stream) -> grpc.RpcMethodHandler[Any, Any]:
         async def handle(_: object, context: Context) -> None:
+            shown = _shown(context)
+            signed = self._gate.signed(call, shown)
+
+            def prove(said: bytes) -> tuple[tuple[str, str], ...]:
+                return () if signed is None else ((ANSWER_KEY, signed.prove(said)),)
+
             try:
-                who = self._admit(call, _shown(context))
+                peer, who = Peer.of_grpc(context.peer()), self._gate.admit(call, shown)
                 bind_tenant(who.tenant)
+                if who.token:
+                    self._connections.proven.add(peer)
                 if isinstance(method, Unary):
-                    request = await self._first(context, method.request)
+                    message = await self._first(context, peer, method.request)
+                    check_message(shown, message)
+                    request = _bounded(method.request, message)
                     reply = await method.threads.run(method.answer, request, who)
-                    await context.write(reply.SerializeToString())
+                    if method.proves:
+                        self._connections.proven.add(peer)
+                    data = reply.SerializeToString(deterministic=True)
+                    context.set_trailing_metadata(prove(proofs.reply(data)))
+                    await context.write(data)
                 else:
-                    await self._stream(method, context)
+                    await self._stream(method, peer, context)
             except LoraServerError as error:
-                await _abort(context, error)
+                await _abort(context, error, prove)
             except Exception as error:
                 log.exception("a call failed, and should not have")
-                await _abort(context, LoraServerError(f"the server failed: {error!r:.200}; see its log"))
+                await _abort(context, LoraServerError(f"the server failed: {error!r:.200}; see its log"), prove)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
-    async def _stream(self, method: Stream, context: Context) -> None:
+    async def _stream(self, method: Stream, peer: Peer, context: Context) -> None:
         async def write(message: Message) -> None:
             await context.write(message.SerializeToString())
 
@@ -178,25 +262,15 @@ class Listener:
             while (data := await context.read()) is not _EOF:
                 yield _parse(method.request, data)
 
-        await method.serve(await self._first(context, method.request), rest(), write)
+        call: StreamCall[Any] = StreamCall(rest(), write, lambda: self._connections.proven.add(peer))
+        await method.serve(_bounded(method.request, await self._first(context, peer, method.request)), call)
 
-    async def _first(self, context: Context, kind: type[_M]) -> _M:
+    async def _first(self, context: Context, peer: Peer, kind: type[Message]) -> bytes:
         """The message that a call begins with; raises ProtocolError, ServerBusyError."""
-        host = context.peer().rpartition(":")[0]
-        if self._silent[host] >= self._max_silent_calls:
-            raise ServerBusyError(f"{self._silent[host]} calls of {host} are silent, as many as may be; end some")
-        self._silent[host] += 1
-        try:
-            data = await asyncio.wait_for(context.read(), self._first_message_seconds)
-        except TimeoutError:
-            raise ProtocolError(f"no message within {self._first_message_seconds:g} s; expected one at once") from None
-        finally:
-            self._silent[host] -= 1
-            if not self._silent[host]:
-                del self._silent[host]
+        data: bytes = await self._silent.first(context.read(), peer, self._connections.proven)
         if data is _EOF:
             raise ProtocolError(f"the call ended without a message; expected one {kind.DESCRIPTOR.name}")
-        return _parse(kind, data)
+        return data
 
     def run(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Begin it on the event loop. Raises ServerUnavailableError once that has ended."""
@@ -216,6 +290,13 @@ def _shown(context: Context) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == AUTHORIZATION), "")
 
 
+def _bounded(kind: type[_M], data: bytes) -> _M:
+    """Parse the message that a call begins with. Raises ProtocolError, and ConfigError beyond its bounds."""
+    message = _parse(kind, data)
+    bounds.check(message)
+    return message
+
+
 def _parse(kind: type[_M], data: bytes) -> _M:
     try:
         return kind.FromString(data)
@@ -223,8 +304,14 @@ def _parse(kind: type[_M], data: bytes) -> _M:
         raise ProtocolError(f"{len(data)} bytes: got no {kind.DESCRIPTOR.name} ({error}); expected one") from None
 
 
-async def _abort(context: Context, error: LoraServerError) -> NoReturn:
-    await context.abort(status_of(error), str(error), ((CODE_KEY, error.code),))
+async def _abort(
+    context: Context, error: LoraServerError, prove: Callable[[bytes], tuple[tuple[str, str], ...]]
+) -> NoReturn:
+    cut = str(error).encode(errors="replace")
+    if len(cut) > MAX_ERROR_BYTES:
+        cut = cut[:MAX_ERROR_BYTES] + b"..."
+    text = cut.decode(errors="ignore")
+    await context.abort(status_of(error), text, ((CODE_KEY, error.code), *prove(proofs.refusal(error.code, text))))
     raise AssertionError("abort raises")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import secrets
 import threading
 from collections.abc import AsyncIterator
 from typing import NamedTuple
@@ -13,9 +13,11 @@ import structlog
 
 from lora_server.control.controller import Controller
 from lora_server.control.members.shards import ShardHandle
-from lora_server.control.rpc.listener import Mailbox, Threads, Write
-from lora_server.errors import ConfigError
+from lora_server.control.rpc.listener import Mailbox, StreamCall, Threads, Write
+from lora_server.errors import ConfigError, ProtocolError
+from lora_server.wire import bounds
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.messages import NONCE_BYTES, proof, proves
 
 log = structlog.get_logger()
 
@@ -26,15 +28,24 @@ class Doorkeeper(NamedTuple):
     secret: str
     believes_other_nodes: bool = False
 
-    def check(self, registration: pb.Registration) -> None:
+    def challenge(self, hello: pb.ShardHello) -> pb.ControllerChallenge:
+        """The controller's own proof, which comes first. Raises ProtocolError."""
+        if len(hello.nonce) != NONCE_BYTES:
+            raise ProtocolError(f"a nonce of {len(hello.nonce)} bytes; expected {NONCE_BYTES}, in a ShardHello")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return pb.ControllerChallenge(nonce=nonce, proof=proof(self._key(hello), b"controller", hello.nonce, nonce))
+
+    def check(self, hello: pb.ShardHello, challenge: pb.ControllerChallenge, registration: pb.Registration) -> None:
         """Raises ConfigError."""
-        if registration.node and self.believes_other_nodes and not registration.secret:
-            return
-        if not hmac.compare_digest(self.secret.encode(), registration.secret.encode()):
+        same = (hello.shard, hello.node) == (registration.shard, registration.node)
+        if not (same and proves(registration.proof, self._key(hello), b"shard", challenge.nonce, hello.nonce)):
             raise ConfigError(
-                f"shard {registration.shard} of node {registration.node}: its token is not the controller's; give "
-                "every node a --join-token-file with the same text"
+                f"shard {hello.shard} of node {hello.node}: its token is not the controller's; give every node a "
+                "--join-token-file with the same text"
             )
+
+    def _key(self, hello: pb.ShardHello) -> bytes:
+        return b"" if hello.node and self.believes_other_nodes else self.secret.encode()
 
 
 class ShardsService:
@@ -43,18 +54,36 @@ class ShardsService:
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
 
-    async def register(self, first: pb.ShardReport, reports: AsyncIterator[pb.ShardReport], write: Write) -> None:
+    async def register(self, first: pb.ShardReport, call: StreamCall[pb.ShardReport]) -> None:
         """Until either side is gone."""
-        registration = first.registration
-        self._door.check(registration)
-        kept = [(await anext(reports)).kept for _ in range(registration.kept)]
+        reports, seconds = call.rest, self._controller.timings.handshake
+        challenge = self._door.challenge(first.hello)
+        await call.write(pb.ShardCommand(challenge=challenge))
+        try:
+            report = await asyncio.wait_for(anext(reports, None), seconds)
+        except TimeoutError:
+            report = None
+        if report is None:
+            raise ProtocolError(f"shard {first.hello.shard}: no registration within {seconds:g} s")
+        registration = report.registration
+        bounds.check(registration)
+        self._door.check(first.hello, challenge, registration)
+        call.prove()
+        kept: list[pb.Kept] = []
+        while len(kept) < registration.kept:
+            if (report := await anext(reports, None)) is None:
+                raise ProtocolError(f"shard {registration.shard}: {len(kept)} of {registration.kept} reports came")
+            kept.append(report.kept)
         handle = await self._threads.run(self._controller.arrivals.arrive, registration, kept)
         commands: asyncio.Queue[pb.ShardCommand | None] = asyncio.Queue()
         with Mailbox() as mailbox:
             threading.Thread(target=self._reports, args=(handle, mailbox), name="reports", daemon=True).start()
             args = handle, commands, asyncio.get_running_loop()
             threading.Thread(target=_hand_over, args=args, name="commands", daemon=True).start()
-            ends = [asyncio.ensure_future(_receive(reports, mailbox)), asyncio.ensure_future(_send(commands, write))]
+            ends = [
+                asyncio.ensure_future(_receive(reports, mailbox)),
+                asyncio.ensure_future(_send(commands, call.write)),
+            ]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -66,22 +95,9 @@ class ShardsService:
     def _reports(self, handle: ShardHandle, reports: Mailbox) -> None:
         try:
             for report in reports:
-                self._on_report(handle, report)
+                self._controller.hear(handle, report)
         finally:
             self._controller.arrivals.depart(handle)
-
-    def _on_report(self, handle: ShardHandle, report: pb.ShardReport) -> None:
-        kind = report.WhichOneof("report")
-        if kind == "done":
-            handle.finish(report.done)
-        elif kind == "stats":
-            self._controller.shards.update(handle, report.stats)
-        elif kind == "residencies":
-            self._controller.adapters.on_moved(handle.shard, report.residencies.moved)
-        elif kind == "leaving":
-            handle.leaving = True
-        elif kind == "client_gone":
-            self._controller.clients.end(report.client_gone.client, report.client_gone.epoch)
 
 
 async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: Mailbox) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from lora_server.access import limits
 from lora_server.access.gate import Gate
 from lora_server.access.identity import Identity
-from lora_server.access.names import Names
-from lora_server.control.adapters.held import CheckInUse, HeldAdapters
-from lora_server.control.adapters.registry import Record
-from lora_server.control.adapters.updates import CheckReplaced
+from lora_server.access.store import Tenant
+from lora_server.control.adapters.allowed import Allowed
+from lora_server.control.adapters.catalog import name_of
+from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.rollout import CheckReplaced
+from lora_server.control.admission.service import CheckInUse
 from lora_server.control.controller import Controller
 from lora_server.control.members.leases import ClientLease
 from lora_server.errors import LeaseError, LimitError, PermissionDeniedError, UnknownAdapterError
@@ -24,34 +27,34 @@ class Scopes:
     """Of all callers."""
 
     def __init__(self, controller: Controller, gate: Gate) -> None:
-        self.gate, self._controller, self._adapters = gate, controller, controller.adapters
+        self.gate, self.controller, self._adapters = gate, controller, controller.adapters
 
     def of(self, who: Identity, on_behalf_of: str = "") -> Scope:
         """A caller's, or whom its call is for; raises PermissionDeniedError."""
-        return Scope(self._controller, self.gate, self.gate.acting(who, on_behalf_of))
+        return Scope(self, self.gate.acting(who, on_behalf_of))
 
-    @contextmanager
-    def adding(self, who: Identity) -> Iterator[Callable[[Record], None]]:
-        """While a tenant's adapter is added; to be called with it, and takes it back if it is too much. Raises
-        LimitError."""
-        tenant = self.gate.tenant(who.tenant)
-        self.gate.limits.check_rate(tenant)
-        with self.gate.limits.adding(tenant) as others:
-            count, nbytes = self._has(tenant.name)
-            limits.check_adapters(tenant, count + others + 1)
+    def add(self, tenant: Tenant, full: str, uri: str, seconds: float, allowed: Allowed | None = None) -> Record:
+        """Add an adapter to a tenant's; one of too many bytes is taken back. See Adapters.add; raises LimitError."""
+        with self.gate.limits.adding(tenant, full) as added:
+            names, nbytes = self._has(tenant.name)
+            limits.check_adapters(tenant, len(names | added))
             limits.check_bytes(tenant, nbytes)
+            record = self._adapters.rollout.add(full, uri, seconds, allowed)
+            try:
+                limits.check_bytes(tenant, self._has(tenant.name)[1])
+            except LimitError:
+                self._adapters.rollout.remove(full)
+                raise
+            return record
 
-            def check(record: Record) -> None:
-                try:
-                    limits.check_bytes(tenant, self._has(tenant.name)[1])
-                except LimitError:
-                    self._adapters.remove(record.name)
-                    raise
-
-            yield check
+    def bring(self, who: Identity, full: str, uri: str, seconds: float) -> None:
+        """Add what a caller asked for, from where --resolve says that it is: it counts as its owner's, and is kept as a
+        change of the caller's. Raises LimitError."""
+        self.add(self.gate.tenant(self.gate.names.owner(full)), full, uri, seconds)
+        self.gate.changed(who, "Adapters/Add", f"name={full} by --resolve")
 
     @contextmanager
-    def updating(self, who: Identity) -> Iterator[CheckReplaced]:
+    def updating(self, who: Identity, full: str) -> Iterator[CheckReplaced]:
         """While an adapter's content is replaced; what it yields raises LimitError where that would be too much: what
         still drains counts, but for the version that is replaced now. Raises LimitError."""
         if not who.tenant:
@@ -59,48 +62,44 @@ class Scopes:
             return
         tenant = self.gate.tenant(who.tenant)
         self.gate.limits.check_rate(tenant)
-        with self.gate.limits.adding(tenant):
+        with self.gate.limits.adding(tenant, full):
             yield lambda served, new: limits.check_bytes(tenant, self._has(tenant.name)[1] - served.nbytes + new.nbytes)
 
-    def _has(self, tenant: str) -> tuple[int, int]:
-        return has(self._adapters, self.gate.names, tenant)
+    def _has(self, tenant: str) -> tuple[set[str], int]:
+        """The names of a tenant's adapters, and how many bytes they have."""
+        own = [one for one in self._adapters.catalog.records() if self.gate.names.owner(one.name) == tenant]
+        return {one.name for one in own}, sum(one.nbytes for one in own)
 
     def check_still_good(self, lease: ClientLease) -> None:
         """A token that was revoked while its client joined; raises LeaseError."""
         if not self.gate.is_good(lease.tenant, lease.token):
-            self._controller.clients.end(lease.client, lease.epoch)
+            self.controller.clients.end(lease.client, lease.epoch)
             raise LeaseError(f"client {lease.client}: its token was revoked; join with another")
 
     def forget(self, full: str, who: Identity) -> None:
         """An adapter is gone: the next of its name is shared with nobody."""
         if self.gate.store is not None and full in self.gate.names.shared:
             self.gate.store.share(full, "", True, who)
-            self.gate.look()
+            self.gate.cache.refresh()
 
     def find(self, who: Identity, name: str) -> str:
         """The full name of an adapter; raises UnknownAdapterError."""
         scope = self.of(who)
         full = scope.find(name)
         with scope.asking([name], [full]):
-            return self._controller.adapters.get(full).record.name
+            return self._adapters.listings.get(full).record.name
 
     def begin_with(self, start: str) -> bool:
         """Whether there are adapters whose full names do."""
-        return bool(self._controller.adapters.after((start, 0), 1, lambda name: name.startswith(start)))
-
-
-def has(adapters: HeldAdapters, names: Names, tenant: str) -> tuple[int, int]:
-    """How many adapters a tenant has, of how many bytes."""
-    own = [one.record for one in adapters.listings() if names.owner(one.record.name) == tenant]
-    return len(own), sum(one.nbytes for one in own)
+        return bool(self._adapters.listings.after((start, 0), 1, lambda name: name.startswith(start)))
 
 
 class Scope:
     """Of one call."""
 
-    def __init__(self, controller: Controller, gate: Gate, who: Identity) -> None:
-        self.who, self.gate, self.tenant = who, gate, gate.tenant(who.tenant)
-        self._adapters, self._names = controller.adapters, gate.names
+    def __init__(self, scopes: Scopes, who: Identity) -> None:
+        self.who, self.gate, self.tenant = who, scopes.gate, scopes.gate.tenant(who.tenant)
+        self._scopes, self._adapters, self._names = scopes, scopes.controller.adapters, scopes.gate.names
 
     def sees(self, full: str) -> bool:
         """Whether it may know of an adapter."""
@@ -115,24 +114,20 @@ class Scope:
         return self._names.own(self.who.tenant, name)
 
     def find(self, name: str) -> str:
-        """The full name that it means, of one that it sees; there may be none. Raises UnknownAdapterError, and
-        LimitError for one more that would be brought."""
+        """The full name that it means, of one that it sees; there may be none. Raises UnknownAdapterError."""
         if self.who.sees_all:
             return name
         meant = self._names.meant(self.who.tenant, name)
         if not meant:
             raise self._unknown(name)
-        known = self._adapters.known(meant)
-        if not known and self._adapters.resolver is not None:  # it would be brought, and be one more
-            self._check_one_more()
-        return next(iter(known), meant[0])
+        return next(iter(self._adapters.listings.known(meant)), meant[0])
 
-    def _check_one_more(self) -> None:
-        tenant = self.tenant
-        if tenant.max_adapters or tenant.max_bytes:
-            count, nbytes = has(self._adapters, self._names, tenant.name)
-            limits.check_adapters(tenant, count + 1)
-            limits.check_bytes(tenant, nbytes)
+    def bring(self, full: Iterable[str]) -> None:
+        """Have names that nobody registered brought in, where there is a --resolve. Raises ServerBusyError meanwhile,
+        UnknownAdapterError or LimitError where one did not come."""
+        if (resolver := self._scopes.controller.resolver) is not None:
+            for name in self._adapters.listings.missing(full):
+                resolver.ask(name, partial(self._scopes.bring, self.who))
 
     @contextmanager
     def asking(self, names: Sequence[str], full: Sequence[str]) -> Iterator[None]:
@@ -140,14 +135,14 @@ class Scope:
         try:
             yield
         except UnknownAdapterError:
-            known = set(self._adapters.known(full))
+            known = set(self._adapters.listings.known(full))
             missing = [name for name, one in zip(names, full, strict=True) if one not in known]
             if self.who.sees_all or not missing:
                 raise
             raise self._unknown(missing[0]) from None
 
     def _unknown(self, name: str) -> UnknownAdapterError:
-        found = (place[0] for place, _ in self._adapters.after(("", 0), MOST_KNOWN, self.sees))
+        found = (place[0] for place, _ in self._adapters.listings.after(("", 0), MOST_KNOWN, self.sees))
         known = ", ".join(dict.fromkeys(found)) or "none"
         return UnknownAdapterError(f"adapter {name[:200]!r}: not registered here (known: {known}); add it first")
 
@@ -157,7 +152,7 @@ class Scope:
         full = self.find(name)
         if self.owns(full):
             return full
-        if not self._adapters.known([full]):
+        if not self._adapters.listings.known([full]):
             raise self._unknown(name)
         raise PermissionDeniedError(f"adapter {name!r}: is another's; expected one of {self.who.tenant}")
 
@@ -177,13 +172,15 @@ class Scope:
 
     def hidden(self, served_names: Iterable[str]) -> list[str]:
         """Adapters that nobody can ask an engine for, since its base model has their names."""
-        return self._adapters.listed(full for name in served_names for full in self._names.meant(self.who.tenant, name))
+        return self._adapters.listings.listed(
+            full for name in served_names for full in self._names.meant(self.who.tenant, name)
+        )
 
     def held_before(self, handles: Iterable[int]) -> list[int]:
         """Of these, what it may hold; an engine of the operator's holds for others, too."""
         if self.who.is_operator:
             return list(handles)
-        names = ((handle, self._adapters.name_of(handle)) for handle in handles)
+        names = ((handle, name_of(self._adapters.catalog, handle)) for handle in handles)
         return [handle for handle, name in names if name is not None and self.sees(name)]
 
     def check_lease(self, lease: ClientLease | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
 import grpc
 from google.protobuf import message_factory
@@ -17,18 +18,39 @@ from lora_server.access.identity import Identity
 from lora_server.access.rights import CHANGES
 from lora_server.access.service import AccessService
 from lora_server.control.clients import MAX_WAITERS
+from lora_server.control.connections import MAX_OF_A_HOST
 from lora_server.control.controller import Controller
 from lora_server.control.rpc.files import FilesService
-from lora_server.control.rpc.listener import MAX_SILENT_CALLS, Listener, Service, Stream, Threads, Unary
+from lora_server.control.rpc.listener import (
+    MAX_SILENT_CALLS,
+    Listener,
+    Service,
+    Stream,
+    ThreadGroups,
+    Threads,
+    Unary,
+)
 from lora_server.control.rpc.registration import Doorkeeper, ShardsService
 from lora_server.control.rpc.scope import Scopes
 from lora_server.control.rpc.service import AdaptersService, ClientsService, HealthService, ServerService
 from lora_server.errors import LoraServerError, PermissionDeniedError, ServerUnavailableError
+from lora_server.sources.urls import is_remote
 from lora_server.wire import lora_server_pb2 as pb
 
 _SHARDS = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 _SUBJECTS = ("name", "id", "tenant", "role", "on_behalf_of", "stop")
+Runs: TypeAlias = Threads | ThreadGroups
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+def _tenant(_: Message, who: Identity) -> str:
+    """Calls of one tenant wait for each other alone."""
+    return who.tenant
+
+
+def _slow_group(request: Message, who: Identity) -> tuple[str, bool]:
+    """Within a tenant, fetches and what is here already wait for their like alone."""
+    return who.tenant, is_remote(getattr(request, "uri", ""))
 
 
 def _nothing() -> None:
@@ -60,7 +82,7 @@ def _subject(request: Message) -> str:
     return " ".join(told)
 
 
-def _methods(service: str, servicer: object, gate: Gate, threads: Threads, **apart: Threads) -> tuple[str, Service]:
+def _methods(service: str, servicer: object, gate: Gate, threads: Runs, **apart: Runs) -> tuple[str, Service]:
     """All of a service: each of its methods is one of the servicer's; on `threads` where none are named apart."""
     described = pb.DESCRIPTOR.services_by_name[service]
     return described.full_name, {
@@ -68,6 +90,8 @@ def _methods(service: str, servicer: object, gate: Gate, threads: Threads, **apa
             message_factory.GetMessageClass(method.input_type),
             _kept(f"{service}/{method.name}", getattr(servicer, method.name), gate),
             apart.get(method.name, threads),
+            method.name == "Join"
+            or ("proof" in method.input_type.fields_by_name and method.name != "Leave"),  # which answers whoever asks
         )
         for method in described.methods
     }
@@ -85,40 +109,43 @@ class ControlServer:
         gate: Gate | None = None,
         tls: grpc.ServerCredentials | None = None,
         max_silent_calls: int = MAX_SILENT_CALLS,
+        max_strangers: int = MAX_OF_A_HOST,
         files: Callable[[Controller, Threads], FilesService] = FilesService,
+        held: bool = False,
     ) -> None:
         """Raises RuntimeError where it cannot listen at `address`."""
         leases, joins = Threads("leases", 8, 4096), Threads("joins", 8, 1024)  # a join waits for every shard
         waits = Threads("waits", MAX_WAITERS + 8, 4096)
-        changes = Threads("changes", 16, 4096)  # files are read, loads are waited for
+        access = Threads("access", 4, 1024)
+        adds = ThreadGroups("adds", 16, 4096, _slow_group)  # files are read and fetched, loads are waited for
+        changes = ThreadGroups("changes", 4, 1024, _tenant)  # shards are waited for, a few seconds
         reads, shards = Threads("reads", 4, 1024), Threads("shards", 4, controller.agreement.layout.num_shards)
         reading = Threads("files", 4, 4096)
         self._leases, self._asked = leases, 0.0
         self._heard: Future[None] | None = None
-        self._threads = leases, joins, waits, changes, reads, shards, reading
+        self._threads = leases, joins, waits, access, adds, changes, reads, shards, reading
         self._health = HealthService()
         gate = gate or Gate()
         scopes = Scopes(controller, gate)
         adapters, clients = AdaptersService(controller, scopes), ClientsService(controller, scopes)
-        access = AccessService(gate, scopes.find, scopes.begin_with)
         own = dict(
             [
-                _methods("Adapters", adapters, gate, changes, List=reads, Get=reads),
+                _methods("Adapters", adapters, gate, adds, List=reads, Get=reads, Remove=changes, Unpin=changes),
                 _methods("Clients", clients, gate, leases, Join=joins, Borrow=joins, Await=waits),
-                _methods("Server", ServerService(controller, scopes), gate, reads, Drain=changes),
-                _methods("Access", access, gate, changes, WhoIs=reads),
+                _methods("Server", ServerService(controller, scopes), gate, reads, Drain=access),
+                _methods("Access", AccessService(gate, scopes.find, scopes.begin_with), gate, access, WhoIs=reads),
             ]
         )
         public = tuple(own) if reflection else ()
         self.files = files(controller, reading)
         own[_SHARDS] = {
             "Register": Stream(pb.ShardReport, ShardsService(controller, shards, door).register),
-            "Files": Unary(pb.FilesRequest, self.files.files, reading),
+            "Files": Unary(pb.FilesRequest, self.files.files, reading, proves=True),
             "Read": Stream(pb.ReadRequest, self.files.read),
         }
         own[_HEALTH] = {"Check": Unary(health_pb2.HealthCheckRequest, self._health.Check, reads)}
-        first_message = controller.timings.first_message
-        self._listener = Listener(address, own, gate.admit, public, tls, first_message, max_silent_calls)
+        timings = controller.timings
+        self._listener = Listener(address, own, gate, public, tls, timings, max_silent_calls, max_strangers, held)
         self.port, self.refused = self._listener.port, self._listener.calls.refused
 
     def stalled(self) -> float:

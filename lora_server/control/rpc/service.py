@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from hmac import compare_digest
+from typing import Any
+
 import structlog
 from grpc_health.v1 import health_pb2
 
 from lora_server.access.identity import Identity
-from lora_server.control.adapters.registry import Record, record_of
-from lora_server.control.admission.admission import check_bounds
+from lora_server.control.adapters.records import Record, record_of
 from lora_server.control.controller import Controller
 from lora_server.control.reports.listing import adapter, invocation, page
 from lora_server.control.reports.status import status
 from lora_server.control.rpc.scope import Scopes
-from lora_server.errors import AdapterExistsError, PermissionDeniedError
+from lora_server.errors import AdapterExistsError, PermissionDeniedError, ProtocolError
 from lora_server.spec import PROJECTIONS
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire.proofs import lend
 
 MAX_WAIT_SECONDS = 600.0
 log = structlog.get_logger()
@@ -29,32 +33,34 @@ class AdaptersService:
         self._leases, self._allowed = controller.clients.leases, controller.allowed
 
     def Add(self, request: pb.AddAdapterRequest, who: Identity) -> pb.Adapter:
-        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        seconds = _wait_seconds(request)
         if who.is_operator:
-            return self._shown(self._adapters.add(request.name, request.uri, seconds).name, who)
-        self._allowed.within(who.tenant).check(request.uri)
+            return self._shown(self._adapters.rollout.add(request.name, request.uri, seconds).name, who)
+        allowed = self._allowed.within(who.tenant)
+        allowed.check(request.uri)
         if self._leases.serving(request.name, who.tenant) is not None:
             raise AdapterExistsError(
                 f"adapter {request.name!r}: an engine serves its base model under this name; take another name"
             )
-        with self._scopes.adding(who) as check_bytes:
-            record = self._adapters.add(self._scopes.of(who).own(request.name), request.uri, seconds)
-            check_bytes(record)
-        return self._shown(record.name, who)
+        scope = self._scopes.of(who)
+        self._scopes.gate.limits.check_rate(scope.tenant)
+        full = scope.own(request.name)
+        return self._shown(self._scopes.add(scope.tenant, full, request.uri, seconds, allowed).name, who)
 
     def List(self, request: pb.ListAdaptersRequest, who: Identity) -> pb.ListAdaptersReply:
         scope = self._scopes.of(who, request.on_behalf_of)
-        return scope.cut_page(page(self._adapters, request.page_token, request.page_size, scope.sees))
+        return scope.cut_page(page(self._adapters.listings, request.page_token, request.page_size, scope.sees))
 
     def Get(self, request: pb.GetAdapterRequest, who: Identity) -> pb.Adapter:
         scope = self._scopes.of(who, request.on_behalf_of)
         full = scope.find(request.name)
         with scope.asking([request.name], [full]):
-            reply = scope.cut(adapter(self._adapters.get(full, brings=not request.registered)))
-            for shard, ready, host, layers, remote in self._adapters.by_shard(full):
+            scope.bring(() if request.registered else [full])
+            reply = scope.cut(adapter(self._adapters.listings.get(full)))
+            for shard, ready, host, layers, remote in self._adapters.listings.by_shard(full):
                 reply.shards.add(shard=shard, ready=ready, host=host, layers=layers, remote=remote)
             if scope.owns(full):
-                for one in self._adapters.versions(full):
+                for one in self._adapters.listings.versions(full):
                     uri = record_of(one).uri if who.is_operator else ""
                     reply.versions.add(version=one.version, uri=uri, added=one.added, listed=one.listed)
         return reply
@@ -63,39 +69,39 @@ class AdaptersService:
         scope = self._scopes.of(who)
         full = scope.find_own(request.name)
         with scope.asking([request.name], [full]):
-            holders = self._adapters.remove(full, _drain_seconds(request))
+            holders = self._adapters.rollout.remove(full, _drain_seconds(request))
         self._scopes.forget(full, who)
         return pb.RemoveAdapterReply(holders=holders)
 
     def Update(self, request: pb.UpdateAdapterRequest, who: Identity) -> pb.Adapter:
-        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        seconds = _wait_seconds(request)
         scope = self._scopes.of(who)
         full = scope.find_own(request.name)
+        allowed = self._allowed if who.is_operator else self._allowed.within(who.tenant)
         with scope.asking([request.name], [full]):
-            if not who.is_operator:
-                self._allowed.within(who.tenant).check(request.uri)
-            with self._scopes.updating(who) as check:
-                self._adapters.update(full, request.uri, seconds, _drain_seconds(request), check)
+            allowed.check(request.uri)
+            with self._scopes.updating(who, full) as check:
+                self._adapters.rollout.update(full, request.uri, seconds, _drain_seconds(request), check, allowed)
         return self._shown(full, who)
 
     def Rollback(self, request: pb.RollbackAdapterRequest, who: Identity) -> pb.Adapter:
-        seconds = min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS)
+        seconds = _wait_seconds(request)
         scope = self._scopes.of(who)
         full = scope.find_own(request.name)
-        with scope.asking([request.name], [full]), self._scopes.updating(who) as check:
-            self._adapters.rollback(full, request.version, seconds, _drain_seconds(request), check)
+        with scope.asking([request.name], [full]), self._scopes.updating(who, full) as check:
+            self._adapters.rollout.rollback(full, request.version, seconds, _drain_seconds(request), check)
         return self._shown(full, who)
 
     def Pin(self, request: pb.PinAdapterRequest, who: Identity) -> pb.Adapter:
-        self._adapters.pin(request.name, min(request.wait_seconds or 60.0, MAX_WAIT_SECONDS))
+        self._adapters.rollout.pin(request.name, _wait_seconds(request))
         return self._shown(request.name, who)
 
     def Unpin(self, request: pb.UnpinAdapterRequest, who: Identity) -> pb.Adapter:
-        self._adapters.unpin(request.name)
+        self._adapters.rollout.unpin(request.name)
         return self._shown(request.name, who)
 
     def _shown(self, full: str, who: Identity) -> pb.Adapter:
-        return self._scopes.of(who).cut(adapter(self._adapters.get(full)))
+        return self._scopes.of(who).cut(adapter(self._adapters.listings.get(full)))
 
 
 class ClientsService:
@@ -115,7 +121,7 @@ class ClientsService:
         lease, live = self._clients.join(request.instance, request.served_names, who.tenant, who.token, weight, asked)
         self._scopes.check_still_good(lease)
         hidden = self._scopes.of(who).hidden(request.served_names)
-        agreement, adapters = self._controller.agreement, self._controller.adapters
+        agreement, catalog = self._controller.agreement, self._controller.adapters.catalog
         if hidden:
             log.error("an engine's base model hides adapters of its name", adapters=hidden, instance=request.instance)
         return pb.Lease(
@@ -131,28 +137,28 @@ class ClientsService:
             endpoints=[handle.registration.endpoint for handle in live.values()],
             server=self._controller.arrivals.run,
             hidden_adapters=hidden,
-            adapters=len(adapters) if who.is_operator else 0,
+            adapters=len(catalog.records()) if who.is_operator else 0,
             wire=agreement.wire,
             place=lease.place,
         )
 
     def World(self, request: pb.WorldRequest, who: Identity) -> pb.Place:
-        return self._clients.place_of(self._own(request.proof, who))
+        return self._clients.place_of(self._own(request, who))
 
     def Heartbeat(self, request: pb.HeartbeatRequest, who: Identity) -> pb.HeartbeatReply:
-        forgot = self._clients.heartbeat(self._own(request.proof, who), request.settled)
+        forgot = self._clients.heartbeat(self._own(request, who), request.settled)
         return pb.HeartbeatReply(forgot=forgot)
 
     def Leave(self, request: pb.LeaveRequest, who: Identity) -> pb.LeaveReply:
-        self._clients.leave(self._own(request.proof, who), request.unanswered)
+        self._clients.leave(self._own(request, who), request.unanswered)
         return pb.LeaveReply()
 
     def Acquire(self, request: pb.AcquireRequest, who: Identity) -> pb.AcquireReply:
-        proof, scope = self._own(request.proof, who), self._scopes.of(who, request.on_behalf_of)
-        check_bounds(request.names)
+        proof, scope = self._own(request, who), self._scopes.of(who, request.on_behalf_of)
         full = [scope.find(name) for name in request.names]
         check = scope.check_acquire(full)
         with scope.asking(request.names, full):
+            scope.bring(full)
             tenant = scope.tenant
             records, queued = self._clients.acquire(proof, full, request.ticket, tenant.name, tenant.weight, check)
         asked = dict(zip(full, request.names, strict=True))
@@ -162,35 +168,49 @@ class ClientsService:
         return reply
 
     def Await(self, request: pb.AwaitRequest, who: Identity) -> pb.AwaitReply:
-        waited = self._clients.wait_admitted(self._own(request.proof, who), request.tickets, request.seconds)
+        waited = self._clients.wait_admitted(self._own(request, who), request.tickets, request.seconds)
         return pb.AwaitReply(tickets=waited)
 
     def Cancel(self, request: pb.CancelRequest, who: Identity) -> pb.CancelReply:
-        self._clients.cancel(self._own(request.proof, who), request.tickets)
+        self._clients.cancel(self._own(request, who), request.tickets)
         return pb.CancelReply()
 
     def Release(self, request: pb.ReleaseRequest, who: Identity) -> pb.ReleaseReply:
-        self._clients.release(self._own(request.proof, who), request.handles)
+        self._clients.release(self._own(request, who), request.handles)
         return pb.ReleaseReply()
 
     def Prefetch(self, request: pb.PrefetchRequest, who: Identity) -> pb.PrefetchReply:
-        self._clients.prefetch(self._own(request.proof, who), {need.handle: need.in_us for need in request.needs})
+        self._clients.prefetch(self._own(request, who), {need.handle: need.in_us for need in request.needs})
         return pb.PrefetchReply()
 
     def Restore(self, request: pb.RestoreRequest, who: Identity) -> pb.RestoreReply:
-        proof = self._own(request.proof, who)
+        proof = self._own(request, who)
         self._clients.restore(proof, self._scopes.of(who).held_before(request.handles))
         return pb.RestoreReply()
 
     def Borrow(self, request: pb.BorrowRequest, who: Identity) -> pb.BorrowReply:
-        self._clients.borrow(self._own(request.proof, who), self._own(request.holder, who))
+        borrower, told, leases = self._own(request, who), request.holder, self._clients.leases
+        holder = leases.find(told.client, told.epoch)
+        lent = holder is not None and compare_digest(told.mac, lend(holder.key, borrower.client, borrower.epoch))
+        lender = Proof(told.client, told.epoch, holder.key if holder is not None and lent else b"")
+        self._scopes.of(who).check_lease(leases.proven(lender))
+        self._clients.borrow(borrower, lender)
         return pb.BorrowReply()
 
-    def _own(self, told: pb.Proof, who: Identity) -> Proof:
-        """Raises LeaseError for a lease that was made with another token."""
-        proof = Proof(told.client, told.epoch, told.key)
+    def _own(self, request: Any, who: Identity) -> Proof:
+        """The proof of the lease that signed it. Raises LeaseError for a lease that was made with another token."""
+        proof = self._clients.leases.proof_of(request)
         self._scopes.of(who).check_lease(self._clients.leases.proven(proof))
         return proof
+
+
+def _wait_seconds(
+    request: pb.AddAdapterRequest | pb.UpdateAdapterRequest | pb.RollbackAdapterRequest | pb.PinAdapterRequest,
+) -> float:
+    """How long a call may last. Raises ProtocolError for what is no finite number."""
+    if not math.isfinite(request.wait_seconds):
+        raise ProtocolError(f"wait_seconds: got {request.wait_seconds}, expected 0 to {MAX_WAIT_SECONDS:g}")
+    return min(max(0.0, request.wait_seconds) or 60.0, MAX_WAIT_SECONDS)
 
 
 def _drain_seconds(

@@ -2,14 +2,13 @@
 #pragma once
 #include "request.cuh"
 
-DEVICE uint64 response_slot(const Link& k, uint64 seq) {
-    return load(&k.response_slots) + seq % load(&k.depth) * load(&k.response_bytes);
-}
+// k, here and below: the poller's copy of a link, in shared memory.
+DEVICE uint64 response_slot(const Link& k, uint64 seq) { return k.response_slots + seq % k.depth * k.response_bytes; }
 
 // The header of an answer, of which `text` bytes or rows follow.
 DEVICE void fill_response(lora_response& r, int status, const Link& k, uint64 seq, uint64 payload) {
     r.magic = LORA_RESPONSE_MAGIC, r.version = LORA_SLOT_VERSION, r.status = status;
-    r.client = static_cast<uint32_t>(load(&k.client)), r.epoch = static_cast<uint32_t>(load(&k.epoch)), r.seq = seq;
+    r.client = static_cast<uint32_t>(k.client), r.epoch = static_cast<uint32_t>(k.epoch), r.seq = seq;
     r.slot = r.dtype = r.num_rows = r.width = 0;
     r.payload_bytes = payload, r.received_ns = r.started_ns = r.done_ns = 0;
 }
@@ -21,8 +20,8 @@ DEVICE void answer_refusal(const Link& k, uint64 seq, int refusal, lora_response
     while (text[length]) length++;
     if (lane == 0) fill_response(header, LORA_FAILED, k, seq, length);
     sync_warp();
-    const uint64 slot = response_slot(k, seq), signal = load(&k.response_signal), word = LORA_SIGNAL(load(&k.epoch), seq);
-    const int pe = static_cast<int>(load(&k.pe));
+    const uint64 slot = response_slot(k, seq), signal = k.response_signal, word = LORA_SIGNAL(k.epoch, seq);
+    const int pe = static_cast<int>(k.pe);
     unsigned char* to = writable(slot, pe);
     if (lane < static_cast<int>(sizeof(lora_response) / 8))
         store(reinterpret_cast<uint64*>(to) + lane, reinterpret_cast<const uint64*>(&header)[lane]);
@@ -72,7 +71,7 @@ DEVICE void send_answer(Serve& s, const Order& order, uint64 turn, int& flag) {
     if (blockIdx.x == 0) write_header(order);
     sync_block();
     if (threadIdx.x == 0) {
-        fence_system();
+        if (!far) fence_system();  // else the signal's release hands on what the arrivals have acquired
         const uint64 grid = gridDim.x, before = add_acq_rel(&s.sent, 1), target = (before / grid + 1) * grid;
         flag = far ? before + 1 == target : blockIdx.x == 0;
         while (!far && flag && load_acquire(&s.sent) < target)

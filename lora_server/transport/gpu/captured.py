@@ -3,9 +3,11 @@
     captured = Captured(link)
     site = captured.site(header, x, route, by_entry)   once, before the capture
     site.put()                                         behind what wrote x and the route; beside the engine's GEMM
-    site.wait(), site.add(y, column)                   behind the GEMM
+    site.add(y, column)                                behind the GEMM: waits for the answer, then adds
     captured.finish()                                  once per pass, by the host: raises what went wrong in it
     captured.take_over(newer)                          after joining anew: what was captured goes on with that link
+
+A site's step is in flight from its put to its last add; up to `depth` sites, each with a route of its own, may be.
 
 Steps without entries send nothing. After a failure the rest of the pass does nothing: its requests are void. A link
 is used like this or through Link, not both: here the GPU counts the steps.
@@ -14,6 +16,7 @@ is used like this or through Link, not both: here the GPU counts the steps.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +47,7 @@ class CapturedSite:
         memory = bytearray(slot.HEADER_BYTES)
         header.pack_into(memoryview(memory))
         self._header = torch.frombuffer(memory, dtype=torch.uint8).to(captured.link.device)
+        self._seq = torch.zeros(1, dtype=torch.int64, device=captured.link.device)  # of its step; 0: none was sent
         self._captured, self._x, self._route, self._by_entry = captured, x_TK, route, by_entry
         self._windows, self._dtype = header.windows, DTYPE_NAMES[x_TK.dtype]
         if header.dtype == slot.E4M3:
@@ -72,7 +76,7 @@ class CapturedSite:
         row_bytes, stride = 2 * x.shape[1], 2 * x.stride(0)
         halves = any(size % VECTOR_BYTES for size in (x.data_ptr(), row_bytes, stride))
         way = self._dtype if self._dtype.startswith("e4m3") else "halves" if halves else "vectors"
-        tensors = (link.state, self._header, x, route.counts, route.segments, rows, route.row_N)
+        tensors = (link.state, self._seq, self._header, x, route.counts, route.segments, rows, route.row_N)
         pointers = [tensor.data_ptr() for tensor in tensors]
         link.queue.follow_engine()
         if choice is not None:
@@ -86,8 +90,9 @@ class CapturedSite:
         )
 
     def wait(self) -> None:
-        """Until the answer is there, the budget is over, or the watchdog says so."""
-        self._captured.link.queue.launch("link_wait", self._captured.link.state.data_ptr())
+        """Until the answer is there, the budget is over, or the watchdog says so: where nothing is added."""
+        link = self._captured.link
+        link.queue.launch("link_wait", link.state.data_ptr(), self._seq.data_ptr())
 
     def add(self, y: torch.Tensor, window: int = 0, column: int = 0) -> None:
         """A window of the answer to columns [column, ..) of y: see `add_columns`."""
@@ -96,7 +101,7 @@ class CapturedSite:
         self.add_columns(y[:, column : column + end - begin], skip)
 
     def add_columns(self, y: torch.Tensor, skip: int) -> None:
-        """y += the answer's columns from `skip` on: a row per entry's pair, or per token, of the route.
+        """y += the answer's columns from `skip` on: a row per entry's pair, or per token, of the route; see `wait`.
 
         Behind what the engine has queued; what it queues next waits for it. Raises ProtocolError for columns that the
         kernel cannot add in pairs.
@@ -111,7 +116,7 @@ class CapturedSite:
         rows = route.token_M if self._by_entry else route.pair_N
         assert rows is not None
         numbers = (int(self._by_entry), y.data_ptr(), 2 * y.stride(0), width, 0, count, skip)
-        pointers = [tensor.data_ptr() for tensor in (link.state, route.counts, rows)]
+        pointers = [tensor.data_ptr() for tensor in (link.state, self._seq, route.counts, rows)]
         link.queue.follow_engine()
         link.queue.launch(f"link_add_{self._dtype}", *pointers, *numbers)
         link.queue.lead_engine()
@@ -139,7 +144,8 @@ class Captured:
 
     def finish(self) -> None:
         """After each pass, once it is done: raises the error that a shard answered with, or why the link is broken."""
-        status, seq = self._state()
+        state = self._state()
+        status, seq = LinkStatus(int(state["status"])), int(state["status_seq"])
         if status is LinkStatus.OK:
             return
         if status is not LinkStatus.FAILED:
@@ -150,17 +156,16 @@ class Captured:
 
     def pushed(self) -> int:
         """How many steps kernels have put on this link."""
-        return self._state()[1]
+        return int(self._state()["pushed"])
 
     def last(self) -> RequestHeader:
         """Of the newest of them, as it was put."""
         return self.link.sent(self.pushed())
 
-    def _state(self) -> tuple[LinkStatus, int]:
-        """And the newest step's seq."""
+    def _state(self) -> Any:
+        """The link's state block, as CLIENT."""
         link = self.link
-        state = np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
-        return LinkStatus(int(state["status"])), int(state["pushed"])
+        return np.frombuffer(link.gpu.read(link.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
 
 
 def _refusal(link: KernelLink, seq: int) -> LoraServerError:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import structlog
 import torch
 from typing_extensions import override
 
@@ -36,7 +38,40 @@ PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
 LINK = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
 ONE_BLOCK = ("route", "link_wait", "link_send")
-SERVE_OWN_BYTES = 4096  # of shared memory, at most, beside what the compute takes
+SERVE_OWN_BYTES = 8192  # of shared memory, at most, beside what the compute takes
+WRITE_SECONDS = 0.05  # for a word, while a kernel that serves runs
+MOST_STREAMS = 8  # to try, of CUDA's 32 connections
+log = structlog.get_logger()
+
+
+class Stream(Protocol):
+    """What `unblocked` asks of a CUDA stream."""
+
+    def query(self) -> bool:
+        """Whether all its work is done."""
+
+
+S = TypeVar("S", bound=Stream)
+
+
+def unblocked(stream: S, take: Callable[[], S], write: Callable[[S], None], seconds: float) -> S:
+    """Return the first stream, `stream` or one that `take` gives, on which a write ends within `seconds`.
+
+    A stream may share its connection with the kernel that serves, and then waits for its end. After MOST_STREAMS the
+    last one is returned: its writes are late, not lost.
+    """
+    for tried in range(1, MOST_STREAMS + 1):
+        write(stream)
+        deadline = time.monotonic() + seconds
+        while not (done := stream.query()) and time.monotonic() < deadline:
+            time.sleep(seconds / 100)
+        if done:
+            return stream
+        log.warning("a write waits for the kernel that serves", streams_tried=tried, waited_seconds=seconds)
+        if tried < MOST_STREAMS:
+            stream = take()
+    log.error("every write waits for the kernel that serves to be idle; expect slow joins", streams_tried=tried)
+    return stream
 
 
 class _Imported(Memory):
@@ -148,6 +183,7 @@ class CudaGpu(Gpu):
         self._lock = threading.Lock()
         self.streams = _Streams(device)
         self._writes = self.streams.take(urgent=False)
+        self._word = torch.zeros(1, dtype=torch.int64, device=device)
 
     @override
     def compile(self, source: str) -> None:
@@ -253,6 +289,17 @@ class CudaGpu(Gpu):
             for address, value in words.items():
                 call("cuStreamWriteValue64", self._writes.cuda_stream, address, value, 0)
             self._writes.synchronize()
+
+    @override
+    def try_writes(self) -> None:
+        address, take = self._word.data_ptr(), lambda: self.streams.take(urgent=False)
+        with self._lock, on_device(self.device):
+            self._writes = unblocked(
+                self._writes,
+                take,
+                lambda stream: call("cuStreamWriteValue64", stream.cuda_stream, address, 0, 0),
+                WRITE_SECONDS,
+            )
 
     @override
     def read(self, address: int, nbytes: int) -> bytes:

@@ -118,10 +118,10 @@ class DeviceDirectory:
         with self._lock:
             if index >= len(self._host) or self._host[index]["generation"].max() != generation:
                 return
-            self._host[index] = np.zeros(1, ENTRY)
+            self._host[index]["ready"] = self._host[index]["generation"] = 0
             self._write_words(index, range(self._layers))
             self._write(index)
-        self._retire(index)
+        self._retire(index)  # until then a step that found it ready reads the rest of its fields
         with self._lock:
             self._places.free(handle)
 

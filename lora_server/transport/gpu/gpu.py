@@ -128,5 +128,9 @@ class Gpu(ABC):
             self.write_word(address, value)
 
     @abstractmethod
+    def try_writes(self) -> None:
+        """Find out whether writes wait for the kernel that was just launched, and a way by which they do not."""
+
+    @abstractmethod
     def read(self, address: int, nbytes: int) -> bytes:
         """What lies there now."""

@@ -124,6 +124,8 @@ class ServeKernel:
         self._workspace = workspace
         for name in ("partial", "v", "delta", "groups", "arrivals"):
             self._host[0][name] = getattr(workspace, name).data_ptr()
+        self._other_partial = torch.empty_like(workspace.partial)
+        self._host[0]["other_partial"] = self._other_partial.data_ptr()
         self._host[0]["max_rank"] = workspace.max_rank
 
     # -- what it reads
@@ -251,6 +253,8 @@ class ServeKernel:
         self._beat, self._beaten = self.mailbox.beat, time.monotonic()
         wire = "e4m3_" if self._in_codes else ""
         self._queue.launch(f"serve_{wire}{DTYPE_NAMES[self._dtype]}", self._serve.data_ptr(), self._launches)
+        if self._launches == 1:
+            self.gpu.try_writes()
 
     @property
     def launches(self) -> int:

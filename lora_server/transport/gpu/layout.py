@@ -101,7 +101,7 @@ def _words(nbytes: int, *names: str) -> np.dtype[np.void]:
 CLIENT = _words(
     256,
     *("epoch", "client", "depth", "request_slots", "request_signal", "request_bytes", "response_slots"),
-    *("response_signal", "response_bytes", "pushed", "answered", "budget_ns", "arrived", "status", "abort", "pe"),
+    *("response_signal", "response_bytes", "pushed", "status_seq", "budget_ns", "arrived", "status", "abort", "pe"),
     *("live", "failed"),
 )
 LINK = _words(
@@ -160,6 +160,7 @@ _SERVE_WORDS = (
     "results",
     "followers",
     "numbers",
+    "other_partial",
 )
 SERVE = _struct(
     512,

@@ -1,6 +1,8 @@
-// A client's kernels, for CUDA graphs: put a step, wait for its answer, add its rows. Their arguments never change:
-// what does (seq, epoch, addresses, how long to wait) lies in the link's state block. A pass in which something failed
-// goes on without deltas: `put` sends nothing, `wait` returns, `add` adds nothing, until the host has seen why.
+// A client's kernels, for CUDA graphs: put a step; wait for its answer, and add its rows. Their arguments never change:
+// what does (seq, epoch, addresses, how long to wait) lies in the link's state block. `put` says in a word of its step's
+// which seq it sent, or 0, and by that word the step's answer is awaited: several steps may be in flight. A pass in
+// which something failed goes on without deltas: `put` sends nothing, `add` adds nothing, until the host has seen why;
+// answers to what was sent are awaited still, so that their slots are free for the next pass.
 #include "rows.cuh"
 #include "system.cuh"
 #include "client.cuh"
@@ -8,6 +10,7 @@
 
 struct Put {
     Client* link;
+    uint64* sent;                // its seq goes here, or 0 if nothing is sent
     const lora_request* header;  // all of it that does not change from step to step
     const unsigned char* x;      // activations: rows of row_bytes, stride apart
     const int* counts;           // segments, entries, tokens, tokens with an entry: see route.cu
@@ -21,7 +24,7 @@ struct Put {
 
 struct LinkMemory {
     alignas(16) lora_request header;
-    int last;
+    int flag;
 };
 
 DEVICE uint64 whole(uint64 offset, uint64 to) { return (offset + to - 1) / to * to; }
@@ -38,29 +41,34 @@ DEVICE void fill_header(lora_request& h, const Put& p, const Client& k, uint64 s
 
 constexpr uint64 A_VOID_BLOCK = 1ull << 32;
 
-// The last block says so, or puts all and says so; no block begins the next step before that. Nothing is said where a
-// block found its pass void, which another link's kernel may say while these read it.
-DEVICE void signal(Client& k, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 seq, bool is_void) {
+// Once all blocks have stored their part one of them says so: the last, or beyond a network block 0, which puts it all,
+// since puts of two blocks are not ordered, and this step's comes before the next one's. Nothing is said where a block
+// found its pass void, which another link's kernel may say while these read it.
+DEVICE void signal(Client& k, uint64* sent, LinkMemory& m, uint64 slot, uint64 nbytes, uint64 seq, bool is_void) {
     const int pe = static_cast<int>(load(&k.pe));
     const uint64 signal = load(&k.request_signal), word = LORA_SIGNAL(load(&k.epoch), seq);
     uint64* const far = reinterpret_cast<uint64*>(mapped(signal, pe));
     sync_block();
     if (threadIdx.x == 0) {
-        fence_system();
-        const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_acq_rel(&k.arrived, one) + one;
-        if (arrived % A_VOID_BLOCK == gridDim.x) store(&k.arrived, 0ull);
-        m.last = arrived == gridDim.x;
-        if (m.last) store(&k.pushed, seq);
-        if (m.last && far) store_release_system(far, word);
+        if (!far) fence_system();  // else the signal's release hands on what the arrivals have acquired
+        const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1;
+        uint64 arrived = add_acq_rel(&k.arrived, one) + one;
+        while (!far && blockIdx.x == 0 && arrived % A_VOID_BLOCK < gridDim.x) arrived = load_acquire(&k.arrived);
+        const bool ends = far ? arrived % A_VOID_BLOCK == gridDim.x : blockIdx.x == 0;
+        m.flag = ends && arrived < A_VOID_BLOCK;
+        if (ends) store(&k.arrived, 0ull), store(sent, m.flag ? seq : 0);
+        if (m.flag) store(&k.pushed, seq);
+        if (m.flag && far) store_release_system(far, word);
     }
     sync_block();
-    if (m.last && !far) put_block(slot, nbytes, signal, word, pe);
+    if (m.flag && !far) put_block(slot, nbytes, signal, word, pe);
 }
 
-// Whether its pass goes on without deltas from this step on: one that failed on another link is still sent on this one.
+// Whether its pass goes on without deltas from this step on: what had been sent on a link when a step on it failed is
+// sent on the others of its stage, too.
 DEVICE bool is_void(uint64 status, uint64 failed, uint64 seq) {
-    const uint64 first = failed ? load_l2(reinterpret_cast<const uint64*>(failed)) : 0;
-    return status || (first && seq > first);
+    const uint64 newest = failed ? load_acquire(reinterpret_cast<const uint64*>(failed)) : 0;
+    return status || (newest && seq > newest);
 }
 
 // The same for a whole block, of which one thread looks: another link's kernel may write the word meanwhile.
@@ -79,9 +87,12 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     const uint64 status = load_l2(&k.status), seq = load_l2(&k.pushed) + 1, live = load(&k.live), failed = load(&k.failed);
     const uint64 slots = load(&k.request_slots), depth = load(&k.depth), slot_bytes = load(&k.request_bytes), pe = load(&k.pe);
     all_begun();
-    if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0) return;
-    if (is_void(status, failed, seq, m.last)) {
-        signal(k, m, 0, 0, seq, true);
+    if ((live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0) {
+        if (thread == 0) store(p.sent, 0ull);
+        return;
+    }
+    if (is_void(status, failed, seq, m.flag)) {
+        signal(k, p.sent, m, 0, 0, seq, true);
         return;
     }
     const uint64 place = slots + seq % depth * slot_bytes;
@@ -106,16 +117,16 @@ template <class Way> DEVICE void put(const Put& p, LinkMemory& m) {
     copy_units<int>(slot + map_at, p.map, entries, from(5), threads);
     if (p.weights) copy_units<float>(slot + weights_at, p.weights, entries, from(6), threads);
     Way::copy(slot + rows_at, reinterpret_cast<float*>(slot + scales_at), p.x, p.rows, num_rows, p.row_bytes, p.stride);
-    signal(k, m, place, nbytes, seq, false);
+    signal(k, p.sent, m, place, nbytes, seq, false);
 }
 
 #define PUT(NAME, Way)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
-        NAME(Client* link, const lora_request* header, const unsigned char* x, const int* counts,                    \
+        NAME(Client* link, uint64* sent, const lora_request* header, const unsigned char* x, const int* counts,      \
              const uint4* segments, const int* rows, const int* map, const float* weights, int64 row_bytes,          \
              int64 stride) {                                                                                         \
         SHARED_MEMORY(shared);                                                                                       \
-        put<Way>({link, header, x, counts, segments, rows, map, weights, static_cast<int>(row_bytes), stride},       \
+        put<Way>({link, sent, header, x, counts, segments, rows, map, weights, static_cast<int>(row_bytes), stride},       \
                   *reinterpret_cast<LinkMemory*>(shared));                                                           \
     }
 
@@ -147,37 +158,43 @@ DEVICE int status_of_answer(const Client& k, uint64 seq) {
     return first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED;
 }
 
-DEVICE void end_wait(Client& k, uint64 seq, int status) {
-    store(&k.status, static_cast<uint64>(status));
+// Why the pass is void from here on; of several blocks that say so the last is heard.
+DEVICE void make_void(Client& k, uint64 seq, int status) {
+    store_release(&k.status_seq, seq);
+    store_release(&k.status, static_cast<uint64>(status));
     uint64* const failed = reinterpret_cast<uint64*>(load(&k.failed));
-    if (failed && status != LINK_OK) store(failed, seq);
+    if (failed) store_release(failed, load_l2(&k.pushed));
 }
 
-// One warp, of which one thread has work: a shard on the same GPU needs the rest of it.
-extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link) {
-    Client& k = *link;
-    const uint64 seq = load_l2(&k.pushed), answered = load_l2(&k.answered), status = load_l2(&k.status), epoch = load(&k.epoch);
-    const uint64* signal = reinterpret_cast<const uint64*>(load(&k.response_signal));
-    all_begun();
-    if (threadIdx.x != 0 || seq == answered || status) return;
-    const uint64 began = now_ns(), budget = load(&k.budget_ns);
+// One thread's wait: LINK_OK where the answer to `seq` is there, and its rows are to be added. Of a link that is broken
+// nothing comes any more.
+DEVICE int wait_for(Client& k, uint64 seq) {
+    const uint64 epoch = load(&k.epoch), began = now_ns(), budget = load(&k.budget_ns);
+    const int status = static_cast<int>(load_acquire(&k.status));
+    const uint64* const signal = reinterpret_cast<const uint64*>(load(&k.response_signal));
     const uint64* const abort = reinterpret_cast<const uint64*>(load(&k.abort));
-    for (unsigned looks = 1;; looks++) {
+    if (status != LINK_OK && status != LINK_FAILED) return status;
+    int result = LINK_OK;
+    for (unsigned looks = 1; result == LINK_OK; looks++) {
         const uint64 word = load_acquire_system(signal);
         if (LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && LORA_SIGNAL_SEQ(word) >= seq) {
             confirm(signal, word);
+            result = status_of_answer(k, seq);
             break;
         }
         pause(20);
         if (looks % RARELY) continue;
-        const bool aborted = load_system(abort), late = now_ns() - began > budget;
-        if (aborted || late) {
-            end_wait(k, seq, aborted ? LINK_ABORTED : LINK_TIMEOUT);
-            return;
-        }
+        if (load_system(abort)) result = LINK_ABORTED;
+        else if (now_ns() - began > budget) result = LINK_TIMEOUT;
     }
-    end_wait(k, seq, status_of_answer(k, seq));
-    store(&k.answered, seq);
+    if (result != LINK_OK && (status == LINK_OK || result != LINK_FAILED)) make_void(k, seq, result);
+    return status == LINK_OK ? result : status;
+}
+
+// One warp, of which one thread has work: a shard on the same GPU needs the rest of it.
+extern "C" __global__ void __launch_bounds__(THREADS) link_wait(Client* link, const uint64* sent) {
+    const uint64 seq = load_l2(sent);
+    if (threadIdx.x == 0 && seq) wait_for(*link, seq);
 }
 
 template <class T> DEVICE unsigned sum_of_two(unsigned a, unsigned b) {
@@ -249,25 +266,29 @@ template <class T> struct Codes {
     }
 };
 
-// An even number of columns from an even one on.
-template <class Answer> DEVICE void add(Client& k, const int* counts, bool by_token, Sums s) {
-    const uint64 status = load_l2(&k.status), answered = load_l2(&k.answered), failed = load(&k.failed);
+// Behind its wait, which is each block's own. An even number of columns from an even one on.
+template <class Answer> DEVICE void add(Client& k, const uint64* sent, const int* counts, bool by_token, Sums s, int& flag) {
+    const uint64 seq = load_l2(sent), failed = load(&k.failed);
     const int entries = load_l2(counts + 1), tokens = load_l2(counts + 3);
     const uint64 slots = load(&k.response_slots), depth = load(&k.depth), slot_bytes = load(&k.response_bytes);
     all_begun();
-    if (is_void(status, failed, ~0ull) || entries == 0) return;
+    if (seq == 0) return;
+    if (threadIdx.x == 0) flag = wait_for(k, seq) != LINK_OK || is_void(LINK_OK, failed, ~0ull);
+    sync_block();
+    if (flag || entries == 0) return;
     s.num_rows = by_token ? tokens : entries;
-    const uint64 slot = slots + answered % depth * slot_bytes;
-    Answer::add(s, reinterpret_cast<const unsigned char*>(slot));
+    Answer::add(s, reinterpret_cast<const unsigned char*>(slots + seq % depth * slot_bytes));
 }
 
 // width: columns of the answer, all windows side by side; the one here is `count` from `skip` on, and `column` of y.
 #define ADD(NAME, T, Answer)                                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                            \
-        NAME(Client* link, const int* counts, const int* rows, int64 by_token, unsigned char* y, int64 stride,       \
-             int64 width, int64 column, int64 count, int64 skip) {                                                   \
-        add<Answer<T>>(*link, counts, by_token,                                                                      \
-                       {y + 2 * column, rows, 0, static_cast<int>(count), static_cast<int>(width), static_cast<int>(skip), stride}); \
+        NAME(Client* link, const uint64* sent, const int* counts, const int* rows, int64 by_token, unsigned char* y, \
+             int64 stride, int64 width, int64 column, int64 count, int64 skip) {                                     \
+        SHARED_MEMORY(shared);                                                                                       \
+        add<Answer<T>>(*link, sent, counts, by_token,                                                                \
+                       {y + 2 * column, rows, 0, static_cast<int>(count), static_cast<int>(width), static_cast<int>(skip), stride}, \
+                       reinterpret_cast<LinkMemory*>(shared)->flag);                                                 \
     }
 
 ADD(link_add_bfloat16, Bf16, Halves)

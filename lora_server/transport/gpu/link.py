@@ -33,6 +33,8 @@ from lora_server.wire.slot import RequestHeader
 
 ANSWER_BYTES = 2 * slot.HEADER_BYTES  # the header, and the text of a refusal
 LATE_SECONDS = 1.0  # behind its budget, for the kernel that waits to end
+assert CLIENT.fields is not None
+_PUSHED_AT = CLIENT.fields["pushed"][1]
 SPIN_SECONDS, LOOK_SECONDS = 100e-6, 20e-6
 
 
@@ -98,6 +100,11 @@ class KernelLink(DeviceSteps):
         """In leader mode, before anything is captured: words of each pass, int32 and int64 [1]; see client.cuh."""
         self._led = {"live": live.data_ptr(), "failed": failed.data_ptr()}
         self.tell(self._led)
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight."""
+        return self._sizes.depth
 
     @property
     @override
@@ -170,7 +177,7 @@ class KernelLink(DeviceSteps):
         self._abort[0] = 0
         self.tell({"pushed": seq, "budget_ns": budget_ns, "status": LinkStatus.OK})
         queue, sizes = self.queue, self._sizes
-        queue.launch("link_wait", self.state.data_ptr())
+        queue.launch("link_wait", self.state.data_ptr(), self.state.data_ptr() + _PUSHED_AT)
         queue.fetch(self._home[: CLIENT.itemsize], self.state.data_ptr())
         queue.fetch(self.region.request(seq)[: slot.HEADER_BYTES], self._requests.address + sizes.request_at(seq))
         queue.fetch(self.region.response(seq)[:ANSWER_BYTES], self.response_address(seq))

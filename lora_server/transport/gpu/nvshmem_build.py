@@ -10,9 +10,10 @@ import hashlib
 import importlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 STANDARD = "-std=c++17"
 STATE = b"nvshmemi_device_state_d"  # what NVSHMEM's host library initialises in a module
@@ -23,6 +24,14 @@ BEFORE = """#include <cuda/std/cstdint>
 namespace std { using namespace ::cuda::std; }
 """
 SIGNED = {8: "signed char", 16: "short", 32: "int", 64: "long"}
+
+
+class Compiled(NamedTuple):
+    """What NVRTC made of a source, and what it said."""
+
+    code: bytes
+    said: str
+    ptx: str
 
 
 class BuildError(Exception):
@@ -97,27 +106,34 @@ def missing() -> str:
     return ""
 
 
-def compiled(source: str, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """NVRTC: relocatable machine code for `arch` (sm_90a), and what the compiler said. Raises BuildError."""
+def compiled(source: str, arch: str, options: Sequence[str] = ()) -> Compiled:
+    """Relocatable machine code for `arch` (sm_90a). Raises BuildError."""
+    given = ["-rdc=true", "-default-device", *options, *(f"-I{folder}" for folder in includes())]
+    return compiled_alone(BEFORE + source, arch, given, {"cuda/std/cstdint": cstdint()})
+
+
+def compiled_alone(
+    source: str, arch: str, options: Sequence[str] = (), headers: Mapping[str, str] = MappingProxyType({})
+) -> Compiled:
+    """NVRTC, without NVSHMEM: machine code for `arch`. Raises BuildError with the compiler's words."""
     from cuda.bindings import nvrtc
 
-    given = [STANDARD, "-rdc=true", "-default-device", f"-arch={arch}", *options]
-    given += [f"-I{folder}" for folder in includes()]
-    text, headers, names = (BEFORE + source).encode(), [cstdint().encode()], [b"cuda/std/cstdint"]
-    error, program = nvrtc.nvrtcCreateProgram(text, b"nvshmem.cu", 1, headers, names)
+    def read(what: str) -> bytes:
+        error, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+        _succeeded(nvrtc, error)
+        data = b" " * int(size)
+        _succeeded(nvrtc, *getattr(nvrtc, f"nvrtcGet{what}")(program, data))
+        return data
+
+    given = [STANDARD, f"-arch={arch}", *options]
+    texts, names = [text.encode() for text in headers.values()], [name.encode() for name in headers]
+    error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(names), texts, names)
     _succeeded(nvrtc, error)
     (error,) = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
-    _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
-    nvrtc.nvrtcGetProgramLog(program, log)
-    said = log.decode(errors="replace")
+    said = read("ProgramLog").decode(errors="replace")
     if int(error):
         raise BuildError(said[:2000])
-    error, size = nvrtc.nvrtcGetCUBINSize(program)
-    _succeeded(nvrtc, error)
-    code = b" " * size
-    _succeeded(nvrtc, *nvrtc.nvrtcGetCUBIN(program, code))
-    return bytes(code), said
+    return Compiled(read("CUBIN"), said, read("PTX").decode())
 
 
 def _succeeded(nvrtc: Any, error: Any) -> None:
@@ -147,7 +163,7 @@ def linked(code: bytes, arch: str) -> bytes:
 
 def build(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
     """A module for `arch`. Raises BuildError, FileNotFoundError."""
-    return linked(compiled(source, arch, options)[0], arch)
+    return linked(compiled(source, arch, options).code, arch)
 
 
 def cached(source: str, arch: str, options: Sequence[str], folder: Path) -> Path:

@@ -12,7 +12,8 @@ DEVICE unsigned char* mapped(uint64 address, int pe) {
     if (pe == HERE) return reinterpret_cast<unsigned char*>(address);
     return static_cast<unsigned char*>(nvshmem_ptr(reinterpret_cast<void*>(address), pe));
 }
-// A signal came: what was put before it is visible from here on, also where a network brought both.
+// A signal came: what was put before it is visible from here on, also where a network brought both. NVSHMEM's manual,
+// Point-To-Point Synchronization: its test and wait functions, not loads, observe remote updates in the initiator's order.
 DEVICE void confirm(const uint64* signal, uint64 word) {
     nvshmem_uint64_test(reinterpret_cast<uint64_t*>(const_cast<uint64*>(signal)), NVSHMEM_CMP_GE, word);
 }

@@ -84,6 +84,7 @@ struct alignas(128) Serve {
     void* results;  // [max_entries, widest] 16-bit, before they become codes; null where rows travel as they are
     const uint64* followers;  // [LANES]: a leader's, where each has its table; 0: nobody
     uint64 numbers;  // a follower's table; 0 while it has no leader
+    float* other_partial;  // of every second turn: some blocks may read one turn's while others write the next one's
     int max_entries, max_rank, table_bytes, dtype;  // dtype: of rows that travel
     int num_handles, num_layers, num_projections, tells_all;  // tells_all: notes of every decision, for tests
     int num_links;  // there is room for: 32, 64 ... MAX_LINKS

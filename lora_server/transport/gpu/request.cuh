@@ -59,16 +59,20 @@ DEVICE int check_header(const lora_request& h, uint64 client, uint64 epoch, uint
 // Whether rows travel as codes, or as they are, is the server's to say.
 DEVICE bool is_of_wire(const Serve& s, const lora_request& h) { return (h.dtype == LORA_E4M3) == (s.dtype == LORA_E4M3); }
 
-DEVICE int check_counts(const Serve& s, const lora_request& h, uint64 slot_bytes) {
-    if (h.layer >= static_cast<unsigned>(s.num_layers) || h.projection >= static_cast<unsigned>(s.num_projections) ||
-        h.dtype > LORA_E4M3)
-        return BAD_SITE;
+DEVICE bool has_site(const Serve& s, const lora_request& h) {
+    return h.layer < static_cast<unsigned>(s.num_layers) && h.projection < static_cast<unsigned>(s.num_projections);
+}
+// The step's site, which the model has.
+DEVICE Site site_of(const Serve& s, const lora_request& h) { return load(s.sites + h.layer * s.num_projections + h.projection); }
+
+// site: the step's, if the model has it.
+DEVICE int check_counts(const Serve& s, const lora_request& h, const Site& site, uint64 slot_bytes) {
+    if (!has_site(s, h) || h.dtype > LORA_E4M3) return BAD_SITE;
     if (!is_of_wire(s, h)) return BAD_WIRE;
     const unsigned most = s.max_entries;
     if (h.num_entries > most || h.num_rows > most || h.num_out_rows > most) return BAD_COUNTS;
     if (h.num_segments > h.num_entries || (h.num_entries && !h.num_segments)) return BAD_COUNTS;
     if (h.flags & LORA_HAS_OUT_MAP && h.num_entries > MOST_COMBINED) return BAD_COUNTS;
-    const Site site = load(s.sites + h.layer * s.num_projections + h.projection);
     if (!(h.in_begin < h.in_end && h.in_end <= static_cast<unsigned>(site.in_width))) return BAD_WINDOWS;
     unsigned previous = 0;
     for (unsigned w = 0; w < h.num_windows; w++) {
@@ -83,7 +87,18 @@ DEVICE int check_counts(const Serve& s, const lora_request& h, uint64 slot_bytes
     return NOTHING_WRONG;
 }
 
-DEVICE const unsigned char* segment_at(const unsigned char* tables, unsigned i) { return tables + LORA_HEADER_BYTES + 16ull * i; }
+// A step's header, segments and maps, as they were copied: all of them in global memory, and the first of them here, in
+// shared memory, where a look costs no trip.
+constexpr int NEAR_BYTES = 4096;
+struct Tables {
+    const uint4* near;
+    unsigned char* far;
+    template <class V> DEVICE V at(uint64 offset) const {
+        if (offset + sizeof(V) > NEAR_BYTES) return load_l2(reinterpret_cast<const V*>(far + offset));
+        return *reinterpret_cast<const V*>(reinterpret_cast<const unsigned char*>(near) + offset);
+    }
+    template <class V> DEVICE V segment(unsigned i, unsigned from = 0) const { return at<V>(LORA_HEADER_BYTES + 16ull * i + from); }
+};
 
 // Of a lane's segments, those whose loads are under way together: an answer is hundreds of cycles away, and what is looked
 // at one by one costs that one by one. Loops over segments are the whole warp's: segment first + i * LANES is this lane's.
@@ -100,14 +115,14 @@ DEVICE unsigned place_of(unsigned first, unsigned i, unsigned num) {
     return first + i * LANES < num ? first + i * LANES : num - 1;
 }
 // V: uint4, or uint2 for handle and expert, or unsigned for the handle alone.
-template <class V> DEVICE void load_segments(V (&some)[LOOKUPS], const unsigned char* tables, unsigned first, unsigned num) {
+template <class V> DEVICE void load_segments(V (&some)[LOOKUPS], const Tables& tables, unsigned first, unsigned num) {
 #pragma unroll
-    for (unsigned i = 0; i < LOOKUPS; i++) some[i] = load_l2(reinterpret_cast<const V*>(segment_at(tables, place_of(first, i, num))));
+    for (unsigned i = 0; i < LOOKUPS; i++) some[i] = tables.segment<V>(place_of(first, i, num));
 }
 
 // handle, expert, first, entries of each follow each other; the whole warp calls it.
-DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
-    const unsigned experts = load(s.sites + h.layer * s.num_projections + h.projection).experts, num = h.num_segments;
+DEVICE int check_segments(const lora_request& h, unsigned experts, const Tables& tables, int lane) {
+    const unsigned num = h.num_segments;
     bool wrong = num == 0 && h.num_entries != 0;
 #pragma unroll 1
     for (unsigned first = lane; first - lane < num; first += LOOKED_UP) {
@@ -117,7 +132,7 @@ DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned 
 #pragma unroll
         for (unsigned i = 0; i < LOOKUPS; i++) {
             const unsigned at = place_of(first, i, num);
-            before[i] = load_l2(reinterpret_cast<const uint2*>(segment_at(tables, at ? at - 1 : 0)) + 1);
+            before[i] = tables.segment<uint2>(at ? at - 1 : 0, 8);
         }
         all_begun();
 #pragma unroll
@@ -132,7 +147,7 @@ DEVICE int check_segments(const Serve& s, const lora_request& h, const unsigned 
 }
 
 // Whether a value of a table is not as it must be; sixteen bytes at a time, behind which there is room up to the next.
-template <class IsWrong> DEVICE bool any_wrong(const unsigned char* table, unsigned count, int lane, IsWrong is_wrong) {
+template <class IsWrong> DEVICE bool any_wrong(const Tables& tables, uint64 table, unsigned count, int lane, IsWrong is_wrong) {
     constexpr unsigned AT_ONCE = 2, VALUES = 4 * LANES;
     bool wrong = false;
 #pragma unroll 1
@@ -141,7 +156,7 @@ template <class IsWrong> DEVICE bool any_wrong(const unsigned char* table, unsig
 #pragma unroll
         for (unsigned i = 0; i < AT_ONCE; i++) {
             const unsigned at = first + VALUES * i + 4 * lane;
-            some[i] = load_l2(reinterpret_cast<const uint4*>(table + 4ull * (at < count ? at : first)));
+            some[i] = tables.at<uint4>(table + 4ull * (at < count ? at : first));
         }
         all_begun();
 #pragma unroll
@@ -154,25 +169,25 @@ template <class IsWrong> DEVICE bool any_wrong(const unsigned char* table, unsig
     return votes(wrong);
 }
 
-DEVICE int check_map(const unsigned char* map, unsigned entries, unsigned rows, int lane) {
-    return any_wrong(map, entries, lane, [=](unsigned row) { return row >= rows; }) ? BAD_MAP : NOTHING_WRONG;
+DEVICE int check_map(const Tables& tables, uint64 map, unsigned entries, unsigned rows, int lane) {
+    return any_wrong(tables, map, entries, lane, [=](unsigned row) { return row >= rows; }) ? BAD_MAP : NOTHING_WRONG;
 }
 
 // A scale is finite, and from 0 on.
-DEVICE int check_scales(const unsigned char* scales, unsigned num_rows, int lane) {
+DEVICE int check_scales(const Tables& tables, uint64 scales, unsigned num_rows, int lane) {
     const auto is_wrong = [](unsigned bits) {
         const float scale = __uint_as_float(bits);
         return !(scale >= 0.0f && scale <= LARGEST_FLOAT);  // neither is true of a NaN
     };
-    return any_wrong(scales, num_rows, lane, is_wrong) ? BAD_SCALE : NOTHING_WRONG;
+    return any_wrong(tables, scales, num_rows, lane, is_wrong) ? BAD_SCALE : NOTHING_WRONG;
 }
 
-DEVICE int check_tables(const Serve& s, const lora_request& h, const unsigned char* tables, int lane) {
+DEVICE int check_tables(const lora_request& h, const Site& site, const Tables& tables, int lane) {
     const RequestParts at(h, element_bytes(h));
-    int why = check_segments(s, h, tables, lane);
-    if (!why && h.flags & LORA_HAS_IN_MAP) why = check_map(tables + at.in_map, h.num_entries, h.num_rows, lane);
-    if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables + at.out_map, h.num_entries, h.num_out_rows, lane);
-    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables + at.scales, h.num_rows, lane);
+    int why = check_segments(h, site.experts, tables, lane);
+    if (!why && h.flags & LORA_HAS_IN_MAP) why = check_map(tables, at.in_map, h.num_entries, h.num_rows, lane);
+    if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables, at.out_map, h.num_entries, h.num_out_rows, lane);
+    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables, at.scales, h.num_rows, lane);
     return why;
 }
 
@@ -197,6 +212,7 @@ struct SiteEntries {
 
 // What keeps a step from being ordered.
 struct Lacks {
+    bool unknown = false;  // it names what is not here: `translate` refuses it
     bool foreign = false;  // its client does not hold what it names
     bool weights = false;  // they are not here yet: those of `handle`, the first of this lane's
     unsigned handle = 0;
@@ -205,9 +221,8 @@ struct Lacks {
 // A link's client may name a handle whose generation is in the link's word: that of the one that the client, or who lends
 // to it, holds at that index. The host alone writes these words, and clears a link's before it connects another to it.
 // What is read late is refused or served a moment later; it never is another's, whose generation is not this one.
-// Each word is the newest, or an adapter that went would be waited for. Nothing is acquired: who finds READY here goes on,
-// to be looked up by `translate`, which refuses what nobody knows.
-DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsigned char* tables, int lane) {
+// Each word is the newest, or an adapter that went would be waited for. Nothing is acquired: that is `translate`'s.
+DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const Tables& tables, int lane) {
     const SiteEntries entries(s, h);
     const unsigned* const held = s.held ? s.held + static_cast<int64>(link) * s.num_handles : nullptr;
     const unsigned num = h.num_segments;
@@ -229,6 +244,7 @@ DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsi
         for (unsigned i = 0; i < LOOKUPS; i++) {
             const unsigned handle = handles[i];
             const bool known = entries.is_known(handle, generation[i]);
+            lacks.unknown |= !known;
             lacks.foreign |= known && its[i] != generation_of(handle);
             if (!lacks.weights && known && ready[i] != generation[i]) lacks.weights = true, lacks.handle = handle;
         }
@@ -236,9 +252,23 @@ DEVICE Lacks look_up(const Serve& s, int link, const lora_request& h, const unsi
     return lacks;
 }
 
+// Whether the weights of all of them are here; the whole warp calls it.
+DEVICE bool are_ready(const SiteEntries& entries, const uint2 (&some)[LOOKUPS]) {
+    uint64 ready[LOOKUPS];
+    bool unknown = false;
+#pragma unroll
+    for (unsigned i = 0; i < LOOKUPS; i++) ready[i] = load_system(&entries.entry(some[i].x)->ready);
+    all_begun();
+#pragma unroll
+    for (unsigned i = 0; i < LOOKUPS; i++) unknown |= !entries.is_known(some[i].x, ready[i]);
+    return !votes(unknown);
+}
+
 // Segments of (handle, expert) become those of (block, tile), in place, for a turn. The whole warp calls it.
 // Whoever finds READY finds behind the fence the pages too, and the entry's fields as they belong to this generation.
-DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* tables, uint64 turn, int lane) {
+// all_ready: `look_up` has found so since the mailbox was looked at: what has gone since then stays until its host hears
+// which turn is the newest (RETIRE), and that turn is done.
+DEVICE int translate(const Serve& s, const lora_request& h, const Tables& tables, uint64 turn, bool all_ready, int lane) {
     const SiteEntries entries(s, h);
     const auto* const list = reinterpret_cast<const uint2*>(s.places);
     uint64* const used = s.used;
@@ -247,19 +277,13 @@ DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* table
 #pragma unroll 1
     for (unsigned first = lane; first - lane < num; first += LOOKED_UP) {
         uint2 some[LOOKUPS];  // handle, expert
-        uint64 ready[LOOKUPS];
         unsigned row[LOOKUPS];
         uint4 its[LOOKUPS];  // first tile, tiles each, experts' range
         load_segments(some, tables, first, num);
         all_begun();
-#pragma unroll
-        for (unsigned i = 0; i < LOOKUPS; i++) ready[i] = load_system(&entries.entry(some[i].x)->ready);
-        all_begun();
-        bool unknown = false, uneven = false;
-#pragma unroll
-        for (unsigned i = 0; i < LOOKUPS; i++) unknown |= !entries.is_known(some[i].x, ready[i]);
-        if (votes(unknown)) return UNKNOWN_ADAPTER;
-        fence_system();
+        if (!all_ready && !are_ready(entries, some)) return UNKNOWN_ADAPTER;
+        if (first == static_cast<unsigned>(lane) || !all_ready) fence_system();
+        bool uneven = false;
 #pragma unroll
         for (unsigned i = 0; i < LOOKUPS; i++) {
             const Entry* const entry = entries.entry(some[i].x);
@@ -287,7 +311,7 @@ DEVICE int translate(const Serve& s, const lora_request& h, unsigned char* table
 #pragma unroll
         for (unsigned i = 0; i < LOOKUPS; i++) {
             if (first + i * LANES >= num) break;
-            store(reinterpret_cast<uint2*>(tables + LORA_HEADER_BYTES) + 2 * (first + i * LANES), uint2{row[i], its[i].x});
+            store(reinterpret_cast<uint2*>(tables.far + LORA_HEADER_BYTES) + 2 * (first + i * LANES), uint2{row[i], its[i].x});
             if (used) store(used + index_of(some[i].x), turn);
         }
     }

@@ -26,11 +26,11 @@ DEVICE bool wait_for_turn(Serve& s, uint64 turn, uint64 launch) {
     }
 }
 
-DEVICE Args arguments_of(const Serve& s, const Order& o, const Order* where) {
+DEVICE Args arguments_of(const Serve& s, const Order& o, const Order* where, uint64 turn) {
     void* const out = o.scales ? s.results : reinterpret_cast<void*>(o.out);
     return {reinterpret_cast<const void*>(o.rows), reinterpret_cast<const int*>(o.in_map), reinterpret_cast<const int*>(o.out_map),
             reinterpret_cast<const float*>(o.weights), reinterpret_cast<const Segment*>(o.segments), s.blocks,
-            &where->num_segments, out, s.partial, s.v, s.delta, s.groups, s.arrivals,
+            &where->num_segments, out, turn % 2 ? s.other_partial : s.partial, s.v, s.delta, s.groups, s.arrivals,
             s.max_entries, s.max_rank, o.row_width, o.in_begin, o.in_width, o.out_width, o.num_windows,
             o.begin0, o.end0, o.begin1, o.end1, o.begin2, o.end2,
             reinterpret_cast<const float*>(o.scales)};
@@ -49,7 +49,7 @@ template <class T, class Row> DEVICE void work(Serve& s, ServeMemory& m, uint64 
             reinterpret_cast<uint4*>(&m.order)[thread] = load_l2(reinterpret_cast<const uint4*>(order) + thread);
         copy_acquire();
         sync_block();
-        if (thread == 0) m.args = arguments_of(s, m.order, order);
+        if (thread == 0) m.args = arguments_of(s, m.order, order, turn);
         sync_block();
         if (!lora_step<T, FUSED, Row>(m.args, m.compute, ring)) break;
         if (sizeof(Row) == 1 && !store_codes<T>(s, m.order, m.compute)) break;

@@ -19,6 +19,7 @@ from lora_server.transport.gpu.link import KernelLink
 from lora_server.transport.gpu.slots import GpuRows
 from lora_server.transport.gpu.world import Part, World
 from lora_server.transport.mapping import Mapping
+from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
 
 
@@ -77,7 +78,8 @@ class WorldLink(KernelLink):
             self._end()
             state = np.frombuffer(self.gpu.read(self.state.data_ptr(), CLIENT.itemsize), CLIENT)[0]
             pushed = max(self._pushed, int(state["pushed"]))  # by hosts, or in CUDA graphs
-            self.unanswered = not self._is_mapped and pushed > int(state["answered"])
+            word = int.from_bytes(self.gpu.read(int(state["response_signal"]), 8), "little")
+            self.unanswered = not self._is_mapped and pushed > slot.signalled_seq(word, self.epoch)
             self._mapping.drop()
 
 

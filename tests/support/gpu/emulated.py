@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -30,8 +31,24 @@ MISSING = "" if COMPILER and platform.machine() == "x86_64" else "needs g++ on x
 
 
 def library(source: str, variant: Variant, instead: Mapping[str, str]) -> ctypes.CDLL:
-    """Kernels and what plays them; see emulator/run.cpp."""
-    return _library(variant, _text(source, tuple(sorted(instead.items()))), STACK_BYTES // 2)
+    """Kernels and what plays them; see emulator/run.cpp. Its `bounds`: threads that each kernel may have."""
+    text = _text(source, tuple(sorted(instead.items())))
+    library = _library(variant, text, STACK_BYTES // 2)
+    library.bounds = launch_bounds(text, variant.warps)
+    return library
+
+
+def launch_bounds(text: str, warps: int) -> dict[str, int]:
+    """What each kernel's __launch_bounds__ are for blocks of so many warps that compute; macros define some kernels."""
+    found = {}
+    for its in re.finditer(r"__launch_bounds__\(([^,()]+)[^()]*\)[\s\\]+(\w+)\(", text):
+        macros = re.findall(r"^#define (\w+)\((\w+),", text[: its.start()], re.MULTILINE)
+        is_macro = macros and macros[-1][1] == its[2]
+        kernels = re.findall(rf"^{macros[-1][0]}\((\w+),", text, re.MULTILINE) if is_macro else [its[2]]
+        terms = re.findall(r"([+-]?) *(\w+)", its[1])
+        threads = sum((-1 if sign == "-" else 1) * {"THREADS": 32 * warps, "LANES": 32}[name] for sign, name in terms)
+        found |= dict.fromkeys(kernels, threads)
+    return found
 
 
 @cache
@@ -58,11 +75,11 @@ def _library(variant: Variant, source: str, stack_bytes: int = STACK_BYTES) -> c
 
 def launch(
     step: DeviceStep, out: torch.Tensor, workspace: Workspace, variant: Variant, *, kernel: str = "lora_step",
-    late: bool = True, instead: Mapping[str, str] = MappingProxyType({}),
+    late: bool = True, grid: int = GRID, instead: Mapping[str, str] = MappingProxyType({}),
 ) -> None:  # fmt: skip
     """`kernel` over the whole step; `late`: copies happen when they are waited for; `instead`: see `read_source`."""
     values = arguments(step, out, workspace, variant.stages)
-    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=GRID, late=late, instead=instead)
+    run(f"{kernel}_{DTYPE_NAMES[step.rows_TK.dtype]}", values, variant, grid=grid, late=late, instead=instead)
 
 
 def run(

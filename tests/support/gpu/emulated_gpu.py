@@ -184,6 +184,9 @@ class EmulatedGpu(gpu.Gpu):
     def write_word(self, address: int, value: int) -> None:
         ctypes.c_uint64.from_address(address).value = value
 
+    def try_writes(self) -> None:
+        """Stores of this CPU wait for no kernel."""
+
     def read(self, address: int, nbytes: int) -> bytes:
         return ctypes.string_at(address, nbytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import struct
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from tests.support.gpu.gpu_world import VARIANT, World, address
 BUDGET_NS = 40_000_000  # of virtual time: nobody takes that long
 THREADS = VARIANT.warps * 32
 WIDEST = 32
-GRID = 3  # of a put, and an add
-FRESH = ("pushed", "answered", "arrived", "status")
+GRIDS = 3, 5  # blocks of a put, and of an add: those of each other client
+FRESH = ("pushed", "status_seq", "arrived", "status")
 
 
 class Client:
@@ -143,15 +144,27 @@ class GpuClient(Client):
         super().__init__(world, shard, index, log)
         new = world.private.new
         self.state, self.abort = new(layout.CLIENT)[0], new("<u8", 1)
+        self.device, self.grid = index + 1, GRIDS[index % 2]
+        self.put = "link_put_e4m3_bfloat16" if shard.wire else "link_put_vectors"
+        self._capture()
+
+    def another(self) -> GpuClient:
+        """The same client's launches of another site, whose steps may be in flight beside this one's."""
+        other = copy.copy(self)
+        other._capture()
+        return other
+
+    def _capture(self) -> None:
+        new = self.world.private.new
+        self.sent, self.template = new("<u8", 1), new("u1", slot.HEADER_BYTES)
         self.counts, self.segments = new("<i4", 4), new("<u4", MAX_ROWS, 4)
         self.rows, self.map, self.weights = new("<i4", MAX_ROWS), new("<i4", MAX_ROWS), new("<f4", MAX_ROWS)
         self.to = new("<i4", MAX_ROWS)
         self.x, self.y = new("<u2", MAX_ROWS, WIDEST), new("<u2", MAX_ROWS, WIDEST)
-        self.template, self.device = new("u1", slot.HEADER_BYTES), index + 1
-        self.put = "link_put_e4m3_bfloat16" if shard.wire else "link_put_vectors"
 
-    def launch(self, kernel: str, *values: int, grid: int = 1) -> int:
-        where = {"grid": grid, "threads": 32 if kernel == "link_wait" else THREADS, "device": self.device}
+    def launch(self, kernel: str, *values: int, grid: int = 1, after: int = 0) -> int:
+        threads = 32 if kernel == "link_wait" else THREADS
+        where = {"grid": grid, "threads": threads, "device": self.device, "after": after}
         return self.world.launch(kernel, address(self.state), *values, **where)
 
     def own_slot(self, seq: int) -> np.ndarray:
@@ -194,38 +207,58 @@ class GpuClient(Client):
         self.check(body, handles, ready, y)
 
     def put_values(self, by_entry: bool = False, x_bytes: int = 64) -> list[int]:
-        values = [address(a) for a in (self.template, self.x, self.counts, self.segments, self.rows, self.map)]
+        values = [
+            address(a) for a in (self.sent, self.template, self.x, self.counts, self.segments, self.rows, self.map)
+        ]
         return [*values, address(self.weights) if by_entry else 0, x_bytes, WIDEST * 2]
 
     def launch_put(self, body: Body) -> int:
-        return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=GRID)
+        return self.launch(self.put, *self.put_values(body.by_entry, body.width * 2), grid=self.grid)
+
+    def waited(self) -> Waiting:
+        yield from self.ended(self.launch("link_wait", address(self.sent)))
 
     def launched(self, body: Body) -> Waiting:
         yield from self.ended(self.launch_put(body))
-        yield from self.ended(self.launch("link_wait"))
+        yield from self.added(body)
+
+    def added(self, body: Body) -> Waiting:
+        if self.random.random() < 0.3:
+            yield from self.waited()
+        yield from self.ended(self.launch_add(body))
+
+    def launch_add(self, body: Body, after: int = 0) -> int:
         width, (begin, end) = sum(b - a for a, b in body.windows), body.windows[0]
-        values = [address(self.counts), address(self.to), int(body.by_entry), address(self.y), WIDEST * 2, width, begin]
-        yield from self.ended(self.launch(f"link_add_{self.shard.wire}bfloat16", *values, end - begin, 0, grid=GRID))
+        values = [*map(address, (self.sent, self.counts, self.to)), int(body.by_entry), address(self.y)]
+        values += [WIDEST * 2, width, begin]
+        kernel = f"link_add_{self.shard.wire}bfloat16"
+        return self.launch(kernel, *values, end - begin, 0, grid=self.grid, after=after)
 
     def check(self, body: Body, handles: tuple[int, ...], ready: set[int], y: torch.Tensor) -> None:
-        status, got = int(self.state["status"]), torch.from_numpy(self.y.copy()).view(weights.DTYPE)
+        status = int(self.state["status"])
         assert status in (LinkStatus.OK, LinkStatus.FAILED), LinkStatus(status)
-        assert int(self.state["pushed"]) == int(self.state["answered"]) == self.seq
+        assert int(self.state["pushed"]) == int(self.sent[0]) == self.seq
         self.look(self.seq, body, handles, ready)
-        if status == LinkStatus.OK:
+        self.compare(y, body, handles, status == LinkStatus.OK)
+        self.state["status"] = 0
+
+    def compare(self, y: torch.Tensor, body: Body, handles: tuple[int, ...], is_added: bool) -> None:
+        """What a pass adds is the answer, or nothing."""
+        got = torch.from_numpy(self.y.copy()).view(weights.DTYPE)
+        if is_added:
             (begin, end), rows = body.windows[0], torch.from_numpy(self.to[: body.num_out_rows].astype(np.int64))
             y = y.float()
             y[rows, begin:end] += body.deltas(self.expected(body, handles)).float()
             y = y.to(weights.DTYPE)
-        assert torch.equal(got.nan_to_num(7), y.nan_to_num(7)), "what a pass adds is the answer, or nothing"
-        self.state["status"] = 0
+        assert torch.equal(got.nan_to_num(7), y.nan_to_num(7))
 
     def nothing(self) -> Waiting:
         """A step without rows sends nothing, and waits for nothing."""
         self.counts[:] = 0
         before = int(self.places.request_signal[0])
-        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *self.put_values(), grid=GRID))
-        yield from self.ended(self.launch("link_wait"))
+        yield from self.ended(self.launch(self.put.replace("vectors", "halves"), *self.put_values(), grid=self.grid))
+        yield from self.waited()
+        assert self.sent[0] == 0
         assert int(self.places.request_signal[0]) == before and int(self.state["status"]) == 0
 
     def run(self, steps: int) -> Waiting:

@@ -43,7 +43,7 @@ class Graph:
         self._own = [EmulatedQueue(queue._nvshmem) for queue in self._queues()]
 
     def _queues(self) -> list[Any]:
-        return [captured.link.queue for captured in self._forward._captured]
+        return [captured.link.queue for captured in self._forward.sites.links.captured]
 
     @contextlib.contextmanager
     def capture(self, with_adapters: bool = True) -> Iterator[None]:

@@ -7,60 +7,90 @@ missing: the exit status says so.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from kernels_cuda.build import SOURCE
-from lora_server.transport.gpu.source import FILES
-from tests.support.gpu.gpu_sabotages import MUTANTS, Mutant
+from tests.support.gpu import gpu_texts
+from tests.support.gpu.gpu_generated import generated
+from tests.support.gpu.gpu_sabotages import LISTED, Mutant
+from tests.support.gpu.gpu_texts import read
 
+MUTANTS = (*LISTED, *generated())
 SCHEDULES = 150
-SECONDS = 300.0  # of one mutant
+SECONDS = 60.0  # of a CPU, that one case or schedule may take
 
 
 def mutated(mutant: Mutant) -> dict[str, str]:
     """Its file as it would be. Raises ValueError for a sabotage whose place is gone."""
-    text = FILES.get(mutant.file) or (SOURCE / mutant.file).read_text()
-    if text.count(mutant.line) != 1:
-        raise ValueError(f"{mutant.name}: {mutant.file} has its line {text.count(mutant.line)} times, expected once")
-    return {mutant.file: text.replace(mutant.line, mutant.instead)}
+    text, place = read(mutant.file), mutant.place
+    if place is None:
+        if (times := text.count(mutant.line)) != 1:
+            raise ValueError(f"{mutant.name}: {mutant.file} has its line {times} times, expected once")
+        place = text.index(mutant.line)
+    return {mutant.file: text[:place] + mutant.instead + text[place + len(mutant.line) :]}
 
 
-def plays(mutant: Mutant) -> tuple[Sequence[Callable], Callable]:
-    """The cases that a mutant may be caught by, and what plays a schedule."""
-    from tests.support.gpu import gpu_cases, gpu_led, gpu_schedules
+def looks(mutant: Mutant) -> dict[str, Callable[[Mapping[str, str]], None]]:
+    """What catches it by its text."""
+    known = {"table": gpu_texts.look_at_instructions, "bounds": gpu_texts.look_at_launch_bounds}
+    return {kind: known[kind] for kind in mutant.kinds if kind in known}
 
-    if mutant.led:
-        return gpu_led.CASES, gpu_led.play
-    if mutant.nvshmem:
-        return gpu_cases.NETWORK_CASES, gpu_schedules.play
-    return gpu_cases.CASES_IN_CODES if mutant.in_codes else gpu_cases.CASES, gpu_schedules.play
+
+def tries(mutant: Mutant) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What may catch it: texts, then the cases of each kind, then its schedules."""
+    instead = mutated(mutant)
+    for kind, look in looks(mutant).items():
+        yield kind, partial(look, instead)
+    schedules = []
+    for kind in mutant.kinds if not looks(mutant) else ():
+        library, cases, play = played(kind, instead)
+        for case in cases:
+            yield f"case {case.__name__} ({kind})", partial(case, library)
+        if play:
+            schedules += [(f"schedule {seed} ({kind})", partial(play, seed, library)) for seed in range(SCHEDULES)]
+    yield from schedules
+
+
+def played(kind: str, instead: Mapping[str, str]) -> tuple[ctypes.CDLL, Sequence[Callable], Callable | None]:
+    """The kernels, the cases that play them, and what plays a schedule."""
+    from tests.support.gpu import gpu_cases, gpu_kernels, gpu_led, gpu_led_cases, gpu_schedules, gpu_world
+
+    if kind in gpu_kernels.CASES:
+        return gpu_kernels.load(kind, instead), gpu_kernels.CASES[kind], None
+    if kind == "led":
+        return gpu_world.load(instead), gpu_led_cases.CASES, gpu_led.play
+    cases = {"nvshmem": gpu_cases.NETWORK_CASES, "e4m3": gpu_cases.CASES_IN_CODES, "mapped": gpu_cases.CASES}[kind]
+    return gpu_world.load(instead, kind == "nvshmem", kind == "e4m3"), cases, gpu_schedules.play
 
 
 def judge(mutant: Mutant) -> str:
     """In this process: what catches it first; "" if nothing does. A kernel that is wrong may take the process along."""
-    from tests.support.gpu import gpu_world
-
-    library, (cases, play) = gpu_world.load(mutated(mutant), mutant.nvshmem, mutant.in_codes), plays(mutant)
-    tries = {f"case {case.__name__}": partial(case, library) for case in cases}
-    tries |= {f"schedule {seed}": partial(play, seed, library) for seed in range(SCHEDULES)}
-    for name, attempt in tries.items():
-        print(name, file=sys.stderr, flush=True)
+    for name, attempt in tries(mutant):
+        if name not in mutant.kinds:
+            print(name, file=sys.stderr, flush=True)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
         try:
             attempt()
         except Exception as error:  # any: the world is not as it must be
             first, _, _ = f"{type(error).__name__} {error}".partition("\n")
             return f"{name} ({first.strip()[:70]})"
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
     return ""
 
 
 def apart(number: int) -> str:
     """The same in a process of its own: a crash and a kernel that never ends are caught too. Says so in a line."""
+    if looks(MUTANTS[number]):
+        print(f"{MUTANTS[number].name}: {(by := judge(MUTANTS[number])) or 'NOT CAUGHT'}", flush=True)
+        return by
     command = [sys.executable, "-m", "tests.support.gpu.gpu_mutants", "--judge", str(number)]
     began = time.monotonic()
     by = _caught(command)
@@ -69,12 +99,14 @@ def apart(number: int) -> str:
 
 
 def _caught(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired as late:
-        return f"{_last((late.stderr or b'').decode()) or 'the build'} (it never ends)"
-    if done.returncode not in (0, 1):
-        return f"{_last(done.stderr) or done.stderr[-200:]} (the kernel crashed)"
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == -signal.SIGPROF:
+        return f"{_last(done.stderr)} (it never ends)"
+    if done.returncode < 0:
+        return f"{_last(done.stderr)} (the kernel crashed)"
+    if done.returncode > 1 or "Traceback" in done.stderr:
+        print(done.stderr[-2000:], file=sys.stderr)
+        return ""
     return done.stdout.strip()
 
 
@@ -87,6 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--only", default="", help="those whose names hold this")
+    parser.add_argument("--at-once", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--short", action="store_true", help="some of each kind, that are caught soon")
     arguments = parser.parse_args()
     if arguments.judge is not None:
@@ -94,7 +127,7 @@ def main() -> int:
         print(caught)
         return 0 if caught else 1
     chosen = [i for i, one in enumerate(MUTANTS) if (one.short or not arguments.short) and arguments.only in one.name]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(arguments.at_once) as pool:
         caught = sum(map(bool, pool.map(apart, chosen)))
     print(f"{caught} of {len(chosen)} mutants caught")
     return 0 if caught == len(chosen) else 1

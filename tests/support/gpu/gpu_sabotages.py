@@ -12,50 +12,54 @@ class Mutant(NamedTuple):
     line: str  # a part of the source that occurs once
     instead: str
     short: bool  # of those that a case or one of the first schedules catches, some of each kind
-    nvshmem: bool  # seen over a network alone
-    in_codes: bool  # of a shard whose clients' rows have 8 bits
-    led: bool  # of a stage in leader mode
+    kinds: tuple[str, ...]  # of plays, of which one catches it: see gpu_mutants
+    place: int | None = None  # where the part begins, if it may occur more than once
 
 
 CI = True
 
 
-def of(
-    file: str, rows: Sequence[tuple[Any, ...]], nvshmem: bool = False, in_codes: bool = False, led: bool = False
-) -> list[Mutant]:
+def of(file: str, rows: Sequence[tuple[Any, ...]], kind: str = "mapped") -> list[Mutant]:
     """Those of a source: name, line, what stands there instead, and CI for one of the short form."""
-    return [Mutant(file, *row[:3], CI in row, nvshmem, in_codes, led) for row in rows]
+    return [Mutant(file, *row[:3], CI in row, (kind,)) for row in rows]
 
 
-MUTANTS = (
+LISTED = (
     *of("link.cu", rows=[
         ("put: block 0 signals before the others are done",
-         "m.last = arrived == gridDim.x;", "m.last = blockIdx.x == 0;", CI),
+         "const bool ends = far ? arrived % A_VOID_BLOCK == gridDim.x : ", "const bool ends = ", CI),
         ("put: a block arrives before its threads have stored",
          "sync_block();\n    if (threadIdx", "if (threadIdx", CI),
-        ("put: no fence, and blocks arrive unordered",
-         "fence_system();\n        const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_acq_rel",
-         "const uint64 one = is_void ? A_VOID_BLOCK + 1 : 1, arrived = add_relaxed"),
-        ("put: a step is sent although the pass has failed", "if (is_void(status, failed, seq, m.last))", "if (false)"),
+        ("put: blocks arrive unordered", "add_acq_rel", "add_relaxed"),
+        ("put: a step is sent although the pass has failed", "if (is_void(status, failed, seq, m.flag))", "if (false)"),
         ("put: an empty step is sent",
          "(live ? load_l2(reinterpret_cast<const int*>(live)) : entries) == 0", "false", CI),
         ("put: a block that found its pass void does not arrive",
-         "signal(k, m, 0, 0, seq, true);\n        return;", "return;"),
+         "signal(k, p.sent, m, 0, 0, seq, true);\n        return;", "return;"),
         ("put: each thread looks whether the pass is void",
          "if (!failed) return status;", "return is_void(status, failed, seq);"),
         ("put: a step is sent that a block found void", "is_void ? A_VOID_BLOCK + 1 : 1", "1"),
+        ("put: an empty step keeps the last one's seq", "if (thread == 0) store(p.sent, 0ull);", "", CI),
+        ("wait: what a failed pass has sent is left behind",
+         "status != LINK_OK && status != LINK_FAILED", "status != LINK_OK", CI),
         ("wait: the answer's epoch is ignored", "LORA_SIGNAL_EPOCH(word) == (epoch & 0xffff) && ", "", CI),
         ("wait: the signal is read without an acquire", "load_acquire_system", "load_system", CI),
         ("wait: no deadline", "now_ns() - began > budget", "false", CI),
         ("wait: the watchdog's word is not read", "load_system(abort)", "false"),
         ("wait: a refusal counts as an answer", "first >> 48 == LORA_OK ? LINK_OK : LINK_FAILED", "LINK_OK", CI),
-        ("add: a failed pass gets deltas", "is_void(status, failed, ~0ull) || entries", "entries", CI),
+        ("add: a failed pass gets deltas", "flag || entries == 0", "entries == 0", CI),
         ("put: the last block signals without an acquire of the others' arrivals", "add_acq_rel", "add_release")]),
     *of("poller.cuh", rows=[
         ("poller: the signal is read without an acquire", "load_acquire_system", "load_system", CI),
         ("poller: an acquire at the scope of one GPU", "load_acquire_system", "load_acquire", CI),
-        ("poller: the epoch of a signal is ignored", "LORA_SIGNAL_EPOCH(word) != (epoch & 0xffff) || ", "", CI),
-        ("poller: a signal beyond the slots is believed", "LORA_SIGNAL_SEQ(word) > served + depth", "false", CI),
+        ("poller: weights that were here in another scan are taken for here", "            is_ready = -1;\n", "", CI),
+        ("poller: what nobody knows is taken for here", "if (!votes(lacks.unknown)) is_ready", "is_ready"),
+        ("poller: another's tables are taken for its own",
+         "if (whose == l) return;\n", "if (whose >= 0) return;\n", CI),
+        ("poller: what is ready is another's at hand", "if (l != whose) return -1;", ""),
+        ("poller: the workers' tables lack what lies near", "if (also && at < units)", "if (false)", CI),
+        ("poller: the site is the one of the step before", "whose = l, sited = false;", "whose = l;", CI),
+        ("poller: a signal beyond the slots is believed", "pushed >= seq + k.depth", "false", CI),
         ("poller: tables are overwritten while a turn uses them", "if (done < load(&k.busy)) return false;", ""),
         ("poller: the clients of a lane are one", "1u << l / LANES", "1u"),
         ("poller: a lane picks the first of its own", "0 || goes_first(end, age, ends, its)", "0"),
@@ -64,7 +68,7 @@ MUTANTS = (
         ("poller: who was here is forgotten by the next launch", "s.num_links;", "LANES;"),
         ("poller: the header of another's step is taken for this one's", "whose == l", "whose >= 0"),
         ("poller: what was checked is not what is used",
-         "tables + at.in_map", "reinterpret_cast<uint64>(request_slot(l, seq)) + at.in_map"),
+         "tables + at.in_map", "reinterpret_cast<uint64>(request_slot(seq)) + at.in_map"),
         ("poller: an order is not released", "store_release", "store"),
         ("poller: an order is released before all lanes have stored it", "seq);\n        sync_warp();", "seq);"),
         ("poller: orders overtake the workers", "< done + 2", "< done + 9"),
@@ -87,7 +91,8 @@ MUTANTS = (
          "sync_block();\n    if (threadIdx", "if (threadIdx"),
         ("work: block 0 answers for all", "far ? before + 1 == target : blockIdx", "blockIdx"),
         ("work: the answer's signal overtakes its header", "far) store_release_system", "far) store_system", CI),
-        ("work: the answer goes to another slot", "seq % load", "(seq - 1) % load", CI),
+        ("work: the answer goes to another slot",
+         "seq % k.depth * k.response_bytes", "(seq - 1) % k.depth * k.response_bytes", CI),
         ("work: the last block answers without an acquire of the others' arrivals",
          "add_acq_rel", "add_release", CI),
         ("work: done is not released", "0) store_release(&", "0) store(&"),
@@ -96,7 +101,7 @@ MUTANTS = (
          "sync_block();\n    if (blockIdx.x == 0) write_header(order)")]),
     *of("request.cuh", rows=[
         ("check: a map is not looked at",
-         "if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables + at.out_map, h.num_entries, "
+         "if (!why && h.flags & LORA_HAS_OUT_MAP) why = check_map(tables, at.out_map, h.num_entries, "
          "h.num_out_rows, lane);",
          ""),
         ("check: experts are not counted", "| one.y >= experts ||", "|", CI),
@@ -106,7 +111,8 @@ MUTANTS = (
         ("weights: what a client does not hold is served",
          "lacks.foreign |= known && its[i] != generation_of(handle);", "", CI),
         ("weights: who holds one generation has them all", "!= generation_of(handle)", "== 0", CI),
-        ("weights: READY is read without an acquire", ";\n        fence_system();", ";"),
+        ("weights: READY is read without an acquire",
+         "if (first == static_cast<unsigned>(lane) || !all_ready) fence_system();", ""),
         ("weights: READY does not count",
          "if (!lacks.weights && known && ready[i] != generation[i]) lacks.weights = true, lacks.handle = handle;",
          "", CI),
@@ -132,21 +138,27 @@ MUTANTS = (
          "load_l2(reinterpret_cast<const uint4", "load_constant(reinterpret_cast<const uint4", CI)]),
     *of("lora_step.cuh", rows=[
         ("step: partial sums are read before all are there",
-         "if (!grid_barrier(a.arrivals, flag)) return false;\n        ", "")]),
-    *of("request.cuh", nvshmem=True, rows=[
-        ("weights: what went a while ago is waited for", "generation[i] = load_system", "generation[i] = load_l2")]),
-    *of("poller.cuh", nvshmem=True, rows=[
-        ("network: the poller reads what may not be there yet", "        confirm(signal, word);\n", "", CI)]),
-    *of("link.cu", nvshmem=True, rows=[
+         "if (!grid_barrier(a.arrivals, flag)) return false;\n        const", "const", CI)]),
+    *of("serve.cu", rows=[
+        ("work: the next turn's partial sums are written over those that are read",
+         "turn % 2 ? s.other_partial : s.partial", "s.partial", CI)]),
+    *of("poller.cuh", kind="nvshmem", rows=[
+        ("network: the poller reads what may not be there yet",
+         "        if (lane == 0) confirm(its, word);\n", "", CI)]),
+    *of("link.cu", kind="nvshmem", rows=[
         ("network: the wait returns before the rows are there", "            confirm(signal, word);\n", "", CI),
         ("network: a step is put before the other blocks have stored",
-         "m.last = arrived == gridDim.x;", "m.last = blockIdx.x == 0;"),
-        ("network: a step is put without an acquire of the others' arrivals", "add_acq_rel", "add_release"),
+         "blockIdx.x == 0 && arrived % A_VOID_BLOCK < gridDim.x", "false"),
+        ("network: the last block puts, whichever that is",
+         "const bool ends = far ? arrived % A_VOID_BLOCK == gridDim.x : blockIdx.x == 0;",
+         "const bool ends = arrived % A_VOID_BLOCK == gridDim.x;"),
+        ("network: a step is put without an acquire of the others' arrivals",
+         "arrived = load_acquire(&k.arrived)", "arrived = load_l2(&k.arrived)"),
         ("send: rows stay behind", "LORA_HEADER_BYTES + payload", "payload"),
         ("send: the step of another slot", "(&k.request_slots) + seq", "(&k.request_slots) + (seq + 1)"),
         ("send: the signal of the step before", "(load(&k.epoch), seq),", "(load(&k.epoch), seq - 1),"),
         ("send: an epoch that is over", "(load(&k.epoch), seq),", "(load(&k.epoch) - 1, seq),")]),
-    *of("answer.cuh", nvshmem=True, rows=[
+    *of("answer.cuh", kind="nvshmem", rows=[
         ("network: an answer is put before the other blocks have stored",
          "!far && flag && load_acquire(&s.sent) < target", "false"),
         ("network: others' arrivals are seen without an acquire", "& load_acquire", "& load_l2"),
@@ -157,7 +169,7 @@ MUTANTS = (
          "sync_block();\n    if (blockIdx.x == 0) write_header(order)"),
         ("network: a refusal is put before it is stored",
          "if (lane == 0) fence_system();\n    sync_warp();\n    put_warp", "put_warp")]),
-    *of("peer.cuh", nvshmem=True, rows=[
+    *of("peer.cuh", kind="nvshmem", rows=[
         ("network: the signal is an operation of its own",
          "nvshmemx_putmem_signal_nbi_block(reinterpret_cast<void*>(slot), reinterpret_cast<void*>(slot), nbytes,\n  "
          "                                   ",
@@ -166,38 +178,40 @@ MUTANTS = (
         ("network: what is mapped already is looked for in a heap",
          "    if (pe == HERE) return reinterpret_cast<unsigned char*>(address);\n", ""),
         ("network: a PE is taken for one whose memory is mapped already", "pe == HERE", "pe <= 0")]),
-    *of("request.cuh", in_codes=True, rows=[
+    *of("request.cuh", kind="e4m3", rows=[
         ("codes: rows of the other wire are taken", "    if (!is_of_wire(s, h)) return BAD_WIRE;\n", "", CI),
         ("codes: scales are not looked at",
-         "    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables + at.scales, h.num_rows, lane);\n", ""),
+         "    if (!why && h.dtype == LORA_E4M3) why = check_scales(tables, at.scales, h.num_rows, lane);\n", ""),
         ("codes: a scale may be no number",
          "!(scale >= 0.0f && scale <= LARGEST_FLOAT)", "scale < 0.0f || scale > LARGEST_FLOAT", CI)]),
-    *of("poller.cuh", in_codes=True, rows=[
+    *of("poller.cuh", kind="e4m3", rows=[
         ("codes: more scales are copied than fit",
-         "(m.request.num_rows <= most && is_of_wire(s, m.request))", "is_of_wire(s, m.request)"),
+         "(h.num_rows <= most && is_of_wire(s, h))", "is_of_wire(s, h)"),
         ("codes: scales that were checked are not those that are used",
-         "LORA_E4M3 ? tables", "LORA_E4M3 ? reinterpret_cast<uint64>(request_slot(l, seq))", CI)]),
-    *of("answer.cuh", in_codes=True, rows=[
+         "LORA_E4M3 ? tables", "LORA_E4M3 ? reinterpret_cast<uint64>(request_slot(seq))", CI)]),
+    *of("answer.cuh", kind="e4m3", rows=[
         ("codes: results are taken before all blocks have stored them",
          "if (!grid_barrier(s.arrivals, memory.warps[0].flag)) return false;\n    const", "const", CI)]),
-    *of("e4m3.cuh", in_codes=True, rows=[
+    *of("e4m3.cuh", kind="e4m3", rows=[
         ("codes: results come through a stale cache",
          "load_l2(reinterpret_cast<const uint4*>(x) + i);\n        largest",
          "load_constant(reinterpret_cast<const uint4*>(x) + i);\n        largest"),
         ("codes: a lane has the largest of its own", "i));\n    const RowScale its = scale_of<T>(most(largest)",
          "i));\n    const RowScale its = scale_of<T>(largest")]),
-    *of("shrink.cuh", in_codes=True, rows=[
+    *of("shrink.cuh", kind="e4m3", rows=[
         ("codes: a scale is that of the entry, not of its row",
          "(a.in_map ? load_l2(a.in_map + entry) : entry)", "entry")]),
-    *of("poller.cuh", led=True, rows=[
+    *of("poller.cuh", kind="led", rows=[
         ("leader: what it refuses has no number", "settle(l, seq);\n        note",
          "if (is_mine(l)) blocked &= ~bit_of(l), ready &= ~bit_of(l), store(&s.links[l].served, seq);\n     "
          "   sync_warp();\n        note", CI),
         ("leader: a follower that comes hears of nobody who is there", "        claim_rows();\n", ""),
+        ("poller: the epoch of a signal is ignored", "LORA_SIGNAL_EPOCH(word) != (k.epoch & 0xffff) || ", ""),
         ("follower: what has no number is served", "s.role != FOLLOWS || is_numbered(l)", "true", CI),
         ("follower: what a step costs goes before its number", "s.role == FOLLOWS ? 0 : STEP_ROWS", "STEP_ROWS"),
-        ("follower: what has no number has no deadline", "draining && together(now_ns()) < expires", "draining")]),
-    *of("leader.cuh", led=True, rows=[
+        ("follower: what has no number has no deadline",
+         "draining && together(now_ns()) < load(&k.expires)", "draining")]),
+    *of("leader.cuh", kind="led", rows=[
         ("leader: numbers do not count up", "(load_l2(&s.number) + 1)", "load_l2(&s.number)"),
         ("leader: a client's steps have one number", "number_at(l, seq),", "1,"),
         ("leader: who is ahead there loses numbers", "(2 * load(&s.links[l].depth))", "load(&s.links[l].depth)"),
@@ -210,10 +224,10 @@ MUTANTS = (
         ("follower: a row is its client's for ever", "|| together(load_system(row)) != owner_of(l)", ""),
         ("follower: any row is its client's", "== owner_of(l)", "!= 0"),
         ("follower: rows behind the first are not looked at", "(first + LANES) % MAX_LINKS", "0")]),
-    *of("link.cu", led=True, rows=[
+    *of("link.cu", kind="led", rows=[
         ("led: a step without rows is not sent",
          "(live ? load_l2(reinterpret_cast<const int*>(live)) : entries)", "entries"),
-        ("led: a link goes on after another's failure", " || (first && seq > first);", ";"),
-        ("led: another's failure keeps this one's part of a step back", "(first && seq > first)", "first"),
-        ("led: no other link hears of a failure", "    if (failed && status != LINK_OK) store(failed, seq);\n", "")]),
+        ("led: a link goes on after another's failure", " || (newest && seq > newest);", ";"),
+        ("led: another's failure keeps this one's part of a step back", "(newest && seq > newest)", "newest"),
+        ("led: no other link hears of a failure", "    if (failed) store_release(failed, load_l2(&k.pushed));\n", "")]),
 )  # fmt: skip

@@ -87,7 +87,8 @@ class Shard:
         arrays = {"links": self.links, "sites": sites, "held": self.held, "used": self.used, "blocks": self.blocks}
         arrays |= {"orders": new("u1", layout.ORDERS * layout.ORDER_BYTES), "directory": self.directory}
         arrays |= {"places": self.expert_places, "arrivals": self.arrivals, "mailbox": self.mailbox}
-        arrays |= {"partial": new("<f4", -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK)}
+        partial = -(-wide_in // (CHUNK * CHUNKS)), MAX_ROWS, MAX_RANK
+        arrays |= {"partial": new("<f4", *partial), "other_partial": new("<f4", *partial)}
         arrays |= {"v": new("<f4", MAX_ROWS, MAX_RANK), "delta": new("<f4", MAX_ROWS, wide_out)}
         arrays |= {"groups": new("<i4", MAX_ROWS), "results": new("<u2", MAX_ROWS, wide_out)}
         for name, array in arrays.items():
@@ -99,10 +100,14 @@ class Shard:
         serve["num_links"], serve["idle_ns"] = self.num_links, idle_ns
 
     def mail(self, name: str, values: object, at: int | None = None) -> None:
+        self.world.write(self.mailed(name, at), values)
+
+    def mailed(self, name: str, at: int | None = None) -> np.ndarray:
+        """A word of the mailbox, or one of a list."""
         kind, offset = layout.MAILBOX.fields[name][:2]
         base = kind.subdtype[0] if kind.subdtype else kind
         begin = address(self.mailbox) - World.shared.begin + offset + (at or 0) * base.itemsize
-        self.world.write(World.shared.bytes[begin : begin + base.itemsize].view(base), values)
+        return World.shared.bytes[begin : begin + base.itemsize].view(base)
 
     # -- the kernel
 
@@ -140,7 +145,9 @@ class Shard:
         self.mail("posted", self._posted)
         while int(self.mailbox["taken"]) <= number:
             yield
-        ack = int(self.mailbox["acks"][number % layout.COMMANDS])
+        acknowledged = self.mailed("acks", number % layout.COMMANDS)
+        assert self.world.is_ordered(address(self.mailed("taken")), acknowledged), "an ack may come behind its word"
+        ack = int(acknowledged[0])
         self._busy = False
         assert ack >= ordered, "a command holds after the newest turn, not before it"
         return ack
@@ -205,6 +212,8 @@ class Shard:
             self.world.write(self._entry(index, site)["ready"], 0)
         turn = yield from self.post(CommandKind.RETIRE, index)
         yield from self.settled(turn)
+        ours = self.blocks[index * len(SITES) :][: len(SITES)].view(np.uint8)
+        assert self.world.is_ordered(address(self.mailed("done")), ours, read=True), "a turn may still read its blocks"
         self.world.copy_pages(self.page[index], np.full(len(self.page[index]), 0xFF, np.uint8))
         row = index * len(SITES)
         self.world.write(self.blocks[row : row + len(SITES)].view(np.uint8), 0)

@@ -9,7 +9,7 @@ from lora_server.daemon.child_main import run_child
 from lora_server.daemon.shard_main import ShardProcess
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Placement
-from lora_server.shard.pump import Pump
+from lora_server.shard.device_host import DeviceShardHost
 from lora_server.transport.base import DeviceMemory
 from lora_server.transport.gpu.connection import SlotsMemory
 from tests.support.gpu.emulated_gpu import EmulatedGpu
@@ -23,10 +23,10 @@ class EmulatedShard(ShardProcess):
     def _client_memory(self) -> DeviceMemory:
         return SlotsMemory(GPU)
 
-    def _serving(self, placement: Placement) -> Pump:
+    def _serving(self, placement: Placement) -> DeviceShardHost:
         config, dtype = self.config, getattr(torch, self.config.dtype)
         pool, memory = PagePool(PAGES, "cpu"), self._memory(1)
-        return self._pump(
+        return self._device_host(
             backends.resident(
                 placement,
                 config.shard,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from kernels_cuda.heuristics import Variant
+from kernels_cuda.residency import Block
+from lora_server.transport.gpu.layout import LANES
 from lora_server.transport.gpu.source import FILES
 from tests.support.gpu import emulated
+from tests.support.gpu.gpu_room import Room
 
 VARIANT = Variant(bulk_copy=True, warps=2)
 SOURCE = (emulated.EMULATOR / "world.cu").read_text()
@@ -18,6 +21,7 @@ KERNELS = {name: text for name, text in FILES.items() if name != "nvshmem.cuh"} 
 SHARED_BYTES = 4 << 20
 PES, HEAP_BYTES = 7, 192 << 10
 LINE = 128
+MOST_TURNS = 100_000
 
 
 class Stuck(AssertionError):
@@ -78,6 +82,11 @@ class World:
         self.heaps = self.shared.new("u1", PES, HEAP_BYTES)
         self.heaps[:] = 0
         self.heap_free = 0
+        self.room: Room | None = None
+
+    def limit(self, multiprocessors: int, block_of: Callable[[str], Block]) -> None:
+        """From now on kernels share one GPU's multiprocessors, on which a block of each takes what `block_of` says."""
+        self.room = Room(multiprocessors, block_of, lambda grid: bool(self.library.world_running(grid)))
 
     def symmetric(self, pe: int, nbytes: int) -> np.ndarray:
         """Zeros in a PE's heap; the same place in all others' is taken too."""
@@ -100,16 +109,28 @@ class World:
         """Whether puts have not come where they go."""
         return self.library.has_heaps and self.library.world_in_flight() > 0
 
-    def launch(self, kernel: str, *values: int, grid: int, threads: int, device: int, shared_bytes: int = 128) -> int:
+    def launch(
+        self, kernel: str, *values: int, grid: int, threads: int, device: int, shared_bytes: int = 128, after: int = 0
+    ) -> int:
+        """`after`: a launch that its queue has before it, where kernels share one GPU."""
+        assert threads <= self.library.bounds.get(kernel, threads), f"{kernel}: {threads} threads, more than its bounds"
         pointer = ctypes.cast(self.library[kernel], ctypes.c_void_p)
         arguments = (ctypes.c_int64 * len(values))(*values)
-        return self.library.world_launch(pointer, grid, threads, shared_bytes, device, arguments, len(values))
+
+        def begin() -> int:
+            return self.library.world_launch(pointer, grid, threads, shared_bytes, device, arguments, len(values))
+
+        return self.room.launch(kernel, grid, after, begin) if self.room else begin()
 
     def run(self, turns: int) -> None:
+        if self.room:
+            self.room.begin()
         if self.library.world_run(turns) < 0:
             raise Stuck((self.library.world_failure() or b"nobody can go on").decode())
 
     def running(self, grid: int) -> bool:
+        if grid < 0 and self.room:
+            return not self.room.is_over(grid)
         return bool(self.library.world_running(grid))
 
     def kill(self, grid: int) -> None:
@@ -119,6 +140,24 @@ class World:
         """A block of it does not go on."""
         self.library.world_freeze(grid, block)
 
+    def hold(self, word: int, passes: int = 0) -> None:
+        """Go on until a warp that has loaded a word so often is about to do so again; it waits there until `let_go`."""
+        self.library.world_hold(ctypes.c_void_p(word), passes)
+        for _ in range(MOST_TURNS):
+            self.run(1)
+            if self.library.world_held() == LANES:
+                return
+        raise Stuck("no warp comes to the word that is held")
+
+    def let_go(self) -> None:
+        """Whoever is held goes on."""
+        self.library.world_hold(None, 0)
+
+    def is_ordered(self, word: int, of: np.ndarray, read: bool = False) -> bool:
+        """Whether a host that has read the word at that address finds what kernels stored; `read`: and may write it."""
+        where = map(ctypes.c_uint64, (word, address(of), of.nbytes))
+        return bool(self.library.world_ordered(*where, int(read)))
+
     def write(self, to: np.ndarray, values: object) -> None:
         """A host's store to memory that GPUs see."""
         data = np.ascontiguousarray(np.broadcast_to(np.asarray(values, to.dtype), to.shape))
@@ -127,6 +166,15 @@ class World:
     def copy_pages(self, to: np.ndarray, data: np.ndarray) -> None:
         """A copy engine's."""
         self.library.world_copy_pages(*map(ctypes.c_uint64, (address(to), address(data), data.nbytes)))
+
+    def watch(self, signal: int, word: int) -> None:
+        """See `trips`."""
+        self.library.world_watch(ctypes.c_void_p(signal), ctypes.c_void_p(word))
+
+    @property
+    def trips(self) -> int:
+        """Trips to memory of the thread that released `word` last, from its last relaxed look at `signal` on."""
+        return self.library.world_trips()
 
     @property
     def now(self) -> int:

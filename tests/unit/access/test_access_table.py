@@ -3,29 +3,37 @@
 import base64
 import contextlib
 import itertools
+import shutil
 import ssl
+import threading
 
 import grpc
 import pytest
 from cryptography import x509
 from google.protobuf import message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from lora_server import errors
 from lora_server.access import exposure, tls
 from lora_server.access.identity import Identity, Role
+from lora_server.access.remote import RemoteGate
 from lora_server.access.rights import CHANGES, RIGHTS
+from lora_server.address import Address
 from lora_server.config import ServeConfig
 from lora_server.control.http import page
 from lora_server.control.http.server import HttpServer
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
-from lora_server.wire.credentials import Credentials
-from lora_server.wire.rpc import call, open_channel
+from lora_server.wire.credentials import AUTHORIZATION, Credentials
+from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.certificates import Authority
+from tests.support.clocks import VirtualClock
 from tests.support.gated import ADAPTERS, TENANTS, Gated
-from tests.support.serving import HANG_SECONDS
+from tests.support.serving import HANG_SECONDS, until
+from tests.support.signed import signed_by_shard
 
+DAY = 86400.0
 SERVICES = pb.DESCRIPTOR.services_by_name
 CALLS = {f"{service}/{one.name}": one for service in SERVICES for one in SERVICES[service].methods}
 STREAMS = {"Shards/Register", "Shards/Files", "Shards/Read", "Health/Check"}
@@ -103,9 +111,12 @@ def test_files_are_for_shards_whatever_the_token(gated):
     """Of any tenant, and of the operator; tests/unit/control/test_node0_files.py has what a shard gets."""
     guesses = ("", "1", "of this run's nodes", gated.shard.memory.instance[::-1])
     for token, guess in itertools.product([*gated.tokens.values(), *NOT_GOOD.values()], guesses):
-        proof = pb.ShardProof(shard=0, instance=guess)
-        with pytest.raises(errors.PermissionDeniedError, match="not of the registered process"):
-            gated.ask(token, "Shards", "Files", pb.FilesRequest(proof=proof, version="v1"))
+        request = signed_by_shard(pb.FilesRequest(version="v1"), 0, guess)
+        header = Credentials(token=token).authorization("Shards/Files", request.SerializeToString())
+        with open_channel(gated.address, Credentials()) as channel, pytest.raises(grpc.RpcError) as denied:
+            rpc.ShardsStub(channel).Files(request, metadata=((AUTHORIZATION, header),), timeout=HANG_SECONDS)
+        error = translate(denied.value, gated.address)
+        assert isinstance(error, errors.PermissionDeniedError) and "not of the registered process" in str(error)
 
 
 @pytest.mark.parametrize("path", sorted(path for path in RIGHTS if path.startswith("/")))
@@ -120,9 +131,9 @@ def test_http_answers_callers_with_the_right(gated, path):
             assert may or not any(name in body for name in ADAPTERS)
     for token in NOT_GOOD.values():
         status, body, head = gated.get(path, f"Bearer {token}" if token else "")
-        assert (status == 401) != right.everybody
+        assert (status == 401) != right.public
         assert not any(name in body for name in ADAPTERS)
-        assert right.everybody or "WWW-Authenticate: Basic" in head.replace("www-authenticate: ", "WWW-Authenticate: ")
+        assert right.public or "WWW-Authenticate: Basic" in head.replace("www-authenticate: ", "WWW-Authenticate: ")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +147,7 @@ def served(tmp_path_factory, authorities):
     cert, key = ours.issue("server")
     config = ServeConfig(base_model="x", tls_cert=cert, tls_key=key, tls_ca=ours.ca, tls_client_ca=ours.ca)
     with contextlib.ExitStack() as stack:
-        gated = Gated(tmp_path_factory.mktemp("served"), stack, tls=tls.server_credentials(config))
+        gated = Gated(tmp_path_factory.mktemp("served"), stack, tls=tls.ServerCertificate(config).grpc())
         yield gated, config
 
 
@@ -165,21 +176,141 @@ def serial(address):
     return x509.load_pem_x509_certificate(shown.encode()).serial_number
 
 
-def test_a_certificate_is_renewed_while_it_serves(served, authorities, tmp_path):
-    gated, config = served
+BAD_CERTIFICATES = {  # how it is made, and what a start says
+    "expired": (
+        {"begins": -3, "ends": -1},
+        "got a certificate that is good from .*, expected one that is good now",
+    ),
+    "not good yet": ({"begins": 1, "ends": 3}, "got a certificate that is good from"),
+    "another address": ({"address": "192.0.2.1"}, "own processes would not connect .*127.0.0.1.* give its name as"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CERTIFICATES)
+def test_a_certificate_that_cannot_serve_is_refused(authorities, tmp_path, case):
+    made, said = BAD_CERTIFICATES[case]
     ours, _ = authorities
-    with contextlib.closing(HttpServer("127.0.0.1", 0, lambda: "", None, tls=tls.context(config))) as http:
+    cert, key = Authority(tmp_path).issue("server")
+    bad, bad_key = ours.issue("bad", **made)
+    config = {"base_model": "x", "tls_ca": ours.ca}
+    with pytest.raises(errors.ConfigError, match=said):
+        tls.check(ServeConfig(**config, tls_cert=bad, tls_key=bad_key))
+    with pytest.raises(errors.ConfigError, match="got what does not fit together"):
+        tls.check(ServeConfig(**config, tls_cert=bad, tls_key=key))
+    with pytest.raises(errors.ConfigError, match="own processes would not connect"):
+        tls.check(ServeConfig(**config, tls_cert=cert, tls_key=key))
+
+
+def test_clients_certificates_are_asked_of_the_servers_own_processes_too(authorities):
+    ours, theirs = authorities
+    cert, key = ours.issue("own")
+    config = ServeConfig(base_model="x", tls_cert=cert, tls_key=key, tls_ca=ours.ca, tls_client_ca=theirs.ca)
+    with pytest.raises(errors.ConfigError, match="own processes would not connect"):
+        tls.check(config)
+    assert tls.check(config.model_copy(update={"tls_client_ca": ours.ca})) > 80_000
+    other = config.model_copy(update={"nodes": 2, "node_rank": 1})
+    assert tls.check(other) > 80_000, "which certificates node 0 wants, that node knows"
+    for wrong in (key, key.with_name("none")):
+        with pytest.raises(errors.ConfigError, match=r"--tls-ca .*: cannot be read"):
+            tls.check(other.model_copy(update={"tls_ca": wrong}))
+
+
+def test_a_certificate_is_renewed_while_it_serves(authorities, tmp_path):
+    ours, _ = authorities
+    cert, key = ours.issue("renewed")
+    clock = VirtualClock()
+    config = ServeConfig(base_model="x", tls_cert=cert, tls_key=key, tls_ca=ours.ca)
+    shown = tls.ServerCertificate(config, clock)
+    with contextlib.ExitStack() as stack:
+        gated = Gated(tmp_path, stack, tls=shown.grpc())
+        http = stack.enter_context(contextlib.closing(HttpServer("127.0.0.1", 0, lambda: "", None, tls=shown.http())))
         addresses = gated.address, f"127.0.0.1:{http.port}"
-        before = [serial(address) for address in addresses]
-        ours.issue("server")
-        renewed = [serial(address) for address in addresses]
+
+        def serials():
+            return [serial(address) for address in addresses]
+
+        before = serials()
+        ours.issue("renewed", ends=2)
+        renewed = serials()
         assert all(new > old for new, old in zip(renewed, before, strict=True))
-        config.tls_cert.write_text("nonsense")
-        with pytest.raises(errors.ConfigError, match=r"--tls-cert .*: got what does not fit together"):
-            tls.context(config)
-        assert serial(addresses[1]) == renewed[1], "what cannot be read changes nothing"
-        ours.issue("server")
-        assert serial(addresses[0]) > renewed[0]
+        left = shown.seconds_left
+        cert.write_text("nonsense")
+        assert serials() == renewed, "what cannot be read changes nothing"
+        for made in (one for one, _ in BAD_CERTIFICATES.values()):
+            ours.issue("renewed", **made)
+            with capture_logs() as logs:
+                assert serials() == serials() == renewed, f"{made} locks nobody out"
+            (said,) = (one for one in logs if one["log_level"] == "error")
+            assert str(cert) in said["files"] and "expected" in said["reason"]
+        assert shown.seconds_left == left
+        ours.issue("renewed")
+        key.unlink()
+        assert serials() == renewed, "a file that is being replaced"
+        ours.issue("renewed")
+        assert all(new > old for new, old in zip(serials(), renewed, strict=True))
+        assert shown.seconds_left < left
+        newest = serials()
+        clock.advance(-0.6 * DAY)
+        ours.issue("renewed", begins=-0.5)
+        assert serials() == newest
+        clock.advance(0.6 * DAY)
+        assert all(new > old for new, old in zip(serials(), newest, strict=True)), "it is tried again, and good by now"
+
+
+@pytest.mark.long
+def test_certificates_are_renewed_under_load(authorities, tmp_path):
+    """Calls over new connections while files are replaced: whole, the key a moment before, and by bad pairs."""
+    ours, theirs = authorities
+    cert, key = ours.issue("loaded")
+    config = ServeConfig(base_model="x", tls_cert=cert, tls_key=key, tls_ca=ours.ca)
+    failed, done, stop = [], [], threading.Event()
+    with contextlib.ExitStack() as stack:
+        gated = Gated(tmp_path, stack, tls=tls.ServerCertificate(config).grpc())
+        kept = Credentials(token=gated.tokens["acme", Role.VIEWER], tls_ca=ours.ca)
+        channel = stack.enter_context(open_channel(gated.address, kept))
+
+        def calls(anew):
+            while not stop.is_set():
+                try:
+                    if anew:
+                        assert who(gated, tls_ca=ours.ca) == "acme"
+                    else:
+                        asked = rpc.AccessStub(channel).WhoIs
+                        call(asked, pb.WhoIsRequest(), server=gated.address, seconds=HANG_SECONDS)
+                    done.append(anew)
+                except Exception as error:
+                    failed.append(error)
+
+        callers = [threading.Thread(target=calls, args=(number < 4,)) for number in range(6)]
+        for one in callers:
+            one.start()
+        try:
+            before = serial(gated.address)
+            for how in ("whole", "torn", "bad", "overwritten", "torn", "bad", "whole"):
+                if how == "bad":
+                    theirs_cert, theirs_key = theirs.issue("bad")
+                    shutil.copyfile(theirs_cert, cert), shutil.copyfile(theirs_key, key)
+                    assert serial(gated.address) == before, "it is not shown"
+                new_cert, new_key = ours.issue("next")
+                if how == "overwritten":
+                    shutil.copyfile(new_key, key), shutil.copyfile(new_cert, cert)
+                else:
+                    new_key.replace(key)
+                    if how != "whole":
+                        assert serial(gated.address) == before, "half of a pair is not shown"
+                    new_cert.replace(cert)
+                newest, begun = serial(gated.address), len(done)
+                assert newest > before, how
+                before = newest
+                until(lambda begun=begun: sum(done[begun:]) > 20 and not all(done[begun:]), "calls go on")
+        finally:
+            stop.set()
+            for one in callers:
+                one.join(HANG_SECONDS)
+    assert failed == []
+
+
+NODE_1 = {"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400"}
 
 
 @pytest.mark.parametrize(("settings", "missing"), [
@@ -194,6 +325,10 @@ def test_a_certificate_is_renewed_while_it_serves(served, authorities, tmp_path)
     ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400"}, "--controller 10.0.0.1:7400: got no TLS"),
     ({"nodes": 2, "node_rank": 1, "controller": "10.0.0.1:7400", "tls_ca": "c"}, None),
     ({"nodes": 2, "node_rank": 1, "controller": "127.0.0.1:7400"}, None),
+    (NODE_1 | {"tls_ca": "c", "http": "0.0.0.0:7401"}, "--http 0.0.0.0:7401: got no TLS .* --tls-cert, --tls-key"),
+    (NODE_1 | {"http": "0.0.0.0:7401"}, "--controller 10.0.0.1:7400, --http 0.0.0.0:7401: got no TLS .* --tls-cert"),
+    (NODE_1 | {"tls_ca": "c", "tls_cert": "a", "tls_key": "b", "http": "0.0.0.0:7401"}, None),
+    (NODE_1 | {"http": "0.0.0.0:7401", "insecure": True}, None),
 ])  # fmt: skip
 def test_public_addresses_need_tokens_and_tls_or_insecure(settings, missing):
     config = ServeConfig(base_model="x", layout="ep2-pp1", **settings)
@@ -206,7 +341,7 @@ def test_public_addresses_need_tokens_and_tls_or_insecure(settings, missing):
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"tls_cert": "a"}, "expected both or neither"),
-    ({"tls_cert": "a", "tls_key": "b"}, "tls-ca: got none with --tls-cert"),
+    ({"tls_cert": "a", "tls_key": "b"}, "--tls-cert needs --tls-ca"),
     ({"tls_client_ca": "a"}, "tls-client-ca: got one without --tls-cert"),
     ({"LORA_SERVER_TLS_CERT": "/x"}, "without LORA_SERVER_TLS_CA"),
     ({"LORA_SERVER_TLS_CA": "/x", "LORA_SERVER_TLS_KEY": "/y"}, "expected both or neither"),
@@ -225,9 +360,27 @@ def test_the_token_file_is_read_again_for_each_call(tmp_path):
     file = tmp_path / "token"
     shown = Credentials.of({"LORA_SERVER_TOKEN_FILE": str(file)})
     with pytest.raises(errors.ConfigError, match=r"LORA_SERVER_TOKEN_FILE: .* cannot be read"):
-        shown.authorization()
+        shown.authorization("Server/Status")
     for text in ("first", "second"):
         file.write_text(f"{text}\n")
-        assert shown.authorization() == f"Bearer {text}"
+        assert shown.authorization("Server/Status") == f"Bearer {text}"
     own = Credentials.of({"LORA_SERVER_TOKEN_FILE": str(file), "LORA_SERVER_TOKEN": "own"})
-    assert own.authorization() == "Bearer own"
+    assert own.authorization("Server/Status") == "Bearer own"
+    file.write_text("\x1b[2J")
+    for bad in (shown, Credentials(token="two\nlines"), Credentials(token="ls_\u00e9")):
+        with pytest.raises(errors.ConfigError, match="expected one token"):
+            bad.authorization("Server/Status")
+
+
+CONTROLS = ("\x1b[2J", "ls_0123456789ab_\x7f", "\x80", "\u00ff", "a\tb")
+
+
+@pytest.mark.parametrize("token", [*NOT_GOOD.values(), *CONTROLS, "a" * 15_000])
+def test_a_bad_token_is_refused_over_http_on_every_node(gated, token):
+    """Node 0 knows its tokens; the others ask it, in gRPC's metadata, which does not take every character."""
+    remote = RemoteGate(Address.parse(gated.address), ServeConfig(base_model="x"))
+    good = gated.tokens["", Role.VIEWER]
+    with contextlib.closing(HttpServer("127.0.0.1", 0, lambda: "", None, gate=remote)) as http:
+        for port in (gated.http.port, http.port):
+            assert gated.get("/metrics", f"Bearer {good}", port)[0] == 200
+            assert gated.get("/metrics", f"Bearer {token}", port)[0] == 401

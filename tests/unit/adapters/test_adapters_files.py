@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lora_server import spec as specs
-from lora_server.adapters import Limits, find_adapters, open_adapter, validate_adapter
+from lora_server.adapters import AdapterLimits, find_adapters, open_adapter, validate_adapter
 from lora_server.adapters.limits import BYTES_PER_VALUE, MAX_FILES
 from lora_server.adapters.patterns import Patterns
 from lora_server.demo import tiny
@@ -138,6 +138,9 @@ def test_an_index_that_does_not_agree_with_its_files(mapping, parts, tmp_path):
 # ---- directories
 
 
+NO_TEXT = os.fsdecode(b"caf\xe9")
+
+
 def test_find_adapters(tmp_path):
     for name in ("b", "a", "c"):
         tiny.write_adapter(tmp_path / name, good(), CONFIG)
@@ -147,6 +150,7 @@ def test_find_adapters(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "adapter_model.bin").write_bytes(b"")
+    (tmp_path / "a").with_name(NO_TEXT).symlink_to(tmp_path / "a")
     assert find_adapters(tmp_path) == {name: tmp_path / name for name in ("a", "b", "c", "pickle")}
     assert list(find_adapters(str(tmp_path))) == ["a", "b", "c", "pickle"]
 
@@ -160,9 +164,12 @@ def test_what_is_no_directory_of_adapters(tmp_path):
     for name in ("none", "file"):
         with pytest.raises(ConfigError, match=f"{name} cannot be listed"):
             find_adapters(tmp_path / name)
+    (tmp_path / NO_TEXT).mkdir()
+    with pytest.raises(ConfigError, match=r"caf\\xe9, expected a path of UTF-8"):
+        find_adapters(tmp_path / NO_TEXT)
 
 
-LIMITS = Limits.of(spec_of())
+LIMITS = AdapterLimits.of(spec_of())
 
 
 def write(directory, **config):
@@ -233,7 +240,7 @@ def test_what_names_every_matrix_of_a_model_is_within_the_limits(name):
     longest = "base_model.model.model.layers.47.block_sparse_moe.experts.127.gate_proj.lora_A.default.weight"
     described = json.dumps({longest: {"dtype": "BF16", "shape": [1024, 16384], "data_offsets": [2**36, 2**36 + 2**25]}})
     pattern = 4 * " " + json.dumps({f"^{re.escape(expert)}$": 1024}) + ",\n"
-    limits = Limits.of(spec)
+    limits = AdapterLimits.of(spec)
     assert limits.tensors >= 2 * matrices
     assert 3 * len(pattern) * matrices < limits.config_bytes
     assert len(described) * 2 * matrices < limits.header_bytes

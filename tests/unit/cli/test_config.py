@@ -37,11 +37,11 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
     ({"http": "localhost:99999"}, "HOST:PORT"),
     ({"max_step_rows": 0}, "--max-step-rows"),
     ({"coordination": "chaos"}, "--coordination"),
-    ({"node_rank": 1}, "node-rank"),
+    ({"node_rank": 1}, "^--node-rank: got 1"),
     ({"nodes": 2}, "fewer shards"),
     ({"nodes": 2, "node_rank": 1, "layout": "ep2-pp1"}, "controller"),
     ({"sloots": 2}, "sloots: no such setting"),
-    ({"watch": True}, "watch: got no --adapters"),
+    ({"watch": True}, "--watch: got no --adapters"),
     ({"listen": "127.0.0.1:65536"}, "--listen: got '127.0.0.1:65536', expected HOST:PORT such as .*65535$"),
     ({"http": "[::1:80"}, "--http: got .* HOST:PORT"),
     ({"listen": "a b:80"}, "--listen: got 'a b:80', .* HOST:PORT"),
@@ -52,9 +52,9 @@ def test_precedence_is_flag_env_file_default(tmp_path, monkeypatch):
     ({"advertise": "foo bar"}, "--advertise: got"),
     ({"advertise": "10.0.0.256"}, "--advertise: got"),
     ({"data_port_base": 0}, "--data-port-base: .*greater than or equal to 1, got 0"),
-    ({"data_port_base": 65531, "layout": "ep2-pp2"}, "got 65531, expected at most 65530: .* 6 ports"),
-    ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, expected .* 7399 to 7400 for ep1-pp1: choose"),
-    ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected no port of --data-port-base 7401"),
+    ({"data_port_base": 65531, "layout": "ep2-pp2"}, "got 65531, expected at most 65530: ep2-pp2 needs 6 ports"),
+    ({"data_port_base": 7399}, "--listen: got 127.0.0.1:7400, .* 7399 to 7400, .* for ep1-pp1: choose"),
+    ({"data_port_base": 7401}, "--http: got 127.0.0.1:7401, expected a port outside 7401 to 7402"),
 ])  # fmt: skip
 def test_bad_settings_are_named(flags, words):
     base = {"base_model": "mixtral-8x7b"} if flags else {}

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lora_server.address import Address
-from lora_server.doctor import Machine, Places, State, diagnose, gpu, host, network, software
+from lora_server.doctor import Machine, NodeResources, Outcome, diagnose, gpu, host, network, software
 from lora_server.host_memory import available_bytes, container_bytes
 
 WELL = {
@@ -23,23 +23,23 @@ DRIVER_580 = {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  580.65.06  Sun"}
 DRIVER_535 = {DRIVER: "NVRM version: NVIDIA UNIX Kernel Module  535.104.05  Sat"}
 NO_LOCKING = {"limits": {"NOFILE": -1, "MEMLOCK": 65536}}
 ODD = {
-    "one processor": ({}, {"processors": 1}, "processors", State.WARNING),
-    "half a processor": ({"/sys/fs/cgroup/cpu.max": "50000 100000\n"}, {}, "processors", State.WARNING),
-    "narrow processor": ({"/proc/cpuinfo": "flags : fpu sse2\n"}, {}, "vector units", State.WARNING),
-    "little memory": ({"/proc/meminfo": "MemAvailable: 2097152 kB\n"}, {}, "memory", State.WARNING),
-    "no memory": ({"/proc/meminfo": "MemAvailable: 1024 kB\n"}, {}, "memory", State.FAILED),
-    "a full container": (FULL, {}, "memory", State.FAILED),
-    "an unlimited container": (UNLIMITED, {}, "memory", State.OK),
-    "no meminfo": ({"/proc/meminfo": ""}, {}, "memory", State.WARNING),
-    "few descriptors": ({}, {"limits": {"NOFILE": 1024, "MEMLOCK": -1}}, "open files", State.WARNING),
-    "no descriptors": ({}, {"limits": {"NOFILE": 64, "MEMLOCK": -1}}, "open files", State.FAILED),
-    "an old kernel": ({}, {"release": "4.18.0-553.el8"}, "kernel", State.FAILED),
-    "a clock that drifts": ({}, {"clock_synchronised": False}, "clock", State.WARNING),
-    "a device without a driver": ({"/dev/nvidia0": ""}, {}, "driver", State.FAILED),
-    "an old driver": (DRIVER_535, {}, "driver", State.FAILED),
-    "no CUDA in torch": (DRIVER_580, {}, "torch", State.FAILED),
-    "a port that is down": (DOWN, {}, "infiniband", State.WARNING),
-    "a NIC that may lock nothing": (NIC, NO_LOCKING, "locked memory", State.WARNING),
+    "one processor": ({}, {"processors": 1}, "processors", Outcome.WARNING),
+    "half a processor": ({"/sys/fs/cgroup/cpu.max": "50000 100000\n"}, {}, "processors", Outcome.WARNING),
+    "narrow processor": ({"/proc/cpuinfo": "flags : fpu sse2\n"}, {}, "vector units", Outcome.WARNING),
+    "little memory": ({"/proc/meminfo": "MemAvailable: 2097152 kB\n"}, {}, "memory", Outcome.WARNING),
+    "no memory": ({"/proc/meminfo": "MemAvailable: 1024 kB\n"}, {}, "memory", Outcome.FAILED),
+    "a full container": (FULL, {}, "memory", Outcome.FAILED),
+    "an unlimited container": (UNLIMITED, {}, "memory", Outcome.OK),
+    "no meminfo": ({"/proc/meminfo": ""}, {}, "memory", Outcome.WARNING),
+    "few descriptors": ({}, {"limits": {"NOFILE": 1024, "MEMLOCK": -1}}, "open files", Outcome.WARNING),
+    "no descriptors": ({}, {"limits": {"NOFILE": 64, "MEMLOCK": -1}}, "open files", Outcome.FAILED),
+    "an old kernel": ({}, {"release": "4.18.0-553.el8"}, "kernel", Outcome.FAILED),
+    "a clock that drifts": ({}, {"clock_synchronised": False}, "clock", Outcome.WARNING),
+    "a device without a driver": ({"/dev/nvidia0": ""}, {}, "driver", Outcome.FAILED),
+    "an old driver": (DRIVER_535, {}, "driver", Outcome.FAILED),
+    "no CUDA in torch": (DRIVER_580, {}, "torch", Outcome.FAILED),
+    "a port that is down": (DOWN, {}, "infiniband", Outcome.WARNING),
+    "a NIC that may lock nothing": (NIC, NO_LOCKING, "locked memory", Outcome.WARNING),
 }
 
 
@@ -53,43 +53,45 @@ def machine(tmp_path, files=(), **fields):
 
 
 def test_a_machine_that_is_well(tmp_path):
-    found = diagnose(machine(tmp_path), Places([]))
-    assert {finding.state for finding in found if finding.check != "/dev/shm"} == {State.OK}
+    found = diagnose(machine(tmp_path), NodeResources([]))
+    assert {finding.state for finding in found if finding.check != "/dev/shm"} == {Outcome.OK}
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_odd_is_found_and_has_a_cure(tmp_path, name):
     files, fields, check, state = ODD[name]
-    found = diagnose(machine(tmp_path, files, **fields), Places([]))
+    found = diagnose(machine(tmp_path, files, **fields), NodeResources([]))
     assert [one.state for one in found if one.check == check] == [state]
-    assert all(bool(one.cure) == (one.state is not State.OK) for one in found)
-    elsewhere = {one.check for one in found if one.state is not State.OK} - {check, "/dev/shm", "compiler"}
+    assert all(bool(one.cure) == (one.state is not Outcome.OK) for one in found)
+    elsewhere = {one.check for one in found if one.state is not Outcome.OK} - {check, "/dev/shm", "compiler"}
     assert not elsewhere
 
 
 def test_a_nic_and_a_gpu_that_do_not_know_each_other(tmp_path):
     nic = NIC | {DRIVER: "580.65.06"}
     strangers = list(gpu.infiniband(machine(tmp_path, nic)))
-    assert [one.state for one in strangers] == [State.OK, *[State.WARNING] * 3]
+    assert [one.state for one in strangers] == [Outcome.OK, *[Outcome.WARNING] * 3]
     for one, cure in zip(strangers[1:], ("--device /dev/infiniband", "nvidia_peermem", "PeerMappingO"), strict=True):
         assert cure in one.cure
     friends = {"/proc/modules": "nvidia_peermem 16384 0\n", "/proc/driver/nvidia/params": "PeerMappingOverride=1\n"}
     friends |= {"/dev/infiniband/uverbs0": ""}
-    assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [State.OK]
+    assert [one.state for one in gpu.infiniband(machine(tmp_path, nic | friends))] == [Outcome.OK]
 
 
 def test_shared_memory_that_is_not_mounted(tmp_path):
     written = machine(tmp_path)
     (tmp_path / "dev/shm/.keep").unlink()
     (tmp_path / "dev/shm").rmdir()
-    assert [one.state for one in host.shared_memory(written)] == [State.WARNING]
+    assert [one.state for one in host.shared_memory(written)] == [Outcome.WARNING]
 
 
 def test_a_port_that_is_taken_says_by_whom():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        places = Places([("--listen", Address("127.0.0.1", taken.getsockname()[1])), ("--http", Address("::1", 0))])
+        places = NodeResources(
+            [("--listen", Address("127.0.0.1", taken.getsockname()[1])), ("--http", Address("::1", 0))]
+        )
         found = next(iter(network.ports(places)))
-    assert found.state is State.FAILED
+    assert found.state is Outcome.FAILED
     assert "listens there" in found.found and "--listen" in found.cure
 
 
@@ -97,8 +99,8 @@ def test_directories(tmp_path):
     (tmp_path / "file").write_text("")
     places = [("--disk-cache", tmp_path / "new/er"), ("--disk-cache", tmp_path / "file/in")]
     places += [("--data-dir", tmp_path / ("x" * 90))]
-    states = [one.state for one in network.directories(Places([], places))]
-    assert states[1:] == [State.FAILED, State.FAILED] and states[0] is not State.FAILED
+    states = [one.state for one in network.directories(NodeResources([], places))]
+    assert states[1:] == [Outcome.FAILED, Outcome.FAILED] and states[0] is not Outcome.FAILED
 
 
 def test_versions():

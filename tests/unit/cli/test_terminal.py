@@ -14,8 +14,9 @@ from docs import configuration
 from lora_server import terminal, units
 from lora_server.cli import app as server
 from lora_server.cli import rows, status
-from lora_server.demo.check import Verdict
-from lora_server.demo.engine import Result, Times
+from lora_server.config.groups import ESSENTIAL
+from lora_server.demo.check import PeftVerdict
+from lora_server.demo.engine import EngineResult, Times
 from lora_server.demo.report import LayoutTimes, show
 from lora_server.wire import lora_server_pb2 as pb
 from provisioning.cli import app as provision
@@ -54,7 +55,7 @@ def reply():
     counts = {"steps": 2_847_012, "failed": 1024, "attached": clients}
     stats = pb.ShardStats(device="cuda:0 NVIDIA H100 80GB HBM3", **counts, **memory)
     up = pb.ShardStatus(state="up", pid=4194303, restarts=2, stats=stats)
-    held = {"adapters": ["law", LONG], "transports": ["cuda_ipc", "shm"], "silent_seconds": 12.3}
+    held = {"adapters": ["law", LONG], "held": 2, "transports": ["cuda_ipc", "shm"], "silent_seconds": 12.3}
     worker = pb.ClientStatus(client=1, instance="vllm-worker-7f9c6d5b8-x2x4z:1234", **held)
     return pb.StatusReply(
         model="mixtral-8x7b", layout="ep2-pp1", reason="registering adapters: 120 of 500", adapters=500, clients=2,
@@ -65,9 +66,9 @@ def reply():
 
 
 def demo(console):
-    times = [LayoutTimes("ep1-pp1", Result([], 531.4, Times(474, 2132, 243, 953)))]
-    times.append(LayoutTimes("ep4-pp1", Result([], 315, Times(3234.4, 2108, 0.4, 1171))))
-    show(Verdict(1536, 1536, 1.3e-5), times, console)
+    times = [LayoutTimes("ep1-pp1", EngineResult([], 531.4, Times(474, 2132, 243, 953)))]
+    times.append(LayoutTimes("ep4-pp1", EngineResult([], 315, Times(3234.4, 2108, 0.4, 1171))))
+    show(PeftVerdict(1536, 1536, 1.3e-5), times, console)
 
 
 FAR = row("x", state="ready", uri=f"/srv/adapters/europe-west/production/{LONG}/checkpoint-12000")
@@ -133,11 +134,20 @@ def test_either_help_flag_says_every_flag_in_80_columns_and_breaks_no_word(monke
     monkeypatch.setenv("COLUMNS", "80")
     for path, command in configuration.commands(typer.main.get_command(app), ""):
         short, long = (CliRunner().invoke(app, [*path.split(), flag]) for flag in ("-h", "--help"))
-        text = long.output
-        assert (short.exit_code, short.output) == (0, text) and "Usage:" in text, path
+        assert (short.exit_code, short.output) == (0, long.output) and "Usage:" in long.output, path
+        everything = path == " serve" and CliRunner().invoke(app, ["serve", "--help-all"])
+        text = everything.output if everything else long.output
         assert max(map(len, text.splitlines())) <= 80, path
         assert "…" not in text and "..." not in text.replace("[ARGS]...", ""), path
         flags = {flag for option in command.params for flag in option.opts if flag.startswith("--")}
         assert flags - set(re.findall(r"--[\w-]+", text)) == set(), path
         words = {word for option in command.params for word in (option.help or "").split() if word[0].isalpha()}
         assert words - set(text.split()) == set(), path
+
+
+def test_serve_help_shows_an_example_choices_and_defaults_of_the_flags_that_people_need():
+    text = " ".join(CliRunner().invoke(server, ["serve", "--help"]).output.split())
+    assert "lora-server serve --base-model ./Mixtral-8x7B --adapters ./adapters" in text
+    assert "--device cpu|cuda Where" in text and "(default: cpu)" in text
+    flags = set(re.findall(r"^  (--[\w-]+)", CliRunner().invoke(server, ["serve", "--help"]).output, re.MULTILINE))
+    assert flags - {"--help-all"} == {f"--{name.replace('_', '-')}" for name in {*ESSENTIAL, "config"}}

@@ -13,11 +13,11 @@ from torch import nn
 
 from client_connector.client import Client
 from client_connector.packing import Window
+from client_connector.reconnect import Reconnector
 from client_connector.serving.experts import RemoteExperts
 from client_connector.serving.linear import RemoteLinear
 from client_connector.serving.plan import Assigned, Failure, StepPlan, parse_flag
 from client_connector.serving.planned import PlannedPass
-from client_connector.serving.rejoin import Rejoin
 from client_connector.serving.settings import KEY
 from client_connector.vllm.amx import ask_for_amx
 from client_connector.vllm.graphs import split_graphs
@@ -167,8 +167,8 @@ def expert_weights(load, name, layer, projection):
 
 
 def test_only_rows_from_the_start_on_take_part(forward):
-    assert sorted(forward.batch.rows_R.tolist()) == [2, 3, 4, 6]
-    assert forward.active and not forward.batch.decode
+    assert sorted(forward.sites.batch.rows_R.tolist()) == [2, 3, 4, 6]
+    assert forward.sites.active and not forward.sites.batch.decode
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -288,7 +288,7 @@ def test_handles_of_another_run_or_that_were_not_announced_are_not_used(served, 
     for run, handle, code in (("another run", held["fused"].handle, "shard_unavailable"), ("", 999, "unknown_adapter")):
         forward.receive(StepPlan(run, {"b": Assigned(handle, 0)}, tuple(held.values())))
         forward.begin(["b"], [3], [0])
-        assert not forward.active and codes(forward) == {"b": code}
+        assert not forward.sites.active and codes(forward) == {"b": code}
 
 
 @pytest.mark.parametrize("projection", ["qkv", "gate_up"])
@@ -315,7 +315,7 @@ def test_what_may_succeed_later_is_told_from_what_will_not():
 def test_failing_steps_are_one_line_and_then_counted(forward):
     with capture_logs() as lines:
         for _ in range(200):
-            forward.failed(errors.ShardUnavailableError("shard 1: closed"), None)
+            forward.failures.fail(errors.ShardUnavailableError("shard 1: closed"))
             forward.receive(StepPlan())
     assert [line["event"] for line in lines] == ["adapter rows failed"]
 
@@ -328,15 +328,15 @@ def test_a_lost_server_is_joined_anew_in_the_background_which_is_logged_when_it_
         if away.is_set():
             raise errors.ServerUnavailableError("away")
 
-    rejoin = Rejoin(join, "worker")
+    reconnector = Reconnector(join, "worker")
     with capture_logs() as lines:
         for _ in range(20):
-            assert not rejoin.wait(0.0)
+            assert not reconnector.wait(0.0)
         away.clear()
-        assert rejoin.wait(10)
-    assert [line["event"] for line in lines] == ["LoRA server lost; joining it anew", "rejoined"]
-    assert lines[1]["who"] == "worker" and lines[1]["away_seconds"] >= 0
-    hopeless = Rejoin(lambda: (_ for _ in ()).throw(errors.GeometryMismatchError("another model")))
+        assert reconnector.wait(10)
+    assert [line["event"] for line in lines] == ["LoRA server lost; joining it again", "rejoined"]
+    assert lines[1]["process"] == "worker" and lines[1]["away_seconds"] >= 0
+    hopeless = Reconnector(lambda: (_ for _ in ()).throw(errors.GeometryMismatchError("another model")))
     with pytest.raises(errors.GeometryMismatchError):
         hopeless.wait(10)
 

@@ -13,14 +13,15 @@ import pytest
 import structlog
 from rich.console import Console
 
-from client_connector.directory import Directory
+from client_connector.directory import AdapterDirectory
 from client_connector.serving.lookup import Lookup
-from client_connector.serving.settings import whose
+from client_connector.serving.settings import tenant_and_name
+from client_connector.serving.tenants import CALLER, TENANT_HEADER
 from client_connector.vllm.logs import NAME, join_vllms
-from client_connector.vllm.tenants import ASKS, CALLER, TENANT_HEADER, Tenants
+from client_connector.vllm.tenants import COMPUTE_PATHS, Tenants
 from lora_server.access.identity import Role
 from lora_server.access.tokens import parse
-from lora_server.control.adapters.registry import Record
+from lora_server.control.adapters.records import Record
 from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.demo import children
@@ -92,7 +93,7 @@ def test_a_request_is_its_tenants(gated, tenants):
     assert ask(tenants, engine["rival"], model="acme/bot")[1]["model"] == "rival|acme/bot", "which it does not see"
     assert ask(tenants, engine["acme"], model="base")[1]["model"] == "base"
     assert ask(tenants, engine[""])[1]["model"] == "bot"
-    assert whose("acme|bot") == ("acme", "bot") and whose("acme/bot") == ("", "acme/bot")
+    assert tenant_and_name("acme|bot") == ("acme", "bot") and tenant_and_name("acme/bot") == ("", "acme/bot")
 
 
 @pytest.mark.parametrize("model", ["rival|bot", "|bot", "acme|rival|bot", 7, ["x"]])
@@ -110,8 +111,8 @@ def test_what_is_no_request_reaches_nobody(gated, tenants):
 
 
 def test_who_is_nobody_gets_health_alone(gated, tenants):
-    for path in (*ASKS, "/v1/models", "/v1/load_lora_adapter", "/metrics", "/docs", "/reset_prefix_cache"):
-        for token in ("", "hello", f"{gated.tokens['acme', Role.ENGINE]}x"):
+    for path in (*COMPUTE_PATHS, "/v1/models", "/v1/load_lora_adapter", "/metrics", "/docs", "/reset_prefix_cache"):
+        for token in ("", "hello", "\x1b[2J", "x" * 5000, f"{gated.tokens['acme', Role.ENGINE]}x"):
             status, said = ask(tenants, token, path, method="GET" if path == "/v1/models" else "POST")
             assert status == 401 and "Bearer ls_" in said["error"]["message"]
     assert ask(tenants, "", "/health", method="GET")[0] == 200
@@ -139,10 +140,10 @@ def test_roles(gated, tenants, call):
 
 def test_a_revoked_token_is_forgotten_soon(gated, tenants, monkeypatch):
     token, secret = gated.gate.store.create_token("acme", Role.ENGINE)
-    gated.gate.look()
+    gated.gate.cache.refresh()
     assert ask(tenants, str(secret))[0] == 200
     gated.gate.store.revoke_token(token.id, token.identity)
-    gated.gate.look()
+    gated.gate.cache.refresh()
     until, caller = tenants._known[str(secret)]
     tenants._known[str(secret)] = until - Timings.token_known, caller  # so much later
     assert ask(tenants, str(secret))[0] == 401
@@ -169,13 +170,13 @@ def away():
     """An address where nobody listens yet, and how to begin: a server with adapter law."""
     address = free_address()
     with contextlib.ExitStack() as stack:
-        directory = Directory(address)
+        directory = AdapterDirectory(address)
         stack.callback(directory.close)
 
         def begin():
             controller = make_controller()
             stack.callback(controller.shards.close)
-            controller.adapters._registry.add(Record.decode(kept("law", 70_000).record))
+            controller.adapters.catalog.publish(Record.decode(kept("law", 70_000).record))
             stack.callback(ControlServer(controller, address, Doorkeeper("")).close, 0.2)
 
         yield directory, begin
@@ -233,7 +234,7 @@ def test_an_outage_has_so_much_time_for_all(away):
             with contextlib.suppress(ServerUnavailableError):
                 assert (await lookup.get("law")).name == "law"
                 break
-        assert lookup._away_since is None, "the next outage has its own time"
+        assert lookup._outage.seconds == 0, "the next outage has its own time"
 
     run(play())
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_server.control.admission.admission import Admission, Queued
-from lora_server.control.admission.room import Room
+from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
 from lora_server.errors import AdapterLoadError, AdmissionError, UnknownAdapterError
 from lora_server.timings import Timings
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.clocks import VirtualClock
-from tests.support.controllers import ToldShard, kept, make_controller
+from tests.support.controllers import ToldShard, kept, make_controller, moved
 from tests.support.serving import HANG_SECONDS, until
 
 SHARDS = range(2)
@@ -72,25 +72,27 @@ def test_admission_equals_the_model(seed):
     model = Model(dict.fromkeys(SHARDS, 10), sizes, dice.choice([0, 0, 3]))
     told, numbers = set(), iter(range(1, 10_000))
 
-    def changed(more, fewer, _):
-        assert not told & set(more) and set(fewer) <= told
-        told.difference_update(fewer)
-        told.update(more)
+    def send(command):
+        if command.HasField("active"):
+            more, fewer = command.active.more, command.active.fewer
+            assert not told & set(more) and set(fewer) <= told
+            told.difference_update(fewer)
+            told.update(more)
 
-    room = Room(model.most)
-    admission = Admission(lambda names: [int(name) for name in names], room, changed=changed, clock=lambda: model.now)
+    room = PoolCapacity(model.most)
+    admission = AdmissionQueue(lambda names: [int(name) for name in names], room, send=send, clock=lambda: model.now)
     for shard in SHARDS:
-        room.set_capacity(shard, 10)
+        room.sizes.set_capacity(shard, 10)
         for handle in handles:
-            room.set_size(handle, shard, sizes[handle][shard])
+            room.sizes.set_size(handle, shard, sizes[handle][shard])
 
     def check():
         waits = [key for _, key, _ in model.queue]
-        assert list(admission._queue) == waits
+        assert list(admission.tickets.waiting) == waits
         assert room.active == told == model.active() and model.fits(room.active)
         for position, (_, key, wanted) in enumerate(model.queue, start=1):
             answer = admission.acquire(*key, [str(one) for one in wanted])
-            assert isinstance(answer, Queued) and answer.position == position and answer.reason
+            assert isinstance(answer, QueuePosition) and answer.position == position and answer.reason
         for client, number, _ in model.holds:
             assert isinstance(admission.acquire(client, number, ["1"]), list), "asked again, it is the same"
 
@@ -139,18 +141,18 @@ def test_admission_equals_the_model(seed):
     check()
     for client in (1, 2, 3, 4, 9):
         admission.forget_client(client)
-    assert not room.active and not told and not admission._tickets and not admission.num_queued
+    assert not room.active and not told and not admission.tickets and not admission.tickets.waiting
     assert not +room._used
 
 
 def limited(**sizes):
     """An admission with a pool of 10 bytes on one shard, and a clock to turn."""
     clock = VirtualClock()
-    admission = Admission(lambda names: [sorted(sizes).index(name) + 1 for name in names], clock=clock.now)
-    admission.room.set_capacity(0, 10)
+    admission = AdmissionQueue(lambda names: [sorted(sizes).index(name) + 1 for name in names], clock=clock.now)
+    admission.capacity.sizes.set_capacity(0, 10)
     for handle, name in enumerate(sorted(sizes), start=1):
         if sizes[name] is not None:
-            admission.room.set_size(handle, 0, sizes[name])
+            admission.capacity.sizes.set_size(handle, 0, sizes[name])
     return admission, clock
 
 
@@ -162,7 +164,7 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     )
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
     clock.advance(Timings.first_in_queue)
-    assert admission.acquire(4, 1, ["a"]) == Queued(2, "those who came earlier go first")
+    assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "those who came earlier go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
@@ -175,7 +177,7 @@ def test_tickets_of_unmeasured_adapters_are_skipped():
     assert admission.acquire(1, 1, ["new"]).reason == "shard 0 has not looked at its files yet"
     clock.advance(5.0)
     assert admission.acquire(2, 1, ["a"]) == [1]
-    admission.room.set_size(2, 0, 4)
+    admission.capacity.sizes.set_size(2, 0, 4)
     admission.admit()
     assert admission.acquire(1, 1, ["new"]) == [2]
 
@@ -185,7 +187,7 @@ def test_a_call_without_a_ticket_is_admitted_at_once_or_refused():
     assert admission.acquire(1, 0, ["a"]) == [1]
     with pytest.raises(AdmissionError, match=r"adapters \['b'\]: no place now: shard 0's pool"):
         admission.acquire(1, 0, ["b"])
-    assert admission.num_queued == 0 and admission.acquire(1, 0, ["a"]) == [1]
+    assert not admission.tickets.waiting and admission.acquire(1, 0, ["a"]) == [1]
 
 
 def test_a_cancel_that_precedes_its_ticket_leaves_no_hold():
@@ -193,9 +195,9 @@ def test_a_cancel_that_precedes_its_ticket_leaves_no_hold():
     admission.cancel(1, [7])
     with pytest.raises(AdmissionError, match="not wanted any more"):
         admission.acquire(1, 7, ["a"])
-    assert not admission.room.active
+    assert not admission.capacity.active
     admission.settle(1, [7])
-    assert not admission._tickets
+    assert not admission.tickets
 
 
 @pytest.fixture
@@ -208,10 +210,12 @@ def serve():
             shard = ToldShard(controller, memory, pool_bytes=10)
             stack.callback(shard.close)
             if memory is None:
-                controller.adapters.adopt([kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0)
-                controller.adapters.settle()
+                controller.adapters.recovery.adopt(
+                    [kept(name, handle) for handle, name in enumerate("abc", start=1)], (), 0
+                )
+                controller.adapters.sync.settle()
             sizes = [pb.Residency(handle=handle, bytes=4, measured=True) for handle in (1, 2, 3)]
-            controller.adapters.on_moved(0, sizes)
+            moved(controller, shard.handle, sizes)
             return controller, shard
 
         yield start
@@ -231,14 +235,14 @@ def test_a_waiting_client_is_told_when_it_is_admitted(serve):
     assert [record.handle for record in records] == [3] and queued.position == 1
     assert clients.wait_admitted(other, [1], 0.01) == []
     client = clients.renew(other)
-    wait = controller.adapters.wait_admitted
+    wait = controller.adapters.admission.wait_admitted
     waiter = threading.Thread(target=lambda: told.extend(wait(client, [1], 10 * HANG_SECONDS)))
     waiter.start()
     clients.release(one, [1])
     waiter.join(HANG_SECONDS)
     assert told == [1] and clients.acquire(other, ["c"], 1)[1] is None, "it holds it now"
     until(lambda: shard.memory.active == {2, 3}, "the shard knows which adapters are active")
-    assert [one.holders for one in controller.adapters.listings()] == [0, 1, 1]
+    assert [one.holders for one in controller.adapters.listings.all()] == [0, 1, 1]
     clients.leave(other)
     until(lambda: shard.memory.active == {2}, "a client that left holds nothing")
 
@@ -262,8 +266,10 @@ def test_a_restarted_shard_and_a_new_controller_learn_which_adapters_are_active(
     until(lambda: fresh.memory.active == {1, 2}, "a shard that was restarted")
     fresh.close()
     successor, shard = serve(shard.memory)
-    assert successor.arrivals.settled.is_set()
-    assert successor.adapters.admission.room.active == {1, 2}, "as the shard was told, until the clients have spoken"
+    assert successor.start.settled.is_set()
+    assert successor.adapters.admission.queue.capacity.active == {1, 2}, (
+        "as the shard was told, until the clients have spoken"
+    )
     assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the ticket is a new one, and queued again"
     successor.clients.restore(one, [2])
     assert successor.clients.acquire(other, ["c"], 1)[1] is not None, "the other has not said what it holds"
@@ -277,24 +283,24 @@ def test_tickets_that_can_never_be_admitted_are_refused(serve):
     one = join(controller)
     controller.clients.acquire(one, ["a", "b"], 1)
     assert controller.clients.acquire(one, ["c"], 2)[1] is not None
-    controller.adapters.remove("c")
+    controller.adapters.rollout.remove("c")
     with pytest.raises(UnknownAdapterError, match="adapter 'c': not registered here"):
         controller.clients.acquire(one, ["c"], 2)
     limited_to_one, _ = serve(most_active=1)
     with pytest.raises(AdapterLoadError, match="more than --max-active-adapters 1"):
-        limited_to_one.adapters.acquire(1, ["a", "b"])
+        limited_to_one.adapters.admission.acquire(1, ["a", "b"])
 
 
 def test_pinned_adapters_have_a_place_though_no_client_holds_them(serve):
     controller, shard = serve(most_active=2)
     one = join(controller)
-    controller.adapters._set_pinned(controller.adapters.get("a").record, True)
+    controller.adapters.changes.set_pinned(controller.adapters.listings.get("a").record, True)
     until(lambda: shard.memory.active == {1}, "it stays")
     assert controller.clients.acquire(one, ["b"], 1)[1] is None, "it is not counted as one in use"
     assert "4 are needed" in controller.clients.acquire(one, ["c"], 2)[1].reason.replace(" B", "")
     with pytest.raises(AdapterLoadError, match=r"8 bytes are needed together .* of which 4 are pinned"):
         controller.clients.acquire(one, ["b", "c"], 3)
-    controller.adapters.unpin("a")
+    controller.adapters.rollout.unpin("a")
     assert controller.clients.acquire(one, ["c"], 2)[1] is None
 
 
@@ -305,17 +311,17 @@ class OnePlace:
     """A server where one adapter is active at a time; each ticket is a client and an adapter of its own."""
 
     def __init__(self, weights):
-        self.room = Room(1)
-        self.room.set_capacity(0, 10)
-        self.admission = Admission(lambda names: [int(name) for name in names], self.room, clock=lambda: 0.0)
+        self.room = PoolCapacity(1)
+        self.room.sizes.set_capacity(0, 10)
+        self.admission = AdmissionQueue(lambda names: [int(name) for name in names], self.room, clock=lambda: 0.0)
         self.weights, self.owner, self.holder, self.served = weights, {}, None, []
 
     def ask(self, tenant):
         client = len(self.owner) + 1
         self.owner[client] = tenant
-        self.room.set_size(client, 0, 1)
+        self.room.sizes.set_size(client, 0, 1)
         answer = self.admission.acquire(client, 1, [str(client)], tenant, self.weights[tenant])
-        if not isinstance(answer, Queued):
+        if not isinstance(answer, QueuePosition):
             self.holder = client
         return client
 

@@ -10,7 +10,7 @@ import pytest
 from lora_server import errors
 from lora_server.config import ServeConfig, load
 from lora_server.control.adapters.allowed import Allowed
-from lora_server.control.adapters.origins import opened
+from lora_server.control.adapters.files import opened
 from lora_server.control.adapters.resolver import COMING, Resolver
 from lora_server.errors import AdapterSourceError, ConfigError
 from lora_server.timings import Timings
@@ -69,7 +69,8 @@ def test_urls_need_an_allowed_prefix(places):
     for good in ("s3://adapters/mine/law", "S3://adapters/mine", "hf://org/name@main", "https://host/a/b/"):
         allowed.check(good)
     strangers = ["s3://adapters/mine-not", "s3://adapters", "s3://adapters/mine@x/law", "http://169.254.169.254/latest"]
-    for bad in (*strangers, "https://host/a/../b", "https://host/a/%2e%2e/b"):
+    steps = ("../b", "%2e%2e/b", "..%2fb", "%252e%252e%252fb", "x%5c..%5c..%5cb", "%" + "25" * 20 + "2e")
+    for bad in (*strangers, *(f"https://host/a/{step}" for step in steps)):
         assert "--allow-source" in said(allowed, bad)
     Allowed().check("http://anywhere/law")
     assert "none was given" in said(Allowed(), places[0])
@@ -77,7 +78,7 @@ def test_urls_need_an_allowed_prefix(places):
 
 @pytest.mark.parametrize("uri", ["", "a\0b", "file://[::1", "file://", "http://[::1", "://", "s3://", "file:///x\0y"])
 def test_a_bad_uri_is_refused(uri):
-    with pytest.raises(errors.LoraServerError), opened(uri, spec_of(), None, 1.0):
+    with pytest.raises(errors.LoraServerError), opened("law", uri, spec_of(), None, 1.0):
         pass
 
 
@@ -130,16 +131,16 @@ def test_add_is_checked_and_the_directory_of_the_start_is_trusted(tmp_path, tiny
     controller = make_tiny_controller(allowed=Allowed((str(root),)))
     adapters, shard = controller.adapters, ToldShard(controller)
     with pytest.raises(AdapterSourceError, match="--adapter-root"):
-        adapters.add("out", str(root / "linked"), 5.0)
-    assert len(adapters) == 0
+        adapters.rollout.add("out", str(root / "linked"), 5.0)
+    assert not adapters.catalog.records()
     (root / "law").mkdir()
     (root / "law" / "adapter_config.json").write_text("{}")
-    monkeypatch.setattr("lora_server.control.adapters.origins.validate_adapter", fail)
+    monkeypatch.setattr("lora_server.control.adapters.files.validate_adapter", fail)
     with pytest.raises(AdapterSourceError, match="cannot be read: Input/output error"):
-        adapters.add("law", str(root / "law"), 5.0)
+        adapters.rollout.add("law", str(root / "law"), 5.0)
     monkeypatch.undo()
-    adapters.register_directory({"linked": root / "linked"})  # who may write there is believed
-    assert adapters.get("linked").record.path == str(adapter.resolve())
+    adapters.directory.register({"linked": root / "linked"})  # who may write there is believed
+    assert adapters.listings.get("linked").record.path == str(adapter.resolve())
     shard.close()
 
 
@@ -151,7 +152,10 @@ class Bringing:
 
     def __init__(self, template=TEMPLATE):
         self.now, self.asked, self.fails, self.go = 0.0, [], {}, threading.Event()
-        self.resolver = Resolver(template, self.add, lambda: self.now)
+        self.resolver = Resolver(template, lambda: self.now)
+
+    def ask(self, name):
+        self.resolver.ask(name, self.add)
 
     def add(self, name, uri, seconds):
         self.asked.append((name, uri))
@@ -175,7 +179,7 @@ def bringing():
 def test_callers_of_one_name_share_one_load(bringing):
     for _ in range(5):
         with pytest.raises(errors.ServerBusyError, match="being brought from s3://adapters/acme/team/bot; ask again"):
-            bringing.resolver.ask("acme/team/bot")
+            bringing.ask("acme/team/bot")
     bringing.settled()
     assert bringing.asked == [("acme/team/bot", "s3://adapters/acme/team/bot")]
     assert bringing.resolver.uri("law") == "s3://adapters/default/law"
@@ -184,38 +188,42 @@ def test_callers_of_one_name_share_one_load(bringing):
 def test_a_source_that_failed_is_not_asked_again_for_a_while(bringing):
     bringing.fails = {
         "gone": AdapterSourceError("got no config there"),
+        "over": errors.LimitError("tenant acme: got 3 adapters, 2 may be"),
         "later": errors.ServerUnavailableError(""),
     }
     bringing.go.set()
-    for name in ("gone", "later"):
+    for name in bringing.fails:
         with pytest.raises(errors.ServerBusyError):
-            bringing.resolver.ask(name)
+            bringing.ask(name)
     bringing.settled()
     with pytest.raises(errors.UnknownAdapterError, match="to be had from s3://adapters/default/gone: got no config"):
-        bringing.resolver.ask("gone")
+        bringing.ask("gone")
+    with pytest.raises(errors.LimitError, match=r"^tenant acme: got 3 adapters, 2 may be$"):
+        bringing.ask("over")
     with pytest.raises(errors.ServerBusyError):
-        bringing.resolver.ask("later")
+        bringing.ask("later")
     bringing.settled()
     bringing.now += Timings.resolve_again + 1
     with pytest.raises(errors.ServerBusyError):
-        bringing.resolver.ask("gone")
+        bringing.ask("gone")
     bringing.settled()
     assert [name for name, _ in bringing.asked].count("gone") == 2
     with pytest.raises(errors.UnknownAdapterError, match="expected 1 to 200 letters"):
-        bringing.resolver.ask("../../etc")
+        bringing.ask("../../etc")
 
 
 def test_the_number_of_concurrent_loads_is_limited(bringing):
     for number in range(COMING + 10):
         with pytest.raises(errors.ServerBusyError):
-            bringing.resolver.ask(f"name-{number}")
+            bringing.ask(f"name-{number}")
     bringing.settled()
     assert len(bringing.asked) == COMING
 
 
 @pytest.mark.parametrize(
-    "template", ["", "s3://adapters", "/adapters/{name}", "s3://{other}/{name}", "s3://{name", "s3://{}"]
+    "template",
+    ["", "s3://adapters", "/adapters/{name}", "s3://{other}/{name}", "s3://{name", "s3://{}", "local:///{name}"],
 )
 def test_a_bad_template_is_refused(template):
     with pytest.raises(ConfigError, match=r"--resolve: got .*expected a URL with {name}"):
-        Resolver(template, lambda *_: None)
+        Resolver(template)

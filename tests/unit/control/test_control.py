@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lora_server import errors
-from lora_server.control.adapters.registry import FIRST_HANDLE, Record, Registry
-from lora_server.control.admission.holds import Holds
+from lora_server.control.adapters.records import FIRST_HANDLE, Record
+from lora_server.control.admission.holds import ClientHolds
 from lora_server.control.admission.tally import Sum, Tally
 from lora_server.control.members.leases import Leases
 from lora_server.control.members.shards import ShardHandle, ShardTable, wait_all
@@ -26,14 +26,17 @@ from tests.support.controllers import kept, make_controller
 
 
 def test_a_name_that_is_taken_by_another_version_is_refused():
-    registry, record = Registry(), Record.decode(kept("law", 1).record)
+    adapters, record = make_controller().adapters, Record.decode(kept("law", 1).record)
     assert (record.sites, record.invocation, record.warnings) == ((Site(0, "qkv"),), Invocation((1, 2)), ("careful",))
     assert Record.decode(record.encode()) == record
-    registry.add(record)
-    assert registry.existing("law", "v1").handle == 1 and registry.existing("code", "v1") is None
+    adapters.catalog.publish(record)
+    existing = adapters.changes.existing
+    assert existing("law", "v1").handle == 1 and existing("code", "v1") is None
     with pytest.raises(errors.AdapterExistsError, match="adapters update law SOURCE"):
-        registry.existing("law", "v2")
-    assert registry.next_handle() == FIRST_HANDLE, "handles are never used twice, and fit a shard's kernel"
+        existing("law", "v2")
+    assert adapters.catalog.ledger.next_handle() == FIRST_HANDLE, (
+        "handles are never used twice, and fit a shard's kernel"
+    )
 
 
 NAMES, CLIENTS = st.sampled_from(["law", "code", "art"]), st.integers(1, 3)
@@ -50,7 +53,7 @@ class AdaptersMachine(RuleBasedStateMachine):
     @rule(name=NAMES)
     def add(self, name):
         if name not in self.listed:
-            self.adapters.adopt([kept(name, self.next)], (), 0)
+            self.adapters.recovery.adopt([kept(name, self.next)], (), 0)
             self.listed[name] = self.next
             self.alive.add(self.next)
             self.next += 1
@@ -58,66 +61,66 @@ class AdaptersMachine(RuleBasedStateMachine):
     @rule(client=CLIENTS, names=st.lists(NAMES, max_size=3, unique=True))
     def acquire(self, client, names):
         if set(names) <= set(self.listed):
-            got = [one.handle for one in self.adapters.acquire(client, names)[0]]
+            got = [one.handle for one in self.adapters.admission.acquire(client, names)[0]]
             assert got == [self.listed[name] for name in names]
             self.holds += [(client, handle) for handle in got]
         else:
             with pytest.raises(errors.UnknownAdapterError):
-                self.adapters.acquire(client, names)
+                self.adapters.admission.acquire(client, names)
 
     @rule(client=CLIENTS)
     def release_one(self, client):
         own = [hold for hold in self.holds if hold[0] == client]
         if own:
             self.holds.remove(own[0])
-            self.adapters.release(client, [own[0][1]])
+            self.adapters.admission.release(client, [own[0][1]])
 
     @rule(client=CLIENTS)
     def forget(self, client):
         self.holds = [hold for hold in self.holds if hold[0] != client]
         self.silent.pop(client, None)
-        self.adapters.forget_client(client)
+        self.adapters.admission.forget_client(client)
 
     @rule(name=NAMES)
     def remove(self, name):
         if name in self.listed:
             holders = {client for client, handle in self.holds if handle == self.listed[name]}
             del self.listed[name]
-            assert self.adapters.remove(name) == len(holders)
+            assert self.adapters.rollout.remove(name) == len(holders)
 
     @rule(name=NAMES, pinned=st.booleans())
     def pin(self, name, pinned):
         if name in self.listed:
-            self.adapters._set_pinned(self.adapters.get(name).record, pinned)
+            self.adapters.changes.set_pinned(self.adapters.listings.get(name).record, pinned)
 
     @rule(client=st.integers(4, 5), name=NAMES, times=st.integers(1, 2))
     def a_client_of_an_earlier_controller(self, client, name, times):
         if name in self.listed and client not in self.silent:
-            self.adapters.expect(client)
+            self.adapters.admission.holds.expect(client)
             self.silent[client] = [self.listed[name]] * times
 
     @rule(client=st.integers(4, 5))
     def speaks(self, client):
         if client in self.silent:
-            assert self.adapters.is_unknown(client)
+            assert self.adapters.admission.holds.is_unknown(client)
             handles = self.silent.pop(client)
-            self.adapters.restore(client, handles)
+            self.adapters.admission.restore(client, handles)
             own = [hold for hold in self.holds if hold[0] == client and hold[1] == handles[0]]
             self.holds += [(client, handles[0])] * max(0, len(handles) - len(own))
 
     @invariant()
     def sets_equal_a_full_scan(self):
-        registry = self.adapters._registry
-        records = registry.records()
-        assert registry.unlisted == {one.handle for one in records if not registry.is_listed(one)}
-        assert registry.pinned == {one.handle for one in registry.listed() if one.pinned}
+        catalog = self.adapters.catalog
+        pinned, draining = catalog.marks()
+        assert draining == sorted(one.handle for one in catalog.records() if not catalog.is_listed(one))
+        assert pinned == {one.handle for one in catalog.records(listed=True) if one.pinned}
 
     @invariant()
     def what_is_needed_exists_and_nothing_else(self):
         needed = set(self.listed.values()) | {handle for _, handle in self.holds}
         self.alive = self.alive if self.silent else self.alive & needed
-        assert {one.record.handle for one in self.adapters.listings()} == self.alive
-        for one in self.adapters.listings():
+        assert {one.record.handle for one in self.adapters.listings.all()} == self.alive
+        for one in self.adapters.listings.all():
             assert one.holders == len({client for client, handle in self.holds if handle == one.record.handle})
             assert (one.state == "draining") == (one.record.handle not in self.listed.values())
 
@@ -316,7 +319,7 @@ TENANTS = {handle: f"tenant-{handle}" for handle in range(1, 40)}
 def test_every_end_of_a_hold_counts_once():
     clock = VirtualClock()
     tally = Tally(TENANTS.get, clock.now)
-    holds = Holds(tally.changed)
+    holds = ClientHolds(tally.changed)
     holds.acquire(1, [1, 1, 2])
     clock.advance(2)
     holds.release(1, [1, 3])  # what is not held is ignored

@@ -5,14 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lora_server.control.adapters.refusals import Refusal, Refusals
-from lora_server.control.adapters.registry import FIRST_HANDLE
+from lora_server.control.adapters.records import FIRST_HANDLE
+from lora_server.control.adapters.refusals import RefusedAdapter, RefusedAdapters
 from lora_server.control.members.shards import ShardHandle
 from lora_server.daemon.kept import Kept
 from lora_server.errors import ConfigError, ServerUnavailableError, UnknownAdapterError
 from lora_server.transport.session import Proof
 from lora_server.wire import lora_server_pb2 as pb
-from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, registration
+from tests.support.controllers import ToldShard, kept, make_controller, make_tiny_controller, moved, registration
+from tests.support.killed_controller import part_of
 from tests.support.restarts import SECONDS, Killed, Server, dies
 from tests.support.serving import until
 
@@ -35,25 +36,25 @@ def arrive(controller, shard, *told, **fields):
 
 def test_a_restarted_controller_learns_everything_from_its_shards():
     controller, proof = make_controller("ep2-pp1", settled=False), Proof(3, 9, b"k")
-    for refused in (lambda: controller.adapters.get("law"), lambda: controller.clients.renew(proof)):
+    for refused in (lambda: controller.adapters.listings.get("law"), lambda: controller.clients.renew(proof)):
         with pytest.raises(ServerUnavailableError, match="waits for its shards"):
             refused()
     grant = pb.Grant(client=3, epoch=9, key=b"k", instance="engine", served_names=["base"])
     law, old = kept("law", 5), kept("old", 4, listed=False)
     state = {"epoch": 2, "registered": True}
     first = arrive(controller, 0, pb.Kept(load=law, layers=3), pb.Kept(load=old), pb.Kept(grant=grant), **state)
-    assert not controller.arrivals.settled.is_set()
+    assert not controller.start.settled.is_set()
     arrive(controller, 1, pb.Kept(load=law), pb.Kept(grant=grant), **state)
-    assert controller.arrivals.settled.is_set() and controller.arrivals.run == "abc"
-    assert controller.adapters.registered.is_set()
-    states = {one.record.name: one.state for one in controller.adapters.listings()}
+    assert controller.start.settled.is_set() and controller.arrivals.run == "abc"
+    assert controller.start.registered.is_set()
+    states = {one.record.name: one.state for one in controller.adapters.listings.all()}
     assert states == {"law": "loading", "old": "draining"}
     assert controller.clients.heartbeat(proof), "the client is asked what it holds"
     assert controller.clients.leases.serving("base") == "engine"
     controller.clients.restore(proof, [4])
-    assert controller.adapters.get("law").record.handle == 5
+    assert controller.adapters.listings.get("law").record.handle == 5
     controller.clients.release(proof, [4])
-    assert [one.record.name for one in controller.adapters.listings()] == ["law"], "what drained is gone"
+    assert [one.record.name for one in controller.adapters.listings.all()] == ["law"], "what drained is gone"
     assert [command.drop for command in drained(first) if command.HasField("drop")] == [4]
     assert controller.clients.leases.grant("new").client == 4, "ids are not used twice"
 
@@ -76,31 +77,54 @@ def test_a_shard_is_told_the_changes_that_it_missed(case, order):
     first, second, fields, listed, sent = KEPT_APART[case]
     controller, told = make_controller("ep2-pp1", settled=False), [(first, {}), (second, fields)]
     handles = {one: arrive(controller, one, *filter(None, told[one][:1]), **told[one][1]) for one in order}
-    assert [one.record.handle for one in controller.adapters.listings()] == listed
+    assert [one.record.handle for one in controller.adapters.listings.all()] == listed
     for one, needed in sent.items():
         assert [(load.handle, load.pinned) for load in loads(handles[one])] == needed
     if not listed:
-        assert controller.adapters._registry.next_handle() == FIRST_HANDLE + 10
+        assert controller.adapters.catalog.ledger.next_handle() == FIRST_HANDLE + 10
         assert controller.clients.leases.grant("new").client == 5
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_client_whose_connection_ended_while_no_controller_ran_holds_nothing(order):
+    """Shard 0 saw it end; shard 1 keeps its grant, whichever of them registers first."""
+    gone, memory = pb.ClientGone(client=3, epoch=9), Kept()
+    for client in (3, 4):
+        memory.note(pb.ShardCommand(grant=pb.Grant(client=client, epoch=9, key=b"k")))
+    memory.end(pb.ClientGone(client=4, epoch=8))
+    memory.end(gone)
+    *reports, last = memory.reports(lambda handle: 0)
+    assert last.client_gone == gone and len(reports) == memory.count() == 2
+    controller, handles = make_controller("ep2-pp1", settled=False), {}
+    for shard in order:
+        handles[shard] = arrive(controller, shard, *(one.kept for one in reports), last_client=4, active=[5])
+        if shard == 0:
+            controller.clients.end(gone.client, gone.epoch)
+    assert controller.start.settled.is_set()
+    assert [lease.client for lease, _ in controller.clients.leases.silences()] == [4]
+    assert not controller.adapters.admission.holds.is_unknown(3) and controller.adapters.admission.holds.is_unknown(4)
+    assert all(3 in [one.revoke for one in drained(handle)] for handle in handles.values()), "nor may it push"
+    memory.note(pb.ShardCommand(revoke=3))
+    assert len(list(memory.reports(lambda handle: 0))) == memory.count() == 1
 
 
 def test_a_restarted_node_lists_its_directory_again(tiny_adapters):
     """Unlike by a controller that its node restarted: other content under a name is refused, and said."""
     controller = make_tiny_controller()
     with pytest.raises(ServerUnavailableError, match="waits for its shards"):
-        controller.adapters.register("law", str(tiny_adapters["all"]))
+        controller.adapters.rollout.register("law", str(tiny_adapters["all"]))
     memory = Kept()
     memory.note(pb.ShardCommand(claim=pb.Claim(epoch=1, run="abc")))
     memory.note(pb.ShardCommand(load=kept("law", 5)))
     shard = ToldShard(controller, memory, registered=True)
-    assert not controller.adapters.registered.is_set()
-    controller.adapters.register_directory({"law": tiny_adapters["all"], "new": tiny_adapters["down"]})
-    assert [one.record.name for one in controller.adapters.listings()] == ["law", "new"]
-    (refusal,) = controller.adapters.refused()
+    assert not controller.start.registered.is_set()
+    controller.adapters.directory.register({"law": tiny_adapters["all"], "new": tiny_adapters["down"]})
+    assert [one.record.name for one in controller.adapters.listings.all()] == ["law", "new"]
+    (refusal,) = controller.adapters.catalog.refusals.listed()
     assert (refusal.name, refusal.code) == ("law", "adapter_exists")
     assert "is served under this name" in refusal.reason
-    assert controller.adapters.remove("law") == 0 and controller.adapters.refused() == []
-    assert [one.record.name for one in controller.adapters.listings()] == ["new"]
+    assert controller.adapters.rollout.remove("law") == 0 and controller.adapters.catalog.refusals.listed() == []
+    assert [one.record.name for one in controller.adapters.listings.all()] == ["new"]
     shard.close()
 
 
@@ -115,7 +139,7 @@ def test_a_shard_drops_what_it_kept_of_another_run():
     controller = make_controller("ep2-pp1", settled=False)
     arrive(controller, 0, LAW)
     other = arrive(controller, 1, pb.Kept(load=kept("art", 6)), run="xyz")
-    assert [one.record.name for one in controller.adapters.listings()] == ["law"]
+    assert [one.record.name for one in controller.adapters.listings.all()] == ["law"]
     claims = [command.claim for command in drained(other) if command.HasField("claim")]
     assert claims[0].run == claims[-1].run == "abc"
     memory = Kept()
@@ -135,7 +159,7 @@ def test_a_returning_shard_drops_what_was_dropped_meanwhile():
 
 
 def refusals(*names, serial):
-    told = [Refusal(name, "/x", "adapter_format", "DoRA") for name in names]
+    told = [RefusedAdapter(name, "/x", "adapter_format", "DoRA") for name in names]
     return pb.Refusals(refusals=msgspec.json.encode(told), serial=serial)
 
 
@@ -146,19 +170,19 @@ def test_a_refusal_that_one_shard_saw_taken_back_stays_taken_back(order):
     told = [refusals("dora", "pickle", serial=1), refusals("pickle", serial=2), None]
     for shard in order:
         arrive(controller, shard, registered=shard != 2, refused=told[shard])
-    assert [one.name for one in controller.adapters.refused()] == ["pickle"]
-    controller.adapters.register_directory({"pickle": Path("/nowhere")})
+    assert [one.name for one in controller.adapters.catalog.refusals.listed()] == ["pickle"]
+    controller.adapters.directory.register({"pickle": Path("/nowhere")})
     assert controller.not_ready() == "", "nothing is listed again"
 
 
 def test_refusals_that_shards_keep_reach_the_next_controller():
     memory = Kept()
     assert not memory.sign(pb.Registration()).HasField("refused")
-    kept = Refusals()
-    kept.put(Refusal("dora", "/x", "adapter_format", "DoRA", "stamp", True))
+    kept = RefusedAdapters()
+    kept.put(RefusedAdapter("dora", "/x", "adapter_format", "DoRA", "stamp", True))
     memory.note(pb.ShardCommand(refused=refusals("pickle", serial=1)))
     memory.note(pb.ShardCommand(refused=kept.tell()))
-    successor = Refusals()
+    successor = RefusedAdapters()
     successor.adopt(memory.sign(pb.Registration()).refused)
     assert successor.all() == kept.all()
 
@@ -166,8 +190,8 @@ def test_refusals_that_shards_keep_reach_the_next_controller():
 def test_a_restarted_shard_is_told_the_sizes_of_its_adapters():
     controller = make_controller(settled=False)
     first = ToldShard(controller)
-    controller.adapters.adopt([kept("law", 1), kept("code", 2)], [], 2)
-    controller.adapters.on_moved(0, [pb.Residency(handle=1, bytes=4096, measured=True), pb.Residency(handle=2)])
+    controller.adapters.recovery.adopt([kept("law", 1), kept("code", 2)], [], 2)
+    moved(controller, first.handle, [pb.Residency(handle=1, bytes=4096, measured=True), pb.Residency(handle=2)])
     first.close()
     controller.shards.depart(first.handle)
     second = ToldShard(controller, pid=2)
@@ -188,40 +212,40 @@ def server(tmp_path, tiny_adapters):
 
 
 def add_of_directory(server):
-    server.adapters.register_directory({"law": server.paths["all"]})
+    server.adapters.directory.register({"law": server.paths["all"]})
     server.controller.arrivals.announce()
 
 
 def add(server):
-    server.adapters.add("law", str(server.paths["all"]), SECONDS)
+    server.adapters.rollout.add("law", str(server.paths["all"]), SECONDS)
 
 
 def hold(server, came=add):
     """Have a client acquire the adapter `law`; the next controller does not know that before the client says so."""
     came(server)
     lease, _ = server.controller.clients.join("engine")
-    ((record,), _) = server.adapters.acquire(lease.client, ["law"])
+    ((record,), _) = server.adapters.admission.acquire(lease.client, ["law"])
     return lease.client, [record.handle]
 
 
 def states(server):
-    return {one.record.version[:8]: one.state for one in server.adapters.listings()}
+    return {one.record.version[:8]: one.state for one in server.adapters.listings.all()}
 
 
 def cut_off_in_time(server):
     def gone():
-        server.adapters.cut_off()
+        server.adapters.admission.cut_off()
         return "draining" not in states(server).values()
 
     until(gone, "whoever holds it still is cut off", SECONDS)
 
 
 def remove(server, seconds):
-    server.adapters.remove("law", seconds)
+    server.adapters.rollout.remove("law", seconds)
 
 
 def update(server, seconds):
-    server.adapters.update("law", str(server.paths["down"]), SECONDS, seconds)
+    server.adapters.rollout.update("law", str(server.paths["down"]), SECONDS, seconds)
 
 
 @pytest.mark.parametrize("came", [add, add_of_directory])
@@ -231,39 +255,43 @@ def test_a_deadline_outlives_the_controller(server, came, goes):
     goes(server, 0.05)
     server.kill()
     cut_off_in_time(server)
-    server.adapters.restore(client, handles)
-    assert not server.adapters.holds(client, handles), "it was cut off before the controller knew that it held it"
+    server.adapters.admission.restore(client, handles)
+    assert not server.adapters.admission.holds.of(client, handles), (
+        "it was cut off before the controller knew that it held it"
+    )
     until(lambda: len(server.shard.memory.loads) == len(states(server)) == (goes is update), "shards drop it", SECONDS)
 
 
 def test_a_hold_is_not_cut_off_before_its_deadline(server):
     client, handles = hold(server)
-    server.adapters.remove("law", LONG)
+    server.adapters.rollout.remove("law", LONG)
     server.kill()
-    server.adapters.cut_off()
+    server.adapters.admission.cut_off()
     assert list(states(server).values()) == ["draining"]
-    server.adapters.restore(client, handles)
-    assert server.adapters.held(client) == ["law"]
-    server.adapters.release(client, handles)
+    server.adapters.admission.restore(client, handles)
+    assert server.adapters.listings.held(client) == ["law"]
+    server.adapters.admission.release(client, handles)
     assert not states(server)
 
 
 @pytest.mark.parametrize(
-    ("method", "seconds", "removed"), [("_unlist", 0.05, True), ("_forget", 0.0, False)], ids=["told", "stored"]
+    ("method", "seconds", "removed"),
+    [("changes.unlist", 0.05, True), ("catalog.ledger.removed", 0.0, False)],
+    ids=["told", "stored"],
 )
 def test_a_controller_that_is_killed_in_a_removal_did_all_or_nothing(server, monkeypatch, method, seconds, removed):
     """Before its shards are told, and before it is stored: then the deadline means nothing."""
     hold(server)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        dies(server, patch, server.adapters, method, False)
-        server.adapters.remove("law", seconds)
+        dies(server, patch, *part_of(server.adapters, method), False)
+        server.adapters.rollout.remove("law", seconds)
     server.kill()
     if removed:
         cut_off_in_time(server)
         with pytest.raises(UnknownAdapterError):
-            server.adapters.get("law")
+            server.adapters.listings.get("law")
     else:
-        server.adapters.cut_off()
+        server.adapters.admission.cut_off()
         assert list(states(server).values()) == ["ready"]
 
 
@@ -274,11 +302,11 @@ def test_a_draining_server_goes_on_draining_under_the_next_controller(server):
     assert server.controller.not_ready() == "draining"
     with pytest.raises(ServerUnavailableError, match="draining"):
         server.controller.clients.join("another")
-    server.adapters.restore(client, handles)
-    assert server.adapters.acquire(client, ["law"], ticket=1)[1].reason == "draining"
+    server.adapters.admission.restore(client, handles)
+    assert server.adapters.admission.acquire(client, ["law"], ticket=1)[1].reason == "draining"
     assert server.controller.drain.begin(0) == 1, "and whoever asks is told how far it is"
     server.controller.drain.resume()
-    assert server.adapters.acquire(client, ["law"], ticket=1)[1] is None
+    assert server.adapters.admission.acquire(client, ["law"], ticket=1)[1] is None
     server.kill()
     assert server.controller.not_ready() != "draining"
     assert server.controller.drain.begin(0) == 1

@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -30,6 +31,7 @@ from lora_server.wire.rpc import call, open_channel, translate
 from tests.support.controllers import ToldShard
 from tests.support.far import left
 from tests.support.serving import HANG_SECONDS, until
+from tests.support.signed import signed, signed_by_shard
 from tests.support.workload import spec_of
 
 URL = "node0:///law"
@@ -43,20 +45,21 @@ class Node:
         shutil.copytree(adapter, self.adapter)
         agreement = Agreement(spec_of("mixtral"), Layout.parse("ep1-pp1"), "float32", "independent", 64)
         self.controller = Controller(agreement, timings=timings)
-        self.controller.adapters.sends = True
+        self.controller.adapters.sync.sends = True
         self.shard = ToldShard(self.controller)
-        self.record = self.controller.adapters.register("law", str(self.adapter))[0]
+        self.record = self.controller.adapters.rollout.register("law", str(self.adapter))[0]
         self.control, self.address = None, "127.0.0.1:0"
         self.serve()
         self.cache = tmp_path / "cache"
+        self.node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance)
         self.fetches_within(timings)
         stack.callback(self.shard.close)
         stack.callback(self.die)
 
     def fetches_within(self, timings):
-        node0 = Node0(self.address, Credentials(), 0, self.shard.memory.instance, timings)
-        self.proof = node0.proof
-        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), node0.files)
+        self.node0 = replace(self.node0, address=self.address, timings=timings)
+        self.instance = self.shard.memory.instance
+        self.fetcher = Fetcher(DiskCache(self.cache, Size(nbytes=1 << 30)), spec_of("mixtral"), self.node0.files)
 
     def serve(self):
         """At the same address as before."""
@@ -72,8 +75,8 @@ class Node:
     def fetch(self, at_piece=lambda: None):
         return self.fetcher.fetch(URL, self.record.version, HANG_SECONDS, lambda: bool(at_piece()))
 
-    def read(self, channel, proof=None, version="", name=WEIGHTS):
-        request = pb.ReadRequest(proof=proof or self.proof, version=version or self.record.version, name=name)
+    def read(self, channel):
+        request = signed_by_shard(pb.ReadRequest(version=self.record.version, name=WEIGHTS), 0, self.instance)
         return rpc.ShardsStub(channel).Read(request, timeout=HANG_SECONDS)
 
 
@@ -91,7 +94,7 @@ def is_right(lease, node):
 def answers_heartbeats(node, channel):
     for _ in range(50):
         lease = node.controller.clients.leases.grant("engine")
-        request = pb.HeartbeatRequest(proof=pb.Proof(**lease.proof._asdict()))
+        request = signed(pb.HeartbeatRequest(), lease.proof)
         assert not call(rpc.ClientsStub(channel).Heartbeat, request, server="", seconds=HANG_SECONDS).forgot
     return True
 
@@ -179,7 +182,7 @@ def test_files_that_changed_on_node_0_are_refused(node, tiny_adapters):
     shutil.rmtree(node.adapter)
     with pytest.raises(errors.AdapterSourceError, match="cannot be read any more"):
         node.fetch()
-    node.controller.adapters.sends = False
+    node.controller.adapters.sync.sends = False
     with pytest.raises(errors.UnknownAdapterError, match="no files of it to send"):
         node.fetch()
     assert left(node.cache) == []
@@ -187,18 +190,19 @@ def test_files_that_changed_on_node_0_are_refused(node, tiny_adapters):
 
 @pytest.mark.parametrize("method", ["Files", "Read"])
 def test_only_a_registered_shard_gets_files(node, method):
-    def ask(error=None, shard=0, instance=node.proof.instance, version=node.record.version, name=WEIGHTS):
-        proof, stub = pb.ShardProof(shard=shard, instance=instance), rpc.ShardsStub(channel)
+    def ask(error=None, shard=0, instance=node.instance, version=node.record.version, name=WEIGHTS):
+        stub = rpc.ShardsStub(channel)
         if method == "Read":
-            got = stub.Read(pb.ReadRequest(proof=proof, version=version, name=name), timeout=HANG_SECONDS)
+            request = signed_by_shard(pb.ReadRequest(version=version, name=name), shard, instance)
+            got = stub.Read(request, timeout=HANG_SECONDS)
         else:  # as an iterator, so that both end in one way
-            request = pb.FilesRequest(proof=proof, version=version)
+            request = signed_by_shard(pb.FilesRequest(version=version), shard, instance)
             got = (stub.Files(one, timeout=HANG_SECONDS) for one in [request])
         return list(got) if error is None else refused(got, error)
 
     with open_channel(node.address) as channel:
         assert ask()
-        for instance in ("", "1", node.proof.instance[:-1]):
+        for instance in ("", "1", node.instance[:-1]):
             assert "not of the registered process" in ask(errors.PermissionDeniedError, instance=instance)
         assert "shard 1 is not registered" in ask(errors.ServerUnavailableError, shard=1)
         ask(errors.UnknownAdapterError, version="0" * 64)

@@ -1,10 +1,15 @@
 """A watched directory: messages, pins, partial copies, a lost directory; test_watch_any_order has all other orders."""
 
+import os
+import shutil
+
 import pytest
 from structlog.testing import capture_logs
 
 from lora_server.adapters import validate_adapter
-from lora_server.control.adapters.registry import FIRST_HANDLE
+from lora_server.control.adapters.records import FIRST_HANDLE
+from lora_server.control.reports.listing import page
+from lora_server.control.reports.status import status
 from lora_server.errors import AdapterLoadError, UnknownAdapterError
 from lora_server.registry.database import FILE, Database
 from lora_server.registry.versions import Ledger
@@ -30,29 +35,29 @@ def followed(tmp_path, contents):
 def test_a_pin_belongs_to_the_name_and_survives_an_update_and_a_restart(followed):
     def pinned():
         kept = {load.handle: load.pinned for load in followed.shard.memory.loads.values()}
-        assert kept == {one.record.handle: one.record.pinned for one in followed.adapters.listings()}
-        return {one.record.name: one.record.pinned for one in followed.adapters.listings()}
+        assert kept == {one.record.handle: one.record.pinned for one in followed.adapters.listings.all()}
+        return {one.record.name: one.record.pinned for one in followed.adapters.listings.all()}
 
     followed.put("law", "v1")
     followed.put("code", "v1")
     followed.settle()
-    until(lambda: {one.state for one in followed.adapters.listings()} == {"ready"}, "no load is under way any more")
+    until(lambda: {one.state for one in followed.adapters.listings.all()} == {"ready"}, "no load is under way any more")
     followed.shard.failure = "it takes 5 bytes"
     with pytest.raises(AdapterLoadError, match="'law' was not pinned: it takes 5 bytes"):
-        followed.adapters.pin("law", 10)
+        followed.adapters.rollout.pin("law", 10)
     followed.shard.failure = ""
-    assert pinned() == {"law": False, "code": False} and followed.adapters.get("law").error == ""
-    followed.adapters.pin("law", 10)
+    assert pinned() == {"law": False, "code": False} and followed.adapters.listings.get("law").error == ""
+    followed.adapters.rollout.pin("law", 10)
     followed.put("law", "v2")
     followed.settle()
     until(lambda: followed.shard.memory.loads.keys() == {FIRST_HANDLE, FIRST_HANDLE + 2}, "the old one is dropped")
     assert followed.served() == {"law": "v2", "code": "v1"} and pinned() == {"law": True, "code": False}
     followed.restart()
     assert pinned() == {"law": True, "code": False}
-    followed.adapters.unpin("law")
+    followed.adapters.rollout.unpin("law")
     assert pinned() == {"law": False, "code": False}
     with pytest.raises(UnknownAdapterError):
-        followed.adapters.pin("nobody", 10)
+        followed.adapters.rollout.pin("nobody", 10)
 
 
 @pytest.mark.parametrize("first", ["adapter_config.json", "adapter_model.safetensors"])
@@ -69,7 +74,7 @@ def test_a_slow_copy_is_added_when_it_is_complete(followed, first):
         (target / f"{file.name}.part").write_bytes(data)
         (target / f"{file.name}.part").rename(target / file.name)
         followed.look()
-        assert followed.adapters.listings() == [] and followed.refused() == {}
+        assert followed.adapters.listings.all() == [] and followed.refused() == {}
     followed.settle()
     assert followed.served() == {"law": "v1"}
 
@@ -78,7 +83,7 @@ def test_files_that_change_while_they_are_read_are_skipped(followed):
     followed.put("law", "v1")
     followed.put("bad", "dora")
     for name in ("law", "bad"):
-        followed.adapters.follow(name, followed.directory / name, "another stamp")
+        followed.adapters.directory.take(name, followed.directory / name, "another stamp")
     assert followed.served() == {} and followed.refused() == {}
 
 
@@ -86,15 +91,34 @@ def test_files_that_change_while_they_are_read_are_skipped(followed):
 def test_hidden_and_temporary_names_are_skipped(followed, name):
     followed.put(name, "v1")
     followed.settle()
-    assert followed.adapters.listings() == [] and followed.refused() == {}
+    assert followed.adapters.listings.all() == [] and followed.refused() == {}
     (followed.directory / name).rename(followed.directory / "law")
     followed.settle()
     assert followed.served() == {"law": "v1"}
 
 
+def test_a_name_that_is_not_utf_8_is_skipped_and_logged_once(followed):
+    followed.put("law", "v1")
+    followed.settle()
+    followed.put(os.fsdecode(b"caf\xe9"), "v1")
+    target = followed.directory.with_name(os.fsdecode(b"target-\xff"))
+    shutil.copytree(followed.contents["v1"], target)
+    (followed.directory / "link").symlink_to(target)
+    with capture_logs() as lines:
+        followed.settle()
+        followed.settle()
+    skipped = [line["name"] for line in lines if "not UTF-8; rename it" in line["event"]]
+    assert skipped == ["caf\\xe9"] and followed.served() == {"law": "v1"}
+    assert (
+        set(followed.refused()) == {"link"} and "target-\\xff, expected a path of UTF-8" in followed.refused()["link"]
+    )
+    everything = page(followed.adapters.listings, "")
+    assert [one.name for one in everything.adapters] == ["law"] and status(followed.controller).SerializeToString()
+
+
 def refusal_beside(followed, words):
     """What served before serves on, and says why the directory's content does not."""
-    (listing,) = [one for one in followed.adapters.listings() if one.record.name == "law"]
+    (listing,) = [one for one in followed.adapters.listings.all() if one.record.name == "law"]
     assert (listing.state, followed.kinds[listing.record.version]) == ("ready", "v1")
     assert words in listing.warnings[-1] and "serves on" in listing.warnings[-1]
     assert followed.refused()["law"] == listing.warnings[-1]
@@ -104,7 +128,7 @@ def refusal_beside(followed, words):
 def test_a_refused_update_leaves_the_earlier_version_serving(followed):
     followed.put("law", "v1")
     followed.settle()
-    until(lambda: followed.adapters.get("law").state == "ready", "the shard has it")
+    until(lambda: followed.adapters.listings.get("law").state == "ready", "the shard has it")
     for kind, words in (("dora", "DoRA"), ("half", "no such file")):
         followed.put("law", kind)
         followed.settle()
@@ -125,17 +149,17 @@ def test_a_refused_update_leaves_the_earlier_version_serving(followed):
 
 def test_adapters_added_or_removed_by_name_are_not_the_watchers(followed):
     """Until their files change; see test_watch_any_order for all the rest."""
-    followed.adapters.register("mine", str(followed.contents["v1"]))
+    followed.adapters.rollout.register("mine", str(followed.contents["v1"]))
     for name in ("mine", "law"):
         followed.put(name, "v2")
     followed.settle()
     assert followed.served() == {"mine": "v1", "law": "v2"} and "by hand" in followed.refused()["mine"]
-    followed.adapters.remove("law")
+    followed.adapters.rollout.remove("law")
     followed.restart()
     followed.settle()
     with pytest.raises(UnknownAdapterError, match=r"was removed; .* when it changes"):
-        followed.adapters.remove("law")
-    followed.adapters.register("law", str(followed.directory / "law"))
+        followed.adapters.rollout.remove("law")
+    followed.adapters.rollout.register("law", str(followed.directory / "law"))
     followed.settle()
     followed.put("law", "v1")
     followed.settle()
@@ -188,12 +212,12 @@ def test_the_next_server_reads_only_touched_files(tmp_path, contents, monkeypatc
         read.append(path.name)
         return validate_adapter(path, spec)
 
-    monkeypatch.setattr("lora_server.control.adapters.followed.validate_adapter", note)
+    monkeypatch.setattr("lora_server.control.adapters.directory.validate_adapter", note)
     followed = Followed(tmp_path, contents, ledger=Ledger(database, spec_of("mixtral").to_json()))
     for name in ("law", "code", "art", "bad"):
         followed.put(name, "dora" if name == "bad" else "v1")
     followed.settle()
-    followed.adapters.pin("law", SECONDS)
+    followed.adapters.rollout.pin("law", SECONDS)
     followed.put("art", "v2")
     followed.settle()
     assert sorted(read) == ["art", "art", "bad", "code", "law"]
@@ -205,9 +229,9 @@ def test_the_next_server_reads_only_touched_files(tmp_path, contents, monkeypatc
     followed.settle()
     assert sorted(read) == ["bad", "code"] and "DoRA" in followed.refused()["bad"]
     assert followed.served() == {"law": "v1", "code": "v1", "art": "v2"} and followed.first_done == 2
-    assert [one.record.name for one in followed.adapters.listings() if one.record.pinned] == ["law"]
+    assert [one.record.name for one in followed.adapters.listings.all() if one.record.pinned] == ["law"]
     followed.put("law", "v2")
     followed.settle()
-    assert followed.served()["law"] == "v2" and followed.adapters.get("law").record.pinned
+    assert followed.served()["law"] == "v2" and followed.adapters.listings.get("law").record.pinned
     followed.close()
     database.close()

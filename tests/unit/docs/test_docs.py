@@ -6,10 +6,13 @@ import importlib
 import re
 from operator import attrgetter
 
+import pytest
 import typer
 
 from docs import configuration
-from lora_server.errors import BY_CODE
+from lora_server.config import ServeConfig, load
+from lora_server.config.groups import ESSENTIAL, GROUPS
+from lora_server.errors import BY_CODE, ConfigError
 from tests.support.sources import FILES, ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md"]
@@ -90,11 +93,22 @@ def test_commands_that_are_named_exist():
     assert stray == []
 
 
-def test_help_names_every_variable():
-    (serve,) = (command for path, command in commands() if path == "lora-server serve")
-    texts = {option.name: option.help or "" for option in serve.params}
-    names = configuration.ServeConfig.model_fields.keys() - {"timings"}  # no flag: for tests and experiments
-    assert [name for name in names if f"LORA_SERVER_{name.upper()})" not in texts[name]] == []
+def test_serve_help_groups_every_setting_once_and_shows_fifteen():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(ServeConfig.model_fields.keys() - {"timings"})  # which is no flag
+    assert set(grouped) >= ESSENTIAL and len(ESSENTIAL) + 1 == 15, "with --config"
+
+
+@pytest.mark.parametrize("name", [name for names in GROUPS.values() for name in names])
+def test_every_setting_is_read_from_the_variable_that_help_promises(name, monkeypatch):
+    """`no such value` is a text to some settings, and an error that names the flag to all others."""
+    monkeypatch.setenv(f"LORA_SERVER_{name.upper()}", "no such value")
+    try:
+        found = getattr(load({} if name == "base_model" else {"base_model": "x"}), name)
+    except ConfigError as error:
+        assert f"--{name.replace('_', '-')}" in str(error)
+    else:
+        assert "no such value" in str(found)
 
 
 def test_the_reference_is_made_of_the_code():

@@ -13,9 +13,10 @@ from lora_server.adapters import open_adapter
 from lora_server.daemon.backends import Memory
 from lora_server.demo import tiny
 from lora_server.errors import AdapterLoadError, ConfigError
-from lora_server.memory.entry import HALF_LIFE, Demand, Entry, Source, State
+from lora_server.memory.entry import HALF_LIFE, AdapterEntry, Footprint, LayerState, Source
 from lora_server.memory.eviction import IN_USE_SECONDS, POLICIES, victims
 from lora_server.memory.mapped import PAGE_BYTES, MappedPool
+from lora_server.memory.want import Reason, Want
 from lora_server.spec import Site
 from lora_server.timings import Timings
 from lora_server.units import Size
@@ -89,8 +90,7 @@ def later(seconds):
 
 def idle(store):
     """The thread has nothing to do."""
-    turns = store._turns
-    until(lambda: not (turns._wanted or turns._unseen or turns._unasked or store._busy), "the loader to be idle")
+    until(lambda: store._loader.is_idle() and not any(store._queue._queued.values()), "the loader to be idle")
 
 
 KINDS = pytest.mark.parametrize("kind", ["cpu", "cpu and host", "paged"])
@@ -114,10 +114,10 @@ def test_twice_the_memory_is_served_from_half_of_it(kind, adapters, sizes, make,
             for mine, (_, a, b) in zip(got.block.pairs, exact, strict=True):
                 assert torch.equal(mine.a_RK, a.to(DTYPE)) and torch.equal(mine.b_OR, b.to(DTYPE))
         store.unpin(pins)
-        assert store.use().weight_bytes <= capacity
+        assert store.report.use().weight_bytes <= capacity
     idle(store)
-    store.check_integrity()
-    assert store.use().evictions > 12
+    store.report.check_integrity()
+    assert store.report.use().evictions > 12
 
 
 @KINDS
@@ -141,10 +141,10 @@ def test_bytes_are_exact_whatever_comes_and_goes(kind, seed, adapters, sizes, ma
         elif action < 0.8 and known:
             handle = dice.choice(list(known))
             del known[handle]
-            store.drop(handle)
+            store.adapters.drop(handle)
         if len(pins) > 2 or (pins and action > 0.8):
             store.unpin(pins.pop(dice.randrange(len(pins))))
-        assert 0 <= store.use().weight_bytes <= capacity
+        assert 0 <= store.report.use().weight_bytes <= capacity
     while pins:
         store.unpin(pins.pop())
     for owner in range(4):
@@ -152,13 +152,13 @@ def test_bytes_are_exact_whatever_comes_and_goes(kind, seed, adapters, sizes, ma
     for done in dones:
         error = done.result()
         assert error is None or "dropped while it loaded" in str(error)
-    until(lambda: not store._turns._wanted and store._busy is None, "the loader to be idle")
-    store.check_integrity()
+    until(lambda: store._loader.is_idle() and not store._queue.has_demand, "the loader to be idle")
+    store.report.check_integrity()
     for handle in known:  # whatever happened: each of them can be had
         read(store, handle)
     store.close()
-    store.check_integrity()
-    assert store.use().weight_bytes == store.use().host_bytes == 0
+    store.report.check_integrity()
+    assert store.report.use().weight_bytes == store.report.use().host_bytes == 0
 
 
 def test_the_adapter_that_is_needed_first_comes_first_and_one_that_a_step_reads_stays(adapters, sizes, make):
@@ -172,12 +172,12 @@ def test_the_adapter_that_is_needed_first_comes_first_and_one_that_a_step_reads_
         store.prefetch([handle], f"client {handle}", now + seconds)
     complete(store, 16)
     assert is_complete(store, 4), "a step reads it"
-    assert store.layers_ready(8) == store.layers_ready(12) == 0, "they are needed later than 16"
+    assert store.report.layers_ready(8) == store.report.layers_ready(12) == 0, "they are needed later than 16"
     store.forget("client 16")
     complete(store, 12)
     store.unpin(pins)
     complete(store, 8)
-    until(lambda: store.layers_ready(4) == 0, "the pinned one to make place for the last")
+    until(lambda: store.report.layers_ready(4) == 0, "the pinned one to make place for the last")
 
 
 ORDERS = {  # what is asked for while the loader is busy: by whom, which handles, seconds until they are needed
@@ -206,7 +206,7 @@ def test_adapters_are_loaded_in_the_order_in_which_they_are_needed(case, adapter
     gate.open()
     complete(store, *set(expected) - {8})
     assert [one.result() for one in looked_at] == [None] * 3
-    store.bring(8, Done())
+    store.adapters.prewarm(8, Done())
     complete(store, 4, 8)
     found = [handle for handle, layers in gate.loaded if handle != 4 and layers]
     assert found == [handle for handle in expected for _ in range(4)]
@@ -218,27 +218,27 @@ def test_a_prefetch_is_fulfilled_by_its_clients_step_and_ends_when_it_is_withdra
     store.prefetch([8, 12], "a client", later(3000))
     store.forget("a client", {12})
     complete(store, 12)
-    assert list(store._entries[8].demands) == []
+    assert store._table.entries[8].wants == {}
     store.unpin(pinned_by(store, 12, owner="a client"))
-    assert list(store._entries[12].demands) == []
+    assert store._table.entries[12].wants == {}
 
 
 def test_active_adapters_stay_and_come_in_and_others_wait_for_them(adapters, sizes, make):
     """A prefetch does not move them, an add is told that there is no room, and comes when fewer are active."""
     store = make(sizes[4] + sizes[8])
-    store.set_active([4, 8], [])
+    store.adapters.set_active([4, 8], [])
     know(store, adapters, 4, 8)
     complete(store, 4, 8)  # unasked, since clients hold them
     assert load(store, 12, adapters[8]).result() is None, "known, though there is no room"
     store.prefetch([12], "somebody", time.monotonic() + 0.3)
-    until(lambda: store._entries[12].deadline() == float("inf"), "the prefetch is over")
-    assert store.layers_ready(12) == 0 and store.use().evictions == 0
-    store.set_active([], [4])
+    until(lambda: store._table.entries[12].deadline() == float("inf"), "the prefetch is over")
+    assert store.report.layers_ready(12) == 0 and store.report.use().evictions == 0
+    store.adapters.set_active([], [4])
     complete(store, 12)
-    assert is_complete(store, 8) and store.layers_ready(4) == 0
-    store.set_active([4], [], anew=True)
+    assert is_complete(store, 8) and store.report.layers_ready(4) == 0
+    store.adapters.set_active([4], [], anew=True)
     complete(store, 4)  # in the place of one that is not active
-    store.check_integrity()
+    store.report.check_integrity()
 
 
 def test_a_pinned_adapter_is_never_evicted(adapters, sizes, make):
@@ -246,31 +246,31 @@ def test_a_pinned_adapter_is_never_evicted(adapters, sizes, make):
     store = make(2 * sizes[4])
     for handle in (1, 2, 3):
         assert load(store, handle, adapters[4]).result() is None
-        over = store._entries[handle].usage.last + IN_USE_SECONDS
+        over = store._table.entries[handle].usage.last + IN_USE_SECONDS
         until(lambda over=over: time.monotonic() > over, "its turn to be over")
-    assert store.layers_ready(1) == 0, "the last took its place"
-    store.keep(1, kept := Done())
+    assert store.report.layers_ready(1) == 0, "the last took its place"
+    store.adapters.keep_resident(1, kept := Done())
     assert kept.result() is None
     for handle in (2, 3, 2, 3):
         read(store, handle)
         assert is_complete(store, 1)
     with pytest.raises(AdapterLoadError, match=f"of which {sizes[4]} are pinned"):
         store.pin([2, 3], 0, "a step", later(SECONDS))
-    store.keep(2, second := Done())
-    store.keep(3, refused := Done())
-    store.keep(99, unknown := Done())
+    store.adapters.keep_resident(2, second := Done())
+    store.adapters.keep_resident(3, refused := Done())
+    store.adapters.keep_resident(99, unknown := Done())
     assert second.result() is None and "pinned already" in str(refused.result())
     assert "unknown here" in str(unknown.result())
-    assert store.state(3, 0) is State.DISK, "a refusal is no failure"
-    store.unkeep(1)
+    assert store.report.state(3, 0) is LayerState.DISK, "a refusal is no failure"
+    store.adapters.allow_eviction(1)
     read(store, 3)
-    assert store.layers_ready(1) == 0 and is_complete(store, 2)
-    store.drop(2)
-    store.keep(3, again := Done())
-    store.keep(1, beside := Done())
+    assert store.report.layers_ready(1) == 0 and is_complete(store, 2)
+    store.adapters.drop(2)
+    store.adapters.keep_resident(3, again := Done())
+    store.adapters.keep_resident(1, beside := Done())
     assert again.result() is None and beside.result() is None, "what is gone takes nothing"
     store.close()
-    store.check_integrity()
+    store.report.check_integrity()
 
 
 def test_how_much_of_the_host_a_gpus_shard_pins():
@@ -288,7 +288,7 @@ def test_what_does_not_fit_the_pool_is_refused_at_once_and_says_why(adapters, si
     store = make(PAGE_BYTES)
     error = load(store, 3, adapters[3]).result()
     assert isinstance(error, AdapterLoadError) and str(sizes[3]) in str(error) and "--device-pool" in str(error)
-    store.check_integrity()
+    store.report.check_integrity()
     store = make(sizes[4] + sizes[8] - PAGE_BYTES)
     know(store, adapters, 4, 8)
     with pytest.raises(AdapterLoadError, match="the adapters of one step take"):
@@ -307,7 +307,7 @@ def test_what_the_host_pool_holds_is_not_read_from_files_again(adapters, tmp_pat
     for handle in paths:
         know(store, paths, handle)
         bring(handle)
-    assert store.state(4, 0) is State.HOST and store.state(8, 0) is State.READY
+    assert store.report.state(4, 0) is LayerState.HOST and store.report.state(8, 0) is LayerState.READY
     for path in paths.values():
         (path / "adapter_model.safetensors").unlink()
     for handle in (4, 8, 4):
@@ -327,10 +327,10 @@ def test_loading_gives_way_to_steps_between_two_blocks(adapters, make):
     """They share one interpreter; without patience a layer in small blocks would be in the way all the time."""
     store, waits = make(1 << 28, timings=Timings(block_patience=SECONDS)), threading.Event()
     assert load(store, 4, adapters[4]).result() is None
-    pins, patient = pinned_by(store, 4), store._loader.give_way
-    store._loader.give_way = lambda seconds: (waits.set(), patient(seconds))
+    pins, patient = pinned_by(store, 4), store._loader._layers.yield_to_steps
+    store._loader._layers.yield_to_steps = lambda seconds: (waits.set(), patient(seconds))
     done = load(store, 8, adapters[8])
-    assert waits.wait(SECONDS) and store.layers_ready(8) == 0
+    assert waits.wait(SECONDS) and store.report.layers_ready(8) == 0
     store.unpin(pins)
     assert done.result() is None
 
@@ -339,10 +339,10 @@ def entries(*described):
     """(bytes, last use, rate, load seconds, deadline) of each."""
     found = []
     for order, (nbytes, last, rate, seconds, deadline) in enumerate(described):
-        entry = Entry(order, Source(None, "", ""), (0,), order, nbytes=nbytes)
+        entry = AdapterEntry(order, Source(None, "", ""), (0,), order, Footprint(nbytes))
         entry.usage.last, entry.usage.rate, entry.usage.load_seconds = last, rate, seconds
         if deadline is not None:
-            entry.demands["somebody"] = Demand(deadline, deadline)
+            entry.wants["a client"] = Want(Reason.PREFETCH, "a client", deadline, deadline)
         found.append(entry)
     return found
 
@@ -352,7 +352,7 @@ def test_policies_evict_what_they_value_least_and_no_more_than_needed():
     old, small_hot, wanted, big = everyone
 
     def least(nbytes, policy="lru"):
-        return victims(nbytes, everyone, lambda entry: entry.nbytes, POLICIES[policy])
+        return victims(nbytes, everyone, lambda entry: entry.footprint.nbytes, POLICIES[policy])
 
     assert least(10) == [old]
     assert least(60) == least(60, "value") == [big], "the first would not have been needed"
@@ -368,9 +368,9 @@ def test_uses_of_long_ago_are_worth_less():
         once_hot.usage.count(1e6)
     for second in range(10):
         in_use.usage.count(1e6 + 20 * HALF_LIFE + second)
-    assert victims(10, [once_hot, in_use], lambda entry: entry.nbytes, POLICIES["value"]) == [once_hot]
-    once_hot.arrived(1e6 + 20 * HALF_LIFE + 20)
-    assert victims(10, [once_hot, in_use], lambda entry: entry.nbytes, POLICIES["value"]) == [once_hot]
+    assert victims(10, [once_hot, in_use], lambda entry: entry.footprint.nbytes, POLICIES["value"]) == [once_hot]
+    once_hot.note_layer(1e6 + 20 * HALF_LIFE + 20)
+    assert victims(10, [once_hot, in_use], lambda entry: entry.footprint.nbytes, POLICIES["value"]) == [once_hot]
 
 
 def test_copies_are_as_slow_as_the_link(adapters, sizes, make):

@@ -1,27 +1,29 @@
 """Remote adapters, out of real servers: in a disk cache that other processes use as well, and in a shard's store."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import aiohttp
 import fsspec
 import pytest
-from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_server.adapters import open_adapter
-from lora_server.errors import AdapterFormatError, AdapterSourceError, ConfigError
+from lora_server.errors import AdapterFormatError, AdapterLoadError, AdapterSourceError, ConfigError
 from lora_server.memory.entry import Source
 from lora_server.sources.cache import DiskCache
-from lora_server.sources.remote import canonical, is_remote
 from lora_server.sources.retries import may_pass
+from lora_server.sources.urls import canonical, is_remote
 from lora_server.units import Size
+from tests.support.certificates import Authority
 from tests.support.clocks import FAST
 from tests.support.far import far_server, fetcher_of, left, size_of
 from tests.support.serving import until
@@ -65,6 +67,51 @@ def test_what_was_registered_is_fetched_once_and_nothing_else_is_served(far, tin
     with pytest.raises(AdapterSourceError, match=r"changed since it was registered: got version .* add it again"):
         fetcher_of(cache).fetch(url, version)
     assert left(cache) == []
+
+
+def flip(path):
+    """Change the last byte, and no time that a program can set."""
+    before, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+DAMAGES = {
+    "flipped": lambda law, code: flip(law / "adapter_model.safetensors"),
+    "truncated": lambda law, code: os.truncate(law / "adapter_model.safetensors", 20_000),
+    "no config": lambda law, code: (law / "adapter_config.json").unlink(),
+    "a note of no text": lambda law, code: (law / ".held").write_bytes(b"\xff"),
+    "no note": lambda law, code: (law / ".held").unlink(),
+    "another version's directory": lambda law, code: (shutil.rmtree(law), shutil.copytree(code, law)),
+    "the same, moved": lambda law, code: (shutil.rmtree(law), code.rename(law)),
+    "a link to another version's": lambda law, code: (shutil.rmtree(law), law.symlink_to(code)),
+    "a link to nowhere": lambda law, code: (shutil.rmtree(law), law.symlink_to(law.parent / "nowhere")),
+    "a file": lambda law, code: (shutil.rmtree(law), law.write_text("")),
+    "a file for one that comes": lambda law, code: (shutil.rmtree(law), (law.parent / "fetching-a.5.b").write_text("")),
+    "a link for one that comes": lambda law, code: (
+        shutil.rmtree(law),
+        (law.parent / "fetching-a.5.b").symlink_to(code),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_others_do_to_the_disk_cache_brings_no_other_weights(far, tiny_adapters, tmp_path, damage):
+    cache, kinds = tmp_path / "cache", {"law": "all", "code": "down"}
+    urls = {name: far.put(name, tiny_adapters[kind]) for name, kind in kinds.items()}
+    versions = {name: version_of(tiny_adapters[kind]) for name, kind in kinds.items()}
+    places = {}
+    for name, url in urls.items():
+        with fetcher_of(cache).fetch(url) as lease:
+            places[name] = lease.path
+    DAMAGES[damage](places["law"], places["code"])
+    with fetcher_of(cache).fetch(far.put("new", tiny_adapters["bf16"])) as lease:
+        assert version_of(lease.path) == version_of(tiny_adapters["bf16"])
+        places["new"] = lease.path
+    for name in (*urls, *urls):
+        with fetcher_of(cache).fetch(urls[name], versions[name]) as lease:
+            assert version_of(lease.path) == lease.version == versions[name]
+    assert left(cache) == sorted(place.name for place in places.values()) and not list(cache.glob("fetching-*"))
 
 
 def test_what_is_no_adapter_is_refused(far, tiny_adapters, tmp_path):
@@ -146,21 +193,130 @@ def test_a_fetch_ends_when_it_does_not_fit_at_its_deadline_and_when_it_is_cancel
     assert left(tmp_path / "cache") == []
 
 
-def test_an_adapter_comes_out_of_other_file_systems(tiny_adapters, tmp_path):
-    class OurFiles(DirFileSystem):
-        protocol = "ourfiles"
-
-        def __init__(self, **options):
-            super().__init__(path=str(tiny_adapters["all"].parent), fs=LocalFileSystem(), **options)
-
-    fsspec.register_implementation("ourfiles", OurFiles, clobber=True)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tiny_adapters["all"]), "/org/law", recursive=True)
+def test_the_same_content_of_two_urls_is_cached_once(far, tiny_adapters, tmp_path):
     fetcher = fetcher_of(tmp_path / "cache")
-    for url in (f"ourfiles://{tiny_adapters['all'].name}", "memory://org/law"):
-        with fetcher.fetch(canonical(url)) as lease:
+    for name in ("law", "code"):
+        with fetcher.fetch(far.put(name, tiny_adapters["all"])) as lease:
             assert lease.version == version_of(tiny_adapters["all"])
-    assert len(left(tmp_path / "cache")) == 1, "the same content lies there once"
+    assert len(left(tmp_path / "cache")) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"{scheme}:///etc" for scheme in ("local", "LOCAL", "dir", "zip", "tar", "reference", "ftp", "s3a", "gcs")),
+        *(
+            "memory://org/law",
+            "zip://law::file:///a.zip",
+            "simplecache::s3://a/law",
+            "http::file:///a",
+            "://a",
+            "s3://",
+        ),
+    ],
+)
+def test_a_scheme_that_is_not_accepted_is_refused_with_those_that_are(tmp_path, url):
+    assert is_remote(url), "it is judged as a URL"
+    for refuse in (canonical, fetcher_of(tmp_path / "cache").fetch):
+        with pytest.raises(AdapterSourceError, match=r"expected a plain path, file:///PATH, http://, .* or hf://"):
+            refuse(url)
+
+
+@pytest.mark.parametrize("end", ["deadline", "caller"])
+def test_a_fetch_from_a_silent_server_ends_with_its_deadline_and_its_caller(far, tiny_adapters, tmp_path, end):
+    """Long before the server is given up for its silence."""
+    url, fetcher, left_alone = far.put("law", tiny_adapters["all"]), fetcher_of(tmp_path / "cache"), threading.Event()
+    far.open.clear()
+    with ThreadPoolExecutor(1) as pool:
+        seconds = 1.0 if end == "deadline" else 600.0
+        fetching = pool.submit(fetcher.fetch, url, seconds=seconds, cancelled=left_alone.is_set)
+        assert end == "deadline" or far.stalled.wait(SECONDS)
+        if end == "caller":
+            left_alone.set()
+        error = fetching.exception(SECONDS)
+    assert isinstance(error, AdapterSourceError)
+    assert ("not wanted any more" if end == "caller" else "not fetched within its time") in str(error)
+    assert left(tmp_path / "cache") == [] and far.got.total() == 1, "it was not asked again after its silence"
+
+
+# -- redirects
+
+
+@pytest.fixture
+def other(tmp_path):
+    with far_server(tmp_path / "other") as server:
+        yield server
+
+
+def port_of(server):
+    return server.url.rpartition(":")[2]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "0.0.0.0"),
+        *("10.0.0.1", "192.168.1.1", "100.100.100.200", "169.254.169.254", "[fe80::1]", "[fd00:ec2::254]"),
+    ],
+)
+def test_a_redirect_to_an_address_that_is_not_public_is_refused(far, other, tiny_adapters, tmp_path, target):
+    url = far.put("law", tiny_adapters["all"])
+    other.put("law", tiny_adapters["all"])
+    far.moved["law"] = f"http://{target}:{port_of(other)}/law"
+    with pytest.raises(AdapterSourceError, match=rf"{url}: it redirects to .*; name the address that it leads to"):
+        fetcher_of(tmp_path / "cache").fetch(url)
+    assert far.asked == 2 and not other.asked, "by HEAD, by GET, and not again"
+
+
+@pytest.mark.parametrize("target", ["169.254.169.254", "[fe80::1]", "[fd00:ec2::254]", "[::ffff:a9fe:a9fe]"])
+def test_a_redirect_to_a_metadata_service_is_refused_also_where_it_is_listed(far, tiny_adapters, tmp_path, target):
+    url = far.put("law", tiny_adapters["all"])
+    far.moved["law"] = f"http://{target}/law"
+    fetcher = fetcher_of(tmp_path / "cache", listed=(far.url, f"http://{target}"))
+    with pytest.raises(AdapterSourceError, match="metadata services are never followed"):
+        fetcher.fetch(url)
+
+
+def test_every_hop_has_to_be_listed_where_there_is_a_list(far, other, tiny_adapters, tmp_path):
+    version, law = version_of(tiny_adapters["all"]), far.put("law", tiny_adapters["all"])
+    other.put("law", tiny_adapters["all"])
+    far.moved |= {"moved": f"{other.url}/law", "twice": f"{far.url}/moved", "up": f"{other.url}/in/..%252f../law"}
+    listed = far.url, f"{other.url}/law"
+    for name in ("moved", "twice"):
+        with fetcher_of(tmp_path / name, listed=listed).fetch(f"{far.url}/{name}") as lease:
+            assert lease.version == version
+    refused = {"moved": (law, f"{other.url}/code"), "twice": (f"{far.url}/twice", f"{other.url}/law")}
+    refused["up"] = far.url, f"{other.url}/in"
+    for name, narrower in refused.items():
+        with pytest.raises(AdapterSourceError, match=r"it redirects to .*: expected a URL below "):
+            fetcher_of(tmp_path / f"no {name}", listed=listed).fetch(f"{far.url}/{name}", listed=narrower)
+
+
+def test_nothing_of_what_a_redirect_leads_to_stands_in_an_error(far, other, tiny_adapters, tmp_path):
+    url, there = far.put("law", tiny_adapters["all"]), other.put("law", tiny_adapters["all"])
+    far.moved["law"] = there
+    fetcher = fetcher_of(tmp_path / "cache", listed=(far.url, other.url))
+    file = other.directory / "law" / "adapter_config.json"
+    for content in (json.dumps({"peft_type": "LORA", "r": "s3cret", "s3cret": 1}), "s3cret: {", '{"s3cret": 1}'):
+        file.write_text(content)
+        with pytest.raises(AdapterSourceError, match=rf"{url}: it redirects to what is no adapter") as refused:
+            fetcher.fetch(url)
+        assert "s3cret" not in str(refused.value)
+        with pytest.raises(AdapterFormatError, match=there):
+            fetcher.fetch(there)
+
+
+def test_a_connection_to_a_checked_address_still_verifies_the_name(far, tiny_adapters, tmp_path):
+    authority = Authority(tmp_path)
+    aiohttp.connector._SSL_CONTEXT_VERIFIED.load_verify_locations(authority.ca)
+    with far_server(tmp_path / "secure", authority.issue("server")) as secure:
+        secure.put("law", tiny_adapters["all"])
+        named = f"https://localhost:{port_of(secure)}"  # its certificate is for 127.0.0.1
+        far.moved |= {"good": f"{secure.url}/law", "bad": f"{named}/law"}
+        fetcher = fetcher_of(tmp_path / "cache", listed=(far.url, secure.url, named))
+        fetcher.fetch(f"{far.url}/good").close()
+        with pytest.raises(AdapterSourceError, match="ClientConnectorCertificateError"):
+            fetcher.fetch(f"{far.url}/bad")
 
 
 def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
@@ -187,12 +343,10 @@ def test_an_adapter_comes_out_of_a_bucket(tiny_adapters, tmp_path, monkeypatch):
 
 def test_sources_that_cannot_be_say_why(tmp_path, monkeypatch):
     fetcher = fetcher_of(tmp_path / "cache")
-    with pytest.raises(AdapterSourceError, match=r"got scheme 'nowhere', expected a path, file://, or .* s3://"):
-        fetcher.fetch("nowhere://law")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(AdapterSourceError, match=r"gs://a/law: .*install lora-server\[gs\] on every node"):
         fetcher.fetch("gs://a/law")
-    for url in ("https://me:secret@host/law", "https://host/law?token=secret", "simplecache://x::s3://a/law"):
+    for url in ("https://me:secret@host/law", "https://host/law?token=secret", "https://x::s3://a/law"):
         with pytest.raises(AdapterSourceError, match="expected that of a directory") as caught:
             canonical(url)
         assert "secret" not in str(caught.value)
@@ -264,12 +418,12 @@ def know(store, handle, url, path, eager=False):
     """As the controller tells it."""
     done = Done()
     with open_adapter(path, spec_of("mixtral")) as adapter:
-        store.load(handle, Source(Path(), adapter.version(), "", url), done, eager)
+        store.adapters.load(handle, Source(Path(), adapter.version(), "", url), done, eager)
     return done
 
 
 def state(store, handle):
-    return store.state(handle, 0).value
+    return store.report.state(handle, 0).value
 
 
 def test_a_remote_adapter_is_fetched_on_demand_and_delays_no_other(make, far, tiny_adapters):
@@ -279,21 +433,40 @@ def test_a_remote_adapter_is_fetched_on_demand_and_delays_no_other(make, far, ti
     far.open.clear()
     assert not reads(store, 1) and far.stalled.wait(SECONDS)
     assert load(store, 2, tiny_adapters["down"]).result() is None, "others load meanwhile"
-    assert state(store, 1) == far_away and {one.handle: one.far for one in store.moved()} == {1: True, 2: False}
+    assert state(store, 1) == far_away and {one.handle: one.remote for one in store.report.take_changes()} == {
+        1: True,
+        2: False,
+    }
     far.open.set()
     until(lambda: reads(store, 1), "it is there")
-    assert {one.handle: one.far for one in store.moved()}[1] is False
+    assert {one.handle: one.remote for one in store.report.take_changes()}[1] is False
     until(lambda: is_complete(store, 1), "all of it is")
-    store.check_integrity()
+    store.report.check_integrity()
+
+
+def test_files_of_the_disk_cache_that_change_after_their_check_are_not_loaded(make, far, tiny_adapters):
+    store, url = make(timings=FAST), far.put("law", tiny_adapters["all"])
+    hold = store._loader._layers.hold
+
+    def hold_and_flip(entry, lease):
+        store._loader._layers.hold = hold
+        flip(lease.path / "adapter_model.safetensors")
+        hold(entry, lease)
+
+    store._loader._layers.hold = hold_and_flip
+    error = know(store, 1, url, tiny_adapters["all"], eager=True).result()
+    assert isinstance(error, AdapterLoadError) and "content changed" in str(error)
+    until(lambda: reads(store, 1) and state(store, 1) == "ready", "fetched again")
+    assert far.got.total() == 2
 
 
 def test_an_adapter_without_a_size_is_looked_at_when_asked_again(make, far, tiny_adapters):
     """As for a request that asks for admission."""
     store, url = make(), far.put("law", tiny_adapters["all"])
     assert know(store, 1, url, tiny_adapters["all"]).result() is None
-    assert not store.moved()[0].measured
+    assert not store.report.take_changes()[0].measured
     assert know(store, 1, url, tiny_adapters["all"]).result() is None
-    assert store.moved()[0].measured
+    assert store.report.take_changes()[0].measured
     known = far.got.total()
     assert know(store, 2, f"{far.url}/nowhere", tiny_adapters["all"]).result() is None
     assert load(store, 2, tiny_adapters["all"]).result() is None
@@ -315,8 +488,8 @@ def test_a_store_follows_what_other_processes_do_to_the_disk_cache(make, far, ti
     other = fetcher_of(tmp_path / "cache")
     other.fetch(url).close()
     for said, far_away in (("on disk", False), ("at its source alone", True)):
-        store.note_disk(other.cache.versions())
-        assert (state(store, 1), store.moved()[0].far) == (said, far_away)
+        store.adapters.note_disk(other.cache.versions())
+        assert (state(store, 1), store.report.take_changes()[0].remote) == (said, far_away)
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
 
@@ -333,4 +506,4 @@ def test_a_cache_for_one_serves_many(make, far, tiny_adapters, tmp_path):
         assert sum(int(name.split(".")[1]) for name in left(tmp_path / "cache")) <= cap
     assert far.got.total() > 3
     until(lambda: is_complete(store, 2), "all of it is")
-    store.check_integrity()
+    store.report.check_integrity()

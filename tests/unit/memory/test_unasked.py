@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_server.control.admission.residency import Residency
-from lora_server.control.admission.room import Room
-from lora_server.control.admission.unasked import Bring, Unasked
 from lora_server.control.members.shards import wait_all
+from lora_server.control.sync.prewarm import Prewarm, PrewarmLoad
+from lora_server.control.sync.residency import ResidencyTable
+from lora_server.control.sync.sizes import PoolSizes
 from lora_server.demo import tiny
-from lora_server.memory.entry import Entry, Source
+from lora_server.memory.entry import AdapterEntry, Footprint, Source
 from lora_server.memory.eviction import IN_USE_SECONDS, victims
+from lora_server.memory.want import Reason, Want
 from lora_server.placement import Layout, Placement
+from lora_server.wire import lora_server_pb2 as pb
 from tests.support.serving import until
 from tests.support.stores import bytes_of, cpu_store, is_complete, load, reads
 from tests.support.told_stores import LAYOUT, PLACEMENT, ToldServer
@@ -41,7 +43,7 @@ def sizes(paths):
         store = cpu_store(PLACEMENT, shard, torch.float32)
         for handle, (name, path) in enumerate(paths.items(), start=1):
             assert load(store, handle, path).result() is None
-            found[name].append(store._entries[handle].size)
+            found[name].append(store._table.entries[handle].footprint.size)
         store.close()
     return found
 
@@ -83,7 +85,7 @@ def test_every_shard_has_those_that_fit_all_of_them_first_come_first(seed, paths
     order = dice.sample(sorted(paths), len(paths))
     capacities = [round(one * dice.uniform(0.5, 1.5)) for one in half(sizes)]
     with server_of(capacities, 100 * seed) as server:
-        server.controller.adapters.register_directory({name: paths[name] for name in order})
+        server.controller.adapters.directory.register({name: paths[name] for name in order})
         pages = [store.store.tier.pool.capacity for store in server.stores]
         assert check_even(server, sizes) == who_comes(order, sizes, pages)
 
@@ -93,11 +95,11 @@ def test_a_shard_that_was_started_anew_takes_what_its_peers_have(seed, paths, si
     """Not what was registered first."""
     with server_of(half(sizes), 1000 + 100 * seed) as server:
         adapters = server.controller.adapters
-        adapters.register_directory(paths)
+        adapters.directory.register(paths)
         before = check_even(server, sizes)
         absent = sorted(set(paths) - before)[-1]
-        adapters.pin(absent, 30)
-        adapters.unpin(absent)
+        adapters.rollout.pin(absent, 30)
+        adapters.rollout.unpin(absent)
         assert absent in {name for name, state in server.at_rest().items() if state == "ready"}
         peers = set.intersection(*server.whole())
         server.restart(seed)
@@ -109,64 +111,64 @@ def test_a_shard_that_was_started_anew_takes_what_its_peers_have(seed, paths, si
 def test_one_that_is_added_while_others_load_makes_the_same_room_everywhere(seed, paths, sizes):
     with server_of(half(sizes), 2000 + 100 * seed) as server:
         adapters, (*first, late) = server.controller.adapters, paths
-        adapters.register_directory({name: paths[name] for name in first})
-        _, loads, _ = adapters.register(late, str(paths[late]), eager=True)
+        adapters.directory.register({name: paths[name] for name in first})
+        _, loads, _ = adapters.rollout.register(late, str(paths[late]), eager=True)
         wait_all(loads, 30, "the add")
         assert late in check_even(server, sizes)
         for name in first[:3]:
-            adapters.remove(name)
+            adapters.rollout.remove(name)
         check_even(server, sizes)
         for store in server.stores:
-            store.store.check_integrity()
+            store.store.report.check_integrity()
 
 
 def decided(sizes, capacities):
     """Two shards, each with the layers of its own stage alone, and what is decided for them."""
-    room = Room()
-    residency = Residency(Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")))
+    pool_sizes = PoolSizes()
+    residency = ResidencyTable(Placement(PLACEMENT.spec, Layout.parse("ep2-pp1")))
     for shard, capacity in enumerate(capacities):
-        room.set_capacity(shard, capacity)
+        pool_sizes.set_capacity(shard, capacity)
     for handle, by_shard in sizes.items():
         for shard, size in enumerate(by_shard):
-            room.set_size(handle, shard, size)
-    return residency, Unasked(residency, room)
+            pool_sizes.set_size(handle, shard, size)
+    return residency, Prewarm(residency, pool_sizes)
 
 
-def has(residency, unasked, handle, shard, whole=True):
+def has(residency, prewarm, handle, shard, whole=True):
     """The shard reports that it has all of it, or none."""
-    residency.of(handle).layers[shard] = PLACEMENT.spec.layers * whole
-    unasked.note(handle, shard)
-    unasked.heard(shard)
+    residency.report(shard, pb.Residency(handle=handle, layers=PLACEMENT.spec.layers * whole))
+    prewarm.note(handle, shard)
+    prewarm.heard(shard)
 
 
 def test_an_adapter_that_a_peer_has_is_loaded_before_one_that_no_shard_has():
     """Though that was registered first, and both would fit alone."""
-    residency, unasked = decided({1: (6, 10), 2: (4, 6)}, (10, 10))
-    has(residency, unasked, 2, 0)
-    unasked.offer([1, 2])
-    assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
+    residency, prewarm = decided({1: (6, 10), 2: (4, 6)}, (10, 10))
+    has(residency, prewarm, 2, 0)
+    prewarm.offer([1, 2])
+    assert prewarm.decide(lambda handle: True) == [PrewarmLoad(2, [1])]
 
 
 def test_an_adapter_that_one_of_several_shards_refused_is_loaded_there_once_it_reports():
     """The refusal comes before its peer's answer, and is not repeated before the shard reports."""
-    residency, unasked = decided({1: (4, 4)}, (10, 10))
-    unasked.offer([1])
-    assert unasked.decide(lambda handle: True) == [Bring(1, [0, 1])]
-    unasked.answered(1, 1)
-    has(residency, unasked, 1, 0)
-    unasked.answered(1, 0)
-    assert unasked.decide(lambda handle: True) == [] and not unasked.is_settled
-    unasked.heard(1)
-    assert unasked.decide(lambda handle: True) == [Bring(1, [1])]
+    residency, prewarm = decided({1: (4, 4)}, (10, 10))
+    prewarm.offer([1])
+    assert prewarm.decide(lambda handle: True) == [PrewarmLoad(1, [0, 1])]
+    prewarm.answered(1, 1)
+    has(residency, prewarm, 1, 0)
+    prewarm.answered(1, 0)
+    assert prewarm.decide(lambda handle: True) == [] and not prewarm.is_settled
+    prewarm.heard(1)
+    assert prewarm.decide(lambda handle: True) == [PrewarmLoad(1, [1])]
 
 
 def test_memory_that_an_eviction_leaves_completes_an_adapter_that_other_shards_have():
-    residency, unasked = decided({1: (8, 8), 2: (4, 4)}, (10, 10))
+    residency, prewarm = decided({1: (8, 8), 2: (4, 4)}, (10, 10))
     for handle, shard in [(1, 1), (2, 0)]:
-        has(residency, unasked, handle, shard)
-    assert unasked.decide(lambda handle: True) == [], "neither fits beside the other"
-    has(residency, unasked, 1, 1, whole=False)
-    assert unasked.decide(lambda handle: True) == [Bring(2, [1])]
+        has(residency, prewarm, handle, shard)
+    assert prewarm.decide(lambda handle: True) == [], "neither fits beside the other"
+    has(residency, prewarm, 1, 1, whole=False)
+    assert prewarm.decide(lambda handle: True) == [PrewarmLoad(2, [1])]
 
 
 @pytest.fixture
@@ -188,34 +190,34 @@ def use(store, handle, times=1):
 def test_the_most_valuable_adapter_is_preloaded_and_evicted_first_while_unused(store, tiny_adapters):
     use(store, 1, 60)
     use(store, 2)
-    store.use()  # it has heard of all uses
-    over = store._entries[2].usage.last + IN_USE_SECONDS
+    store.report.use()  # it has heard of all uses
+    over = store._table.entries[2].usage.last + IN_USE_SECONDS
     until(lambda: time.monotonic() > over, "neither is in use: a turn in memory is longer, the longer its load took")
     for handle in (3, 4):
         load(store, handle, tiny_adapters["all"], eager=False).result()
         use(store, handle)
-    assert not is_complete(store, 1) and not is_complete(store, 2) and store.use().evictions == 2
-    store.drop(3)
+    assert not is_complete(store, 1) and not is_complete(store, 2) and store.report.use().evictions == 2
+    store.adapters.drop(3)
     until(lambda: is_complete(store, 1), "what was used most comes first")
-    assert not store.layers_ready(2), "nothing was evicted for it"
-    found = store.use()
+    assert not store.report.layers_ready(2), "nothing was evicted for it"
+    found = store.report.use()
     assert (found.evictions, found.preloads, found.preload_hits) == (2, 1, 0)
     use(store, 2)
-    assert not store.layers_ready(1) and is_complete(store, 4), "what was preloaded and not used goes first"
-    store.drop(4)
+    assert not store.report.layers_ready(1) and is_complete(store, 4), "what was preloaded and not used goes first"
+    store.adapters.drop(4)
     until(lambda: is_complete(store, 1), "again")
     use(store, 1)
-    assert store.use().preload_hits == 1 and store.use().preloads == 2
+    assert store.report.use().preload_hits == 1 and store.report.use().preloads == 2
     load(store, 5, tiny_adapters["all"], eager=False).result()
     use(store, 5)
-    until(lambda: store.use().evictions == 4, "one that was used takes turns as all do")
-    store.check_integrity()
+    until(lambda: store.report.use().evictions == 4, "one that was used takes turns as all do")
+    store.report.check_integrity()
 
 
 def test_an_unused_preloaded_adapter_is_evicted_before_those_of_less_value():
-    spare, used = (Entry(handle, Source(Path(), "", ""), (0,), handle, nbytes=1) for handle in (1, 2))
-    spare.preloaded = True
+    spare, used = (AdapterEntry(handle, Source(Path(), "", ""), (0,), handle, Footprint(1)) for handle in (1, 2))
+    spare.wants[Reason.PRELOAD] = Want(Reason.PRELOAD, Reason.PRELOAD)
     values = {spare: 2.0, used: 1.0}
     assert victims(1, values, lambda one: 1, values.__getitem__) == [spare]
-    spare.active = True  # a client holds it now
+    spare.wants[Reason.ACTIVE] = Want(Reason.ACTIVE, Reason.ACTIVE)
     assert victims(1, values, lambda one: 1, values.__getitem__) == [used]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from bench.profile import of_gpu_run
 from lora_server import spec
 from lora_server import spec as specs
 from lora_server.placement import Layout, Placement
@@ -15,6 +16,8 @@ from provisioning.inputs import InputError
 from provisioning.model import geometry, library, memory, profile, table1, table4
 from provisioning.model.hardware import GPUS, Cluster
 from provisioning.model.latency import StepModel, budget, served_us, violations
+from provisioning.model.transports import TRANSPORTS
+from provisioning.plan.choice import smallest
 from provisioning.workload.workload import zipf
 from tests.support import provision as support
 from tests.support.provision import SLO, provision, typed
@@ -173,11 +176,81 @@ def test_eq_6_per_stage_counts_the_layers_of_the_fullest_stage():
         assert served_us(latency, Layout(2, pp), 32, 4, "printed") == pytest.approx(4 * latency.longest)
 
 
+OF = {"model": "mixtral-8x7b", "gpu": "h200", "lora_rank": 64, "wire": "exact", "transport": "nvshmem"}
+
+
+def write_profile(folder, **of):
+    rows = [{"ep": ep, "batch": batch, "us": us} for ep in (1, 2) for batch, us in ((32, 100.0), (64, 140.0))]
+    path = folder / "measured.json"
+    path.write_text(json.dumps({"source": "here", "of": OF | of, "terms": {"compute": rows}}))
+    return path
+
+
+@pytest.mark.parametrize(("flags", "of"), [
+    ({"gpu": "h100"}, {}), ({"lora_rank": 32}, {}), ({"wire": "e4m3"}, {}), ({"transport": "tcp"}, {}),
+    ({"model": "dbrx"}, {}), ({"link_gbps": 100.0}, {"link_gbps": 400.0}),
+], ids=str)  # fmt: skip
+def test_a_profile_of_something_else_is_refused(tmp_path, flags, of):
+    path = write_profile(tmp_path, **of)
+    assert support.question(profile=path).model.profile.points
+    with pytest.raises(InputError, match=f"measured with {next(iter(flags))} .*give --{next(iter(flags))[:4]}"):
+        support.question(profile=path, **flags)
+    asked = {**OF, "link_gbps": 400.0} | flags
+    assert not profile.shipped(asked, tmp_path).points and profile.shipped(asked | OF | of, tmp_path).points
+
+
+def test_what_make_gpu_found_is_read_as_a_profile(tmp_path):
+    lines = [{"kind": "hardware", "gpu": "NVIDIA H200"}, {"kind": "headline", "tokens": 128, "us": 90.5}]
+    (tmp_path / "headline.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "p.json").write_text(json.dumps(of_gpu_run(tmp_path, "nvshmem")))
+    known = support.question(profile=tmp_path / "p.json").model.lora(128, Layout(4, 1)).compute
+    assert (known.value, known.kind) == (90.5, "measured")
+
+
+def test_stages_of_one_phase_are_added_in_eq_6():
+    apart, joined = (step_model(transport=TRANSPORTS[name]).lora(64, Layout(2, 1)) for name in ("nvshmem", "gpu"))
+    assert apart.longest == apart.compute.value and apart.total == joined.total
+    assert joined.longest == joined.compute.value + joined.send.value and joined.worst == "compute"
+
+
+def test_a_transport_has_its_own_link_hosts_and_reach():
+    one_host = {"instances": 1, "gpus_per_node": 8}
+    plans = {
+        name: smallest(support.question(transport=name, prefill="apart", **one_host)).chosen for name in TRANSPORTS
+    }
+    times = {name: plan.latency.total for name, plan in plans.items()}
+    assert times["gpu"] < times["nvshmem"] < times["tcp"] and times["gpu"] < times["cuda_ipc"] < times["shm"]
+    links = {name: plan.scenario.model.cluster.link_gbps for name, plan in plans.items()}
+    assert links == {"nvshmem": 400, "gpu": 3600, "cuda_ipc": 3600, "shm": 400, "tcp": 25}
+    coupled = {plan.scenario.model.coupled_lora_us(64).value for plan in plans.values()}
+    assert len(coupled) == 1, "no transport has a part in it"
+    with pytest.raises(InputError, match="--transport: got 'auto', expected one of nvshmem, gpu"):
+        support.question(transport="auto")
+
+
+def test_prompts_on_the_links_by_hand():
+    """Mixtral: a token's gate_up rows go to 2 (1 - 6/28) of two shards, each of its 2 experts has rows of down."""
+    once, rank = 2 * (1 - 6 / 28) * 4096 * 2, 2 * 14336 * 2
+    found = step_model(prompt_tokens=896.0, output_tokens=256.0, prefill_tokens=2048.0)
+    token, link = found.prompt(2), 2 * found.cluster.link_bytes_per_us
+    assert (token.receive_bytes, token.send_bytes) == pytest.approx((once + rank, 2 * rank + once))
+    assert token.served.send.value == pytest.approx((2 * rank + once) / link)
+    layout, n = Layout(2, 1), 64 * 896 / 256
+    decoding, both = found.lora(64, layout), found.served(64, layout)
+    assert both.send.value == pytest.approx(decoding.send.value + n * token.served.send.value)
+    limit, without = budget(found, 64, 1e5, 2), budget(found.without_prompts(), 64, 1e5, 2)
+    assert without.ffn - limit.ffn == pytest.approx(n * token.layer_us) and token.layer_us > token.lora.total
+    assert found.step_us(64, layout) - found.without_prompts().step_us(64, layout) >= 32 * n * token.layer_us * 0.999
+    assert found.without_prompts().served(64, layout) == decoding
+    wide = step_model(prompt_tokens=896.0, instance_gpus=1).prompt(4)
+    assert wide.lora.send.value == pytest.approx(4 * wide.served.send.value), "one client's link, four of the server's"
+
+
 def test_a_profile_overrides_each_term(tmp_path):
     rows = [{"ep": 2, "batch": 32, "us": 100.0}, {"ep": 2, "batch": 64, "us": 140.0}]
     falling = [{"batch": 32, "us": 100.0}, {"batch": 64, "us": 10.0}]
     terms = {"receive": rows, "base_ffn": [{"batch": 64, "us": 500}], "base_attention": falling}
-    (tmp_path / "profile.json").write_text(json.dumps({"source": "here", "terms": terms}))
+    (tmp_path / "profile.json").write_text(json.dumps({"source": "here", "of": OF, "terms": terms}))
     model = step_model(profile=profile.load(tmp_path / "profile.json"))
     known = model.lora(64, Layout(2, 1)).receive
     assert (known.value, known.kind) == (140.0, "measured")

@@ -28,7 +28,7 @@ from provisioning.report.document import document
 from provisioning.report.html import html
 from provisioning.report.result import answer
 from provisioning.workload.copies import in_turn
-from tests.support.provision import ASKED, QWEN, provision, question, typed
+from tests.support.provision import ASKED, DECODING, QWEN, provision, question, typed
 
 TABLE_3 = [("gpt-oss-20b", 64), ("qwen3-30b-a3b", 32), ("mixtral-8x7b", 64), ("scaled-moe", 64), ("dbrx", 64)]
 KEYS = {
@@ -43,7 +43,7 @@ KEYS = {
 )
 def test_every_table_3_model_has_a_plan_that_its_simulation_bears_out(model, rank):
     start = time.process_time()
-    outcome = provision(*ASKED, *typed(model=model, lora_rank=rank), "--json")
+    outcome = provision(*ASKED, *typed(model=model, lora_rank=rank, **DECODING), "--json")
     assert time.process_time() - start < 48  # the bar is 12 s on an idle machine
     assert outcome.exit_code == 0, outcome.output
     plan = json.loads(outcome.stdout)
@@ -80,10 +80,13 @@ def test_an_exact_tie_of_layouts_goes_to_the_faster():
 
 @pytest.mark.parametrize(("changes", "binding", "helps"), [
     ({"max_gpus": 1}, "cache", "max GPUs 2"),
-    ({"slo": "ttft_p95=15ms,tpot_avg=100ms"}, "ttft", "TTFT SLO 30 ms"),
-    ({"slo": "ttft_p95=250ms,tpot_avg=10ms"}, "tpot", "TPOT SLO 20 ms"),
+    ({"slo": "ttft_p95=15ms,tpot_avg=100ms"} | DECODING, "ttft", "TTFT SLO 30 ms"),
+    ({"slo": "ttft_p95=250ms,tpot_avg=10ms"} | DECODING, "tpot", "TPOT SLO 20 ms"),
     ({"link_gbps": 1.0}, "network", ""),
-    ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"}, "compute", ""),
+    ({"link_gbps": 60.0, "batch_size": 128.0}, "network", "prompts computed apart"),
+    ({"transport": "gpu"}, "host", ""),
+    ({"lora_rank": 4096, "adapters": 4, "batch_size": 256.0, "slo": "ttft_p95=9s,tpot_avg=25ms"} | DECODING,
+     "compute", ""),
 ])  # fmt: skip
 def test_infeasible_names_what_binds_and_what_would_help(changes, binding, helps):
     if not helps:
@@ -99,7 +102,7 @@ def test_infeasible_names_what_binds_and_what_would_help(changes, binding, helps
     assert json.dumps(plan, allow_nan=False), "every number is finite"
 
 
-TIGHT = {"gpu": "h100", "adapters": 200, "context_tokens": 8192.0}  # KV of 59 requests an instance
+TIGHT = {"gpu": "h100", "adapters": 200, "context_tokens": 8192.0} | DECODING  # KV of 59 requests an instance
 
 
 def test_the_engines_hold_the_kv_of_what_they_serve():
@@ -168,7 +171,7 @@ def test_a_refuted_plan_gets_more_gpus_and_says_so():
         assert verified.choice.binding == "simulation"
 
 
-HOT = [*ASKED, *typed(adapters=100, zipf=1.6, batch_size=250, gpu_memory_gib=106)]
+HOT = [*ASKED, *typed(adapters=100, zipf=1.6, batch_size=250, gpu_memory_gib=106, **DECODING)]
 
 
 @pytest.mark.long
@@ -188,7 +191,7 @@ def test_the_simulation_goes_below_a_model_that_is_too_pessimistic():
 @pytest.mark.parametrize("changes", [{"iar": 1.0}, {"slo": "ttft_p100=250ms,tpot_avg=100ms"}], ids=str)
 def test_no_run_proves_that_no_request_ever_waits(changes):
     """30,000 calls without a miss are no proof of an IAR of 1, for which all adapters must fit."""
-    asked = question(adapters=180, **changes)
+    asked = question(adapters=180, **changes, **DECODING)
     first = smallest(asked)
     verified = verify(asked, first, 5)
     assert verified.choice.chosen is first.chosen and first.chosen.slots >= 180
@@ -199,8 +202,8 @@ def test_no_run_proves_that_no_request_ever_waits(changes):
 @pytest.mark.long
 @pytest.mark.parametrize(("asked", "says"), [
     # with one GPU at most the model has no plan for the same question
-    ([*HOT, "--max-gpus", "1"], ["The model has no plan", "went below it: the target holds with 1 GPU"]),
-    (ASKED, ["Fewer slots do not: 1 GPU (ep1-pp1, 76 slots"]),
+    ([*HOT, "--max-gpus", "1"], ["The model has no plan", "in the simulation the target holds with 1 GPU"]),
+    (ASKED, ["Fewer slots do not suffice: the simulation refuted 1 GPU (ep1-pp1, 76 slots"]),
 ], ids=["below the model", "refuted"])  # fmt: skip
 def test_a_plan_says_what_its_simulation_found(asked, says):
     outcome = provision(*asked)
@@ -211,7 +214,7 @@ def test_a_plan_says_what_its_simulation_found(asked, says):
 def test_coupled_verdict_goes_both_ways():
     roomy = document(answer(question(), seeds=0))["coupled"]
     assert not roomy["lora_server_worth_it"] and "not worth it" in roomy["verdict"]
-    asked = question(gpu="h100", model="gpt-oss-20b", adapters=1000, batch_size=128.0)
+    asked = question(gpu="h100", model="gpt-oss-20b", adapters=1000, batch_size=128.0, **DECODING)
     tight = document(answer(asked, seeds=0))["coupled"]
     assert tight["lora_server_worth_it"] and tight["gpus_needed"] > tight["gpus"]
 
@@ -239,10 +242,10 @@ def test_headroom_is_where_the_plan_stops_meeting_its_slos():
 
 
 def test_a_band_is_the_same_calls_with_longer_and_shorter_steps_and_outputs():
-    asked = question(**QWEN, adapters=300)
+    asked = question(**QWEN, **DECODING, adapters=300)
     chosen = smallest(asked).chosen
     modelled = band(chosen, simulated=False)
-    busier, quieter = (question(**QWEN, adapters=300, batch_size=64.0 * factor**2) for factor in (1.2, 0.8))
+    busier, quieter = (question(**QWEN, **DECODING, adapters=300, batch_size=64.0 * factor**2) for factor in (1.2, 0.8))
     assert modelled.low == pytest.approx(busier.iar(chosen.slots), abs=1e-9)
     assert modelled.high == pytest.approx(quieter.iar(chosen.slots), abs=1e-9)
     assert modelled.low < chosen.scenario.iar(chosen.slots) < modelled.high
@@ -288,7 +291,7 @@ def test_out_is_only_what_serve_knows_and_report_stands_alone(tmp_path):
     }  # fmt: skip
     served = config_of({}, out)
     assert (served.device, served.dtype, served.device_pool) == ("cuda", "bfloat16", Size(pool))
-    assert any("Not met today" in line for line in plan["unmet_assumptions"])
+    assert any("Planned for transport nvshmem" in line for line in plan["unmet_assumptions"])
     assert all(f"# {line}\n" in out.read_text() for line in plan["unmet_assumptions"])
     page = report.read_text()
     assert page.count("data:image/png;base64,") == 5

@@ -9,24 +9,26 @@ from provisioning.plan.balance import settled_batch
 from provisioning.plan.candidates import evaluate
 from provisioning.plan.choice import smallest
 from provisioning.plan.coupled import compare
+from provisioning.plan.flags import PlanFlags
 from provisioning.plan.instances import sized
 from provisioning.plan.judge import played
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.scenario import scenario
 from provisioning.plan.sensitivity import sensitivity
 from provisioning.report.document import document
 from provisioning.report.result import answer
-from tests.support.provision import SLO
+from tests.support.provision import DECODING, SLO
 
 MIXTRAL = {"slo": SLO, "model": "mixtral-8x7b", "adapters": 512, "request_rate": 70.0, "mean_output_tokens": 211.0}
+MIXTRAL |= DECODING
 
 
 def asked(**changes):
-    return scenario(Flags(**(MIXTRAL | changes)))
+    return scenario(PlanFlags(**(MIXTRAL | changes)))
 
 
 def gpus_in_all(flags):
     """Of the model's plan, LLM instances included; None where there is none."""
-    chosen = smallest(sized(scenario(Flags(**flags)))).chosen
+    chosen = smallest(sized(scenario(PlanFlags(**flags)))).chosen
     return None if chosen is None else chosen.all_gpus
 
 
@@ -69,7 +71,8 @@ RANGES = {
     "request_rate": [0.5, 5.0, 20.0, 60.0], "mean_output_tokens": [50.0, 250.0, 1000.0],
     "slo": [f"ttft_p{p}={ttft}ms,tpot_avg={tpot}ms" for p in (90, 99) for ttft in (60, 400) for tpot in (25, 50, 150)],
     "context_tokens": [500.0, 4000.0], "link_gbps": [100.0, 400.0], "dispatch": ["any", "any", "by-adapter"],
-    "eq6": ["stage", "printed"],
+    "eq6": ["stage", "printed"], "prefill": ["shared", "apart"], "gpus_per_node": [8, 64],
+    "transport": ["nvshmem", "nvshmem", "gpu", "tcp"],
 }  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def test_what_is_easier_never_costs_gpus(seed, num):
         flags = {name: rng.choice(values) for name, values in RANGES.items()} | {"max_gpus": 12, "instance_gpus": 4}
         before = gpus_in_all(flags)
         changed = [(what, gpus_in_all(other)) for what, other in easier(flags)]
-        quick = smallest(sized(fast(scenario(Flags(**flags))))).chosen
+        quick = smallest(sized(fast(scenario(PlanFlags(**flags))))).chosen
         changed.append(("faster GPU", quick and quick.all_gpus))
         if before is not None:
             feasible += 1
@@ -135,18 +138,18 @@ def test_any_instance_meets_what_assigned_adapters_do_not():
     assert said["load"]["hottest_over_mean_by_adapter"] == pytest.approx(1.92, abs=0.01)
 
 
-PAPERS = {"slo": SLO, "adapters": 512, "instances": 4}
+PAPERS = {"slo": SLO, "adapters": 512, "instances": 4} | DECODING
 
 
 @pytest.mark.parametrize(("flags", "paper", "tuned"), [
     ({"model": "qwen3-30b-a3b", "lora_rank": 32, "gpu": "hopper-96", "batch_size": 128.0}, 19, 35),
-    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0, "base_dtype": "mxfp4"}, 19, 36),
-    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}, 11, 21),
+    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0, "base_dtype": "mxfp4"}, 19, 37),
+    ({"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}, 11, 20),
 ])  # fmt: skip
 def test_the_coupled_side_is_tuned(flags, paper, tuned):
     found = {}
     for split in ("paper", "0.5", "tuned"):
-        question = scenario(Flags(**PAPERS, **flags, coupled_split=split))
+        question = scenario(PlanFlags(**PAPERS, **flags, coupled_split=split))
         found[split] = compare(question, smallest(question).chosen, seeds=0)
     assert found["paper"].split == found["0.5"].split and found["paper"].split.slots == paper
     best = found["tuned"].split
@@ -157,8 +160,8 @@ def test_the_coupled_side_is_tuned(flags, paper, tuned):
 
 def test_smaller_base_weights_leave_more_to_both_sides():
     loads = PAPERS | {"model": "gpt-oss-20b", "gpu": "h100", "batch_size": 64.0}
-    kinds = [scenario(Flags(**loads, base_dtype=name)) for name in ("bf16", "fp8", "mxfp4")]
+    kinds = [scenario(PlanFlags(**loads, base_dtype=name)) for name in ("bf16", "fp8", "mxfp4")]
     for left in ([found.model.free_bytes for found in kinds], [found.kv_requests for found in kinds]):
         assert left == sorted(left)
     assert kinds[2].model.base_step_us(64) < kinds[0].model.base_step_us(64)
-    assert scenario(Flags(**loads, prefill_tokens=16384.0)).kv_requests < kinds[0].kv_requests
+    assert scenario(PlanFlags(**loads, prefill_tokens=16384.0)).kv_requests < kinds[0].kv_requests

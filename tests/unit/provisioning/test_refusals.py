@@ -7,7 +7,8 @@ import pytest
 from provisioning.cli import main
 from provisioning.inputs import InputError
 from provisioning.model import profile
-from provisioning.plan.scenario import Flags, workload
+from provisioning.plan.flags import PlanFlags
+from provisioning.plan.scenario import workload
 from provisioning.workload import traces
 from provisioning.workload.counts import read_counts
 from tests.support.provision import ASKED, SLO, check_refused, provision, question, typed, write
@@ -15,6 +16,7 @@ from tests.support.provision import ASKED, SLO, check_refused, provision, questi
 SIMULATE = ["simulate", "--cache-slots", "30", "--adapters", "64", "--zipf", "1", "--batch-size", "40"]
 COMPARE = ["compare", *typed(slo=SLO, model="gpt-oss-20b", gpu="h100", adapters=300, request_rate=40)]
 DEEP = "[" * 200_000
+OF = '"of": {"model": "m", "gpu": "h200", "lora_rank": 64, "wire": "exact", "transport": "gpu"}'
 
 BAD_FLAGS = {
     "--slo": [
@@ -26,7 +28,7 @@ BAD_FLAGS = {
     "--instances": ["0", "10000000000"], "--batch-size": ["0", "inf"], "--request-rate": ["5"],
     "--mean-output-tokens": ["1e300"], "--context-tokens": ["0"], "--prefill-tokens": ["-1"],
     "--burst-cv": ["-1", "1e3"], "--max-gpus": ["0"], "--gpus-per-node": ["0"], "--instance-gpus": ["0"],
-    "--link-gbps": ["0"],
+    "--link-gbps": ["0"], "--transport": ["auto", "pigeon"], "--prefill": ["both"], "--prompt-tokens": ["-1", "inf"],
     "--gpu-memory-gib": ["0", "1e-9", "1e300"], "--seed": ["-1"], "--seeds": ["4"], "--price-per-gpu-hour": ["-2"],
     "--dispatch": ["all"], "--eq6": ["5"], "--coupled-split": ["half", "1.5"], "--window": ["60"],
     "--trace": ["/absent.csv"], "--counts": ["/absent.json"], "--profile": ["/absent.json"],
@@ -153,9 +155,10 @@ BAD_FILES = {
         "",
     ),
     ("--profile", "p.json"): dict.fromkeys(
-        ["{", "[]", '{"terms": {"recv": []}}', '{"terms": {"base_ffn": [{"batch": 64, "us": 0}]}}', DEEP]
-        + [f'{{"terms": {{"send": [{{"ep": {row}, "us": 3}}]}}}}' for row in ("1", '1, "batch": 0')]
-        + [f'{{"terms": {{"send": [{{"ep": {ep}, "batch": 1, "us": 3}}]}}}}' for ep in ("1e400", "1.5")],
+        ["{", "[]", '{"terms": {}}', '{"terms": {}, "of": {"gpu": "h200"}}', DEEP]
+        + [f'{{{OF}, "terms": {terms}}}' for terms in ('{"recv": []}', '{"base_ffn": [{"batch": 64, "us": 0}]}')]
+        + [f'{{{OF}, "terms": {{"send": [{{"ep": {row}, "us": 3}}]}}}}' for row in ("1", '1, "batch": 0')]
+        + [f'{{{OF}, "terms": {{"send": [{{"ep": {ep}, "batch": 1, "us": 3}}]}}}}' for ep in ("1e400", "1.5")],
         "",
     ),
 }
@@ -217,7 +220,7 @@ def test_flags_that_a_file_answers_are_refused(tmp_path, arguments):
     given = {arguments[0][2:]: tmp_path / arguments[1], arguments[2][2:].replace("-", "_"): float(arguments[3])}
     blamed = "--counts" if "--counts" in arguments else arguments[2]
     with pytest.raises(InputError, match=f"^{blamed}: "):
-        workload(Flags(slo="", model="", **given))
+        workload(PlanFlags(slo="", model="", **given))
 
 
 @pytest.mark.parametrize("window", [0.0, -1.0, 1e-9, float("nan")])

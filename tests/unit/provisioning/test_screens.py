@@ -19,7 +19,8 @@ import pytest
 
 from provisioning.cli import app, main
 from provisioning.plan import fronts
-from provisioning.plan.scenario import Flags, scenario
+from provisioning.plan.flags import PlanFlags
+from provisioning.plan.scenario import scenario
 from provisioning.report import words
 from provisioning.simulation.measure import Estimate
 from tests.support.doc_commands import SHELL, blocks
@@ -204,7 +205,7 @@ def test_every_line_of_a_comparison(tmp_path):
 
 @pytest.mark.long
 def test_a_budget_is_kept_and_more_buys_more():
-    asked = scenario(Flags(**COMPARED))
+    asked = scenario(PlanFlags(**COMPARED))
     for line in ("coupled", "disaggregated"):
         few, many = (fronts.within(line, asked, budget, [1]) for budget in (4, 8))
         assert few.gpus <= 4 and many.gpus <= 8 and many.rate > 1.3 * few.rate
@@ -214,7 +215,7 @@ def test_a_budget_is_kept_and_more_buys_more():
 
 
 def test_merged_adapters_leave_the_others_their_share_of_the_load():
-    found = fronts.hot_merged(scenario(Flags(**COMPARED, zipf=1.6)))
+    found = fronts.hot_merged(scenario(PlanFlags(**COMPARED, zipf=1.6)))
     assert "merged on" in found.how and found.gpus >= 3 and found.rate == 40.0
 
 
@@ -268,7 +269,7 @@ def test_a_plan_without_simulation_is_quick():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, run.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4  # CPU seconds; the bar is 1
-    assert "`provision glossary`" in run.stdout and "Prefill, estimated" in run.stdout
+    assert "`provision glossary`" in run.stdout and "Prompts, 896 tokens a request" in run.stdout
 
 
 def test_without_arguments_it_says_how_to_use_it(monkeypatch, capsys):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench import admission, admission_cells
+from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.workload.requests import Lengths
 from provisioning.workload.workload import Workload, zipf
@@ -72,7 +73,7 @@ def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
     workload, record = Workload(popularity=zipf(1.2, 16)), tmp_path / "record"
     with admission.serving(tmp_path, "--max-active-adapters", "5") as server:
         first = watched("--server", server.http, "--record", record, "--plan", plan)
-        assert first["scrapes"] == 1 and first["now"] is None and "One look only" in first["advice"]
+        assert first["scrapes"] == 1 and first["now"] is None and "A rate needs two scrapes" in first["advice"]
         row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
         admission._until(lambda: not admission.status(server.address).active, "all are released")
         found = watched("--server", server.http, "--record", record, "--plan", plan)
@@ -133,6 +134,14 @@ def test_two_scrapes_say_the_load_between_them():
     # a restart is said, and what came since it counts
     seen = between(page(0, {"a": 100}) + page(10, {"a": 150}) + page(20, {"a": 20}, steps=5, compute=0.1))
     assert (seen.requests, seen.resets) == (70, 1) and seen.admitted == 70
+
+
+@pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "-1"])
+def test_only_samples_that_are_read_must_be_finite(value):
+    others = f"lora_server_certificate_expiry_seconds {value}\nlora_server_page_seconds {value}\n"
+    assert between(page(0, {"a": 0}) + others + page(60, {"a": 30}) + others).requests == 30
+    with pytest.raises(InputError, match=r"lora_server_loads_total is .*, expected a finite number"):
+        between(page(0, {"a": 0}) + f"lora_server_loads_total {value}\n")
 
 
 @pytest.mark.parametrize(("text", "says"), [

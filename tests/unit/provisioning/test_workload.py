@@ -10,8 +10,9 @@ import pytest
 from provisioning.iar.models import offered_curve
 from provisioning.inputs import InputError
 from provisioning.plan.choice import smallest
+from provisioning.plan.flags import PlanFlags
 from provisioning.plan.judge import judge, played
-from provisioning.plan.scenario import Flags, scenario, workload
+from provisioning.plan.scenario import scenario, workload
 from provisioning.plan.verify import disaggregated, verify
 from provisioning.report import charts, render
 from provisioning.report.document import document
@@ -61,7 +62,7 @@ def test_counts_with_lengths(tmp_path, name, text):
     assert found.popularity == pytest.approx([0.75, 0.25]) and found.tokens.tolist() == [100, 500]
     assert found.lengths.mean_tokens == pytest.approx(200) and found.lengths.source == str(tmp_path / name)
     assert found.in_flight == pytest.approx([0.375, 0.625])
-    longer = workload(Flags(slo="", model="", counts=tmp_path / name, mean_output_tokens=400.0))
+    longer = workload(PlanFlags(slo="", model="", counts=tmp_path / name, mean_output_tokens=400.0))
     assert longer.tokens.tolist() == [200, 1000] and longer.lengths.mean_tokens == 400
 
 
@@ -131,7 +132,7 @@ def test_servegen_has_its_own_rate_lengths_and_clients_that_are_off(tmp_path):
     (tmp_path / "chunk-0-trace.csv").write_text("0,2,1,Gamma,1,0.5\n600,4,1,Gamma,1,0.25\n")
     (tmp_path / "chunk-1-trace.csv").write_text("0,1,1,Gamma,1,1\n600,0,0,,0,0\n")
     (tmp_path / "chunk-2-trace.csv").write_text("0,0,0,,0,0\n600,0,0,,0,0\n")
-    flags = Flags(slo=SLO, model="mixtral-8x7b", trace=tmp_path)
+    flags = PlanFlags(slo=SLO, model="mixtral-8x7b", trace=tmp_path)
     assert workload(flags).own_rate == pytest.approx(3.5) and workload(flags).peak == pytest.approx(4 / 3.5)
     assert scenario(flags).global_batch == pytest.approx(4 * 256 * 0.1)
     assert scenario(replace(flags, request_rate=7.0)).global_batch == pytest.approx(8 * 256 * 0.1)
@@ -159,7 +160,7 @@ def test_servegen_has_its_own_rate_lengths_and_clients_that_are_off(tmp_path):
 
 def test_a_given_mean_stretches_the_outputs_that_a_trace_replays(tmp_path):
     (tmp_path / "t.csv").write_text("timestamp,adapter,output_tokens\n0,a,10\n1,b,30\n2,a,20\n")
-    found = workload(Flags(slo="", model="", trace=tmp_path / "t.csv", mean_output_tokens=100.0))
+    found = workload(PlanFlags(slo="", model="", trace=tmp_path / "t.csv", mean_output_tokens=100.0))
     assert found.trace.output_tokens.tolist() == [50, 150, 100]
     assert found.lengths.mean_tokens == 100
 

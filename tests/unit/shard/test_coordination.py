@@ -9,14 +9,14 @@ import pytest
 from lora_server.errors import ProtocolError
 from lora_server.ports import ANY_PORT, TcpPort
 from lora_server.shard.coordination import Follower, Independent, Leader
-from lora_server.shard.orders import MAX_STRANGERS
-from lora_server.shard.schedule import PendingStep
+from lora_server.shard.orders import MAX_OF_A_FOLLOWER, MAX_UNAUTHENTICATED
+from lora_server.shard.schedule import PendingStep, StepWork
 from lora_server.timings import Timings
 from lora_server.transport.address import parse
 from lora_server.transport.base import Connection
 from lora_server.transport.frames import HEADER, MESSAGE, STEP, frame
 from lora_server.wire import messages, slot
-from lora_server.wire.messages import Challenge, Follow, Lead, Order
+from lora_server.wire.messages import Challenge, Follow, Lead, Order, badge_of
 from lora_server.wire.slot import RequestHeader
 from tests.support.rig import LOADED, Client, healthy, make_rig
 from tests.support.serving import HANG_SECONDS, until
@@ -49,8 +49,7 @@ def make_follower(leader):
     followers = []
 
     def make():
-        follower = Follower(lambda: None, 4)
-        follower.follow(leader.address, leader.badge)
+        follower = follower_of(leader, 1 + len(followers))
         followers.append(follower)
         until(lambda: leader.next({}) is None and leader.followers == len(followers), "the leader to count it")
         return follower
@@ -66,7 +65,7 @@ def pending(*steps):
 
 STRANGE = [
     b"", b"GET / HTTP/1.1\r\n\r\n", HEADER.pack(MESSAGE, 2**32 - 1, 0) + bytes(4096), HEADER.pack(STEP, 0, 0),
-    b"".join(frame(MESSAGE, b"\xc1")), b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), bytes(32))))),
+    b"".join(frame(MESSAGE, b"\xc1")), b"".join(frame(MESSAGE, messages.encode(Follow(1, bytes(32), bytes(32))))),
     b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32),
 ]  # fmt: skip
 
@@ -96,7 +95,7 @@ def test_unauthenticated_peers_hear_no_order_and_end_no_follower(leader, make_fo
 
 def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_follower):
     with contextlib.ExitStack() as stack:
-        for _ in range(3 * MAX_STRANGERS):
+        for _ in range(3 * MAX_UNAUTHENTICATED):
             stack.enter_context(socket.create_connection(parse(leader.address)))
         make_follower()
     assert leader.followers == 1
@@ -104,11 +103,8 @@ def test_any_number_of_unauthenticated_peers_keeps_no_follower_out(leader, make_
 
 def test_a_follower_that_takes_no_orders_is_cut_off(leader):
     """Its connection fills up; nothing is queued for it in the leader."""
-    with socket.create_connection(parse(leader.address)) as stopped:
-        stopped.settimeout(HANG_SECONDS)
-        challenge = messages.decode(stopped.recv(4096)[HEADER.size :], Challenge)
-        proof = messages.proof(leader.badge, b"follower", challenge.nonce, bytes(32))
-        stopped.sendall(b"".join(frame(MESSAGE, messages.encode(Follow(bytes(32), proof)))))
+    with contextlib.ExitStack() as stack:
+        admitted(stack, leader)
         until(lambda: leader.followers == 1, "it to be let in")
 
         def cut_off():
@@ -119,9 +115,75 @@ def test_a_follower_that_takes_no_orders_is_cut_off(leader):
         until(cut_off, "the leader to give it up")
 
 
+def follower_of(leader, shard):
+    follower = Follower(shard, lambda: None, 4)
+    follower.follow(leader.address, badge_of(leader.badge, shard))
+    return follower
+
+
+def admitted(stack, leader, shard=9, badge_shard=9):
+    """A connection that shows a shard's badge as that of `shard`, and what it said."""
+    sock = stack.enter_context(socket.create_connection(parse(leader.address)))
+    sock.settimeout(HANG_SECONDS)
+    challenge = messages.decode(sock.recv(4096)[HEADER.size :], Challenge)
+    badge = badge_of(leader.badge, badge_shard)
+    proof = messages.proof(badge, b"follower", challenge.nonce, bytes(32))
+    follow = b"".join(frame(MESSAGE, messages.encode(Follow(shard, bytes(32), proof))))
+    sock.sendall(follow)
+    lead = messages.decode(sock.recv(4096)[HEADER.size :], Lead)
+    assert messages.proves(lead.proof, badge, b"leader", bytes(32), challenge.nonce)
+    return sock, follow
+
+
+def test_a_peer_that_knows_the_badge_hears_orders_and_holds_up_no_follower(leader, make_follower):
+    """One that is silent, one that talks, one that repeats a proof, and more of them than a leader keeps."""
+    follower = make_follower()
+    with contextlib.ExitStack() as stack:
+        silent, follow = admitted(stack, leader)
+        talks, _ = admitted(stack, leader)
+        until(lambda: len(leader._orders._followers) == 3, "they are let in")
+        assert leader.followers == 2, "as one shard"
+        order_of(leader, 1, to=follower)
+        for peer in (silent, talks):
+            heard = peer.recv(4096)
+            assert messages.decode(heard[HEADER.size :], Order).client == 1
+        talks.sendall(b"".join(frame(MESSAGE, messages.encode(Order(9, 1, 1, 60_000_000)))))
+        again = stack.enter_context(socket.create_connection(parse(leader.address)))
+        again.settimeout(HANG_SECONDS)
+        again.sendall(follow)
+        for peer in (talks, again):
+            said = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := peer.recv(4096):
+                    said += more
+            assert len(said) <= HEADER.size + 64, "a challenge, and no more"
+        for _ in range(300):
+            admitted(stack, leader)
+        assert len(leader._orders._followers) <= 1 + MAX_OF_A_FOLLOWER and leader.followers == 2
+        order_of(leader, 2)
+        until(lambda: len(follower._queue) == 2, "the follower hears on")
+        assert [order.client for order, _ in follower._queue] == [1, 2], "of the leader alone"
+        second = follower_of(leader, 2)
+        stack.callback(second.close)
+        until(lambda: leader.followers == 3, "another follower is let in beside all of them")
+        for _ in range(300):
+            admitted(stack, leader)
+        order_of(leader, 3)
+        until(lambda: [order.client for order, _ in second._queue] == [3], "and hears on")
+
+
+def test_a_badge_is_good_for_its_own_shard_alone(leader, make_follower):
+    make_follower()
+    with contextlib.ExitStack() as stack:
+        with pytest.raises((ProtocolError, ConnectionResetError)):
+            admitted(stack, leader, shard=1, badge_shard=9)
+        admitted(stack, leader, shard=9, badge_shard=9)
+        until(lambda: leader.followers == 2, "it is let in as its own")
+
+
 def test_a_follower_believes_no_leader_without_the_badge():
     """And does not wait for one that says nothing."""
-    follower = Follower(lambda: None, 4)
+    follower = Follower(1, lambda: None, 4)
     with socket.create_server(("127.0.0.1", 0)) as false:
         false.settimeout(HANG_SECONDS)
         follower.follow(f"tcp://127.0.0.1:{false.getsockname()[1]}", b"badge")
@@ -203,12 +265,12 @@ def test_in_leader_mode_what_is_begun_is_finished(leader, make_follower):
     large.header = large.header._replace(num_rows=256)
     order_of(leader, 1, 2, to=follower)
     for coordinator in (leader, follower):
-        large.work = iter(())
+        large.work = StepWork(iter(()))
         assert coordinator.next(pending(large, small)) is large
         large.work = None
         assert coordinator.next(pending(small)) is small
     assert Independent().next(pending(large, small)) is small
-    large.work = iter(())
+    large.work = StepWork(iter(()))
     assert Independent().next(pending(large, small)) is small
 
 
@@ -221,7 +283,7 @@ def test_a_follower_of_a_new_leader_forgets_the_old_one(where, leader, make_foll
         port = TcpPort(int(leader.address.rpartition(":")[2]), "a stage")
     successor = Leader("127.0.0.1", port=port)
     assert (successor.address == leader.address) == (where == "at its address") and successor.badge != leader.badge
-    follower.follow(successor.address, successor.badge)
+    follower.follow(successor.address, badge_of(successor.badge, 1))
     assert not follower._queue
     until(lambda: successor.next({}) is None and successor.followers == 1, "the successor to count it")
     if where == "elsewhere":

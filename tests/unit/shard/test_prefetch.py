@@ -11,12 +11,13 @@ from lora_server.control.rpc.registration import Doorkeeper
 from lora_server.control.rpc.server import ControlServer
 from lora_server.errors import LeaseError
 from lora_server.timings import Timings
-from lora_server.transport.session import MAX_PREFETCHED
+from lora_server.transport.session import MAX_PREFETCHED, Proof
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import lora_server_pb2_grpc as rpc
 from lora_server.wire.rpc import call, open_channel
 from tests.support.controllers import ToldShard, kept, make_controller
 from tests.support.serving import until
+from tests.support.signed import signed
 
 
 class Told(ToldShard):
@@ -35,7 +36,7 @@ class Told(ToldShard):
 def rig():
     """A controller with one shard, a client that holds handles 3 and 5, and one that holds nothing."""
     controller = make_controller()
-    controller.adapters.adopt([kept("law", 3), kept("art", 5), kept("code", 7)], (), 7)
+    controller.adapters.recovery.adopt([kept("law", 3), kept("art", 5), kept("code", 7)], (), 7)
     shard = Told(controller)
     shard.lives()
     lease, _ = controller.clients.join("an engine")
@@ -47,14 +48,14 @@ def rig():
 def test_only_a_client_that_proves_its_lease_is_heard(rig):
     """By way of the real call: there is no other way in."""
     clients, shard, lease = rig
-    control = ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper(b"secret"))
+    control = ControlServer(shard.controller, "127.0.0.1:0", Doorkeeper("secret"))
     other = clients.leases.grant("another")
     address = f"127.0.0.1:{control.port}"
     with open_channel(address) as channel:
 
         def say(**wrong):
             proof = {"client": lease.client, "epoch": lease.epoch, "key": lease.key} | wrong
-            request = pb.PrefetchRequest(proof=pb.Proof(**proof), needs=[pb.Need(handle=3)])
+            request = signed(pb.PrefetchRequest(needs=[pb.Need(handle=3)]), Proof(**proof))
             call(rpc.ClientsStub(channel).Prefetch, request, server=address, seconds=60)
 
         forged = [{"key": key} for key in (other.key, b"")] + [{"client": client} for client in (99, other.client)]

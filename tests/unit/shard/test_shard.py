@@ -69,7 +69,7 @@ def test_a_step_may_name_only_what_its_client_holds(loaded):
         forger.send(forger.request())
     port.hold(1, [LOADED])
     seq = forger.push(forger.request())
-    loaded.shard._receive()
+    loaded.shard.receiver.receive()
     struct.pack_into("<I", forger.link.region.request(seq), slot.HEADER_BYTES, ABSENT)  # the memory is the client's
     with pytest.raises(errors.ProtocolError, match="its segments changed after it was pushed"):
         forger.answer(seq)
@@ -129,7 +129,7 @@ def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
             client.answer(seq)
         assert 0.05 <= time.monotonic() - began < 30
     elif ends == "drop":
-        rig.shard.store.drop(ABSENT)
+        rig.shard.store.adapters.drop(ABSENT)
         with pytest.raises(errors.UnknownAdapterError, match=f"handle {ABSENT}"):
             client.answer(seq)
     elif ends == "failure":
@@ -139,7 +139,7 @@ def test_how_a_wait_for_weights_ends(ends, rig, tiny_adapters, tmp_path):
         assert isinstance(caught.value, errors.AdapterFormatError) and str(tmp_path) in str(caught.value)
     else:
         client.link.close() if ends == "leaves" else rig.shard.port.revoke(1)
-        assert rig.shard.serve_once() is False and not rig.shard._pending
+        assert rig.shard.serve_once() is False and not rig.shard.receiver.pending
         if ends == "revoked":
             with pytest.raises(errors.ShardUnavailableError):
                 client.answer(seq)
@@ -167,7 +167,7 @@ def begin(shard, client):
     """A large step, begun and no more."""
     seq = push(client, LARGE)
     assert shard.serve_once() and shard.serve_once()
-    assert shard._pending[client.client].work is not None and not answered(client, seq)
+    assert shard.receiver.pending[client.client].work is not None and not answered(client, seq)
     return seq
 
 
@@ -209,9 +209,9 @@ def test_a_client_that_goes_in_the_middle_of_its_step_leaves_nothing_behind(how,
         anew = Client(shard, 1, epoch=2)
         finish(shard, anew, push(anew, LARGE))
     finish(shard, small, push(small, 1))
-    assert not shard._pending and shard.counters.failed == 0
-    shard.store.drop(7)
-    shard.store.check_integrity()
+    assert not shard.receiver.pending and shard.counters.failed == 0
+    shard.store.adapters.drop(7)
+    shard.store.report.check_integrity()
 
 
 def test_no_more_than_a_few_are_begun(shard):
@@ -220,7 +220,7 @@ def test_no_more_than_a_few_are_begun(shard):
     for client, rows in zip(clients, range(LARGE, 0, -1), strict=False):
         seqs.append(push(client, rows))
         assert shard.serve_once()
-    begun = [number for number, step in shard._pending.items() if step.work is not None]
+    begun = [number for number, step in shard.receiver.pending.items() if step.work is not None]
     assert begun == [1, 2, 3, 4]
     for client, seq in zip(clients, seqs, strict=True):
         finish(shard, client, seq)

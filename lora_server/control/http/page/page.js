@@ -173,7 +173,7 @@ function write(now) {
   adapters(now);
   const engines = now.joined.map((one) => [
     one.instance, String(one.client), one.transports.join(", ") || "-", `${one.silent_seconds.toFixed(0)} s ago`,
-    count(one.adapters.length),
+    count(one.held),
   ]);
   table("clients", { engine: "", client: "", by: "text", heard: "", "adapters held": "" }, engines, "none has joined");
   tenants(now.tenants);

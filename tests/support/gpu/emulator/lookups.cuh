@@ -3,22 +3,29 @@
 
 struct Lookups { int checked, checked_in, foreign, missing, looked_up_in, translated, translated_in, unused; };
 
-// One warp. tables: header, segments and maps.
-extern "C" __global__ void lookups(Serve* serve, unsigned char* tables, int64 link, int64 turn, Lookups* out) {
+// One warp. memory: header, segments and maps.
+extern "C" __global__ void lookups(Serve* serve, unsigned char* memory, int64 link, int64 turn, Lookups* out) {
     const int lane = threadIdx.x;
-    const lora_request& h = *reinterpret_cast<const lora_request*>(tables);
+    SHARED_MEMORY(shared);
+    uint4* const near = reinterpret_cast<uint4*>(shared);
+    for (int i = lane; i < NEAR_BYTES / 16; i += LANES) near[i] = load_l2(reinterpret_cast<const uint4*>(memory) + i);
+    sync_warp();
+    const Tables tables = {near, memory};
+    const lora_request& h = *reinterpret_cast<const lora_request*>(near);
+    const Site site = has_site(*serve, h) ? site_of(*serve, h) : Site();
+    all_begun();
     Lookups found = {};
     auto trips = [at = current->trips]() mutable {
         const unsigned before = at;
         at = current->trips;
         return static_cast<int>(at - before);
     };
-    found.checked = check_tables(*serve, h, tables, lane), found.checked_in = trips();
+    found.checked = check_tables(h, site, tables, lane), found.checked_in = trips();
     const Lacks lacks = look_up(*serve, static_cast<int>(link), h, tables, lane);
     found.looked_up_in = trips();
-    const unsigned lacking = votes(lacks.weights);
+    const unsigned lacking = votes(lacks.weights), ready = !lacking && !votes(lacks.unknown);
     found.foreign = votes(lacks.foreign) != 0;
     found.missing = shuffle(static_cast<int>(lacks.handle), lacking ? first_bit(lacking) : 0);
-    if (!found.checked) found.translated = translate(*serve, h, tables, turn, lane), found.translated_in = trips();
+    if (!found.checked) found.translated = translate(*serve, h, tables, turn, ready, lane), found.translated_in = trips();
     if (lane == 0) *out = found;
 }

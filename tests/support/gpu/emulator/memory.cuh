@@ -135,6 +135,28 @@ inline void my_view(const void* p, unsigned char* bytes, int size, bool stale) {
     overlay(current_warp().stores, p, bytes, size), overlay(current->stores, p, bytes, size);
 }
 
+// A relaxed load finds what is there, or what was when the thread made one of its last relaxed loads of other places: it
+// may have been made before them, but not before what the block has acquired.
+inline void relaxed_view(const void* p, unsigned char* bytes, int size) {
+    my_view(p, bytes, size, false);
+    auto& last = current->relaxed;
+    size_t since = written.size();
+    for (const auto& load : last) {
+        since = std::min(since, load.written);
+        if (load.at == p || !once_in(2)) break;
+    }
+    since = is_shared(p) ? std::max<size_t>(since, current->block->seen) : written.size();
+    for (size_t i = written.size(); i-- > since;)
+        if (written[i].device != my_device() && overlap(written[i].to, written[i].size, p, size)) {
+            Stores was(1);
+            was[0].to = written[i].to, was[0].size = written[i].size;
+            std::memcpy(was[0].bytes, written[i].before, written[i].size);
+            overlay(was, p, bytes, size);
+        }
+    if (last[0].at != p) std::copy_backward(last, last + 3, last + 4);
+    last[0] = {p, since};
+}
+
 template <class V> inline void check_alignment(const void* p) {
     if (reinterpret_cast<uintptr_t>(p) % (sizeof(V) > 16 ? 16 : sizeof(V) & -sizeof(V))) fail("a misaligned access");
 }
@@ -153,8 +175,10 @@ template <class V> inline V load_l2(const V* p) {
 }
 template <class V> inline V through_l1(const V* p, bool constant) {
     check_alignment<V>(p);
-    current->trips++;
-    if (!world.modelled) return *p;
+    if (!world.modelled) {
+        current->trips++;
+        return *p;
+    }
     interrupt();
     compare(p, sizeof(V), false);
     V v;
@@ -164,6 +188,7 @@ template <class V> inline V through_l1(const V* p, bool constant) {
     const uintptr_t key = line | constant;
     auto found = l1.find(key);
     if (found == l1.end()) {
+        current->trips++;
         found = l1.emplace(key, Line()).first;
         my_view(reinterpret_cast<const void*>(line), found->second.bytes, 16, true);
     }
@@ -228,11 +253,13 @@ inline void released(const void* p, bool system = false) {
 inline uint64 load_acquire(const uint64* p) {
     current->trips++;
     if (!world.modelled || once_in(2)) yield();
+    compare_atomic(p);
     const uint64 v = value_of(p, true);
     acquired(p, false);
     return v;
 }
 inline void store_release(uint64* p, uint64 value) {
+    if (p == world.watched.to) world.watched.trips = ++current->trips - current->began;
     fence_of_gpu(), released(p);
     store(p, value, true);
     fence_of_gpu();

@@ -2,7 +2,8 @@
 //
 // The model of memory.cuh shows a load that misses what it has not acquired. This one shows what no value does: a store
 // that nothing keeps behind the loads of others, and what is seen in time by luck. A warp has a clock of all warps; a
-// release leaves it at its place, an acquire takes what was left there, where the scopes of both hold both ends. Stores
+// release leaves it at its place, an acquire takes what was left there, where the scopes of both hold both ends. A fence
+// makes a release of each relaxed store after it, and an acquire of each relaxed load before it. Stores
 // and loads of kernels are compared, without those that are atomic (two releases are to each other), of hosts, copy
 // engines and network cards. Hosts are taken to know all that was released to the system and all that has ended, and
 // what a host starts or writes knows that too: so an order that is none may be missed, and none that there is.
@@ -53,6 +54,42 @@ inline void take_clock(const void* p, bool system) {
     if (found == syncs.end()) return;
     join(my_clocked_warp().clock, found->second.of_device[clock_device()]);
     if (system) join(my_clocked_warp().clock, found->second.system);
+}
+inline void take_at_next_fence(const void* p) {  // a relaxed load
+    const auto found = syncs.find(p);
+    if (found != syncs.end()) join(my_clocked_warp().found, found->second.system);
+}
+inline void leave_fenced(const void* p) {  // a relaxed store
+    join(syncs[p].system, my_clocked_warp().fenced);
+    join(syncs[p].of_device[clock_device()], my_clocked_warp().fenced);
+}
+inline void fence_clock() {
+    Warp& mine = my_clocked_warp();
+    join(mine.clock, mine.found);
+    mine.fenced = mine.clock;
+    mine.clock.of[mine.number]++;
+}
+// An atomic load of what another warp has stored as plain memory, and nothing orders.
+inline void compare_atomic(const void* p) {
+    const auto line = world.races ? shadow.find(reinterpret_cast<uintptr_t>(p) / LINE_CELLS) : shadow.end();
+    if (line == shadow.end()) return;
+    const Access& store = line->second.cells[reinterpret_cast<uintptr_t>(p) % LINE_CELLS].store;
+    if (store.warp >= 0 && !store.releases && store.at > my_clocked_warp().clock.of[store.warp])
+        fail("a race: an atomic load of what was stored as plain memory");
+}
+// Whether a host that has read a word finds there what kernels have stored (or, `read`, may write what they have read).
+inline bool is_ordered(const void* word, const unsigned char* p, uint64 nbytes, bool read) {
+    const Clock& known = syncs[word].system;
+    const auto before = [&](const Access& a) { return a.warp < 0 || a.at <= known.of[a.warp]; };
+    for (uintptr_t at = reinterpret_cast<uintptr_t>(p); at < reinterpret_cast<uintptr_t>(p) + nbytes; at++) {
+        const auto line = shadow.find(at / LINE_CELLS);
+        if (line == shadow.end()) continue;
+        const Cell& cell = line->second.cells[at % LINE_CELLS];
+        if (!before(cell.store)) return false;
+        for (const Access& load : cell.loads)
+            if (read && !before(load)) return false;
+    }
+    return true;
 }
 inline void meet(Clock& block) {  // at a barrier of the block
     join(block, my_clocked_warp().clock);

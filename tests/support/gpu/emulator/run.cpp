@@ -63,6 +63,7 @@ Grid* begin(const void* kernel, int blocks, int threads, int shared_bytes, int d
         for (int t = 0; t < threads; t++) {
             Thread& thread = grid->threads[static_cast<size_t>(b) * threads + t];
             thread.index = t, thread.block = &block, thread.ended = false, thread.waits = nullptr, thread.wakes = 0;
+            for (auto& load : thread.relaxed) load = {nullptr, written.size()};
             thread.copies_see = 0, thread.paused = false, thread.trips = thread.apart = thread.pauses = thread.activity = 0;
             prepare(thread);
         }
@@ -193,7 +194,7 @@ extern "C" void world_begin(uint64 seed, unsigned char* shared, uint64 shared_by
 #if NVSHMEM
 extern "C" void world_heaps(uint64 nbytes, int over_network) {  // of each PE, side by side
     heap_bytes = nbytes, network = over_network;
-    network_puts.clear(), stalled = -1;
+    network_puts.clear(), newest_put.clear(), stalled = -1;
     for (Stores& stores : arrived) stores.clear();
 }
 extern "C" void live_world(int pe, unsigned char* heap, uint64 nbytes, int over_network) {
@@ -231,9 +232,13 @@ extern "C" int world_run(int turns) {
         if (which == slow % world.grids.size() && slow & 0x100 && chance() % 8) continue;
         Grid* grid = world.grids[which];
         const int block = chance() % grid->num_blocks, first = chance() % grid->num_threads;
+        const unsigned behind = slow & 0x200 && chance() % 16 ? 1u << (slow >> 10) % 4 : 0;
+        const unsigned slower = behind | (once_in(4) ? chance() : 0);  // warps
         bool any = false;
-        for (int t = 0; t < grid->num_threads; t++)
-            any |= run_thread(grid->threads[static_cast<size_t>(block) * grid->num_threads + (first + t) % grid->num_threads]);
+        for (int t = 0; t < grid->num_threads; t++) {
+            const int thread = (first + t) % grid->num_threads;
+            if (!(slower >> thread / 32 & 1)) any |= run_thread(grid->threads[static_cast<size_t>(block) * grid->num_threads + thread]);
+        }
         world.now += 10 + chance() % 32;
 #if NVSHMEM
         pass_network();
@@ -273,6 +278,12 @@ extern "C" void world_freeze(int id, int block) {
             for (Thread& thread : grid->threads)
                 if (thread.block->index == block) thread.wakes = ~0ull;
 }
+extern "C" void world_hold(const void* word, unsigned passes) {
+    world.held = {word, passes, 0};
+    for (Grid* grid : world.grids)
+        for (Thread& thread : grid->threads) thread.looks = 0;
+}
+extern "C" int world_held() { return static_cast<int>(world.held.waiting); }
 extern "C" void world_write(unsigned char* to, const unsigned char* from, uint64 nbytes) {  // a host, in order
     for (uint64 i = 0; i < nbytes; i += 8) {
         Store s = {to + i, {}, static_cast<int>(std::min<uint64>(8, nbytes - i))};
@@ -285,6 +296,10 @@ extern "C" void world_copy_pages(unsigned char* to, const unsigned char* from, u
     std::memcpy(to, from, nbytes);
     page_writes.push_back({to, to + nbytes});
 }
+extern "C" unsigned world_trips() { return world.watched.trips; }
+extern "C" void world_watch(const uint64* from, const uint64* to) { world.watched = {from, to, 0}; }
+// What a host finds that has read a word: see races.cuh.
+extern "C" int world_ordered(const void* word, const unsigned char* p, uint64 nbytes, int read) { return is_ordered(word, p, nbytes, read); }
 extern "C" uint64 world_now() { return world.now; }
 extern "C" void world_pass(uint64 ns) { world.now += ns; }
 extern "C" const char* world_failure() { return failure; }

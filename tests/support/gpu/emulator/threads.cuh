@@ -39,7 +39,7 @@ struct Line { unsigned char bytes[16]; };
 constexpr int WRITERS = 64;  // blocks that live at a time, at most
 struct Clock { uint64 of[WRITERS] = {}; };  // how many of the GPU's stores, for those of each block
 
-struct Warp { Exchange exchange; Stores stores; int number = 0; Clock clock; };  // what it knows of other warps: see races.cuh
+struct Warp { Exchange exchange; Stores stores; int number = 0; Clock clock, fenced, found; };  // of other warps: see races.cuh
 struct Grid;
 struct GridBlock {
     Grid* grid;
@@ -67,7 +67,10 @@ struct Thread {
     Stores stores;
     uint64 copies_see;      // what an asynchronous copy of this thread may read: see memory.cuh
     unsigned trips, apart;  // to memory, as if each load were waited for: see all_begun
+    unsigned began;         // how many there had been before it looked at `watched.from`: see system.cuh
+    struct { const void* at; size_t written; } relaxed[4];  // the last loads, and what was written then: see memory.cuh
     unsigned pauses, activity;  // how often it has paused since that number: see idle.cuh
+    unsigned looks;         // at `held.at`
 };
 struct Index { int x; };
 struct Release { uint64 number = 0, seen = 0; Clock clock; };  // the newest at a place; what it tells: see memory.cuh
@@ -94,6 +97,11 @@ struct World {
     std::vector<Grid*> grids;
     Device devices[16];
     unsigned char *shared_begin = nullptr, *shared_end = nullptr;  // memory that several devices, and hosts, see
+    struct {
+        const uint64 *from, *to;
+        unsigned trips;
+    } watched = {};  // a thread's trips from its last relaxed load of one word on, once it releases the other
+    struct { const void* at; unsigned passes, waiting; } held = {};  // who has looked at a word that often waits before it looks again
 };
 
 inline World world;
@@ -201,6 +209,7 @@ inline int shuffle_up(int value, int by) {
     }));
 }
 inline unsigned votes(bool flag) {
+    current->apart = current->trips;  // what they are about was waited for
     return static_cast<unsigned>(warp_exchange(flag, [](Exchange& e) {
         uint64 mask = 0;
         for (int i = 0; i < 32; i++) mask |= e.sent[i] << i;

@@ -1,0 +1,36 @@
+"""When each part of a step ended, by events in its CUDA graph; by this process's clock where the GPU is a CPU."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from lora_server.transport.gpu.link import GpuLink
+
+
+class Stamps:
+    """Moments within a step, each taken when all that was launched before has ended."""
+
+    def __init__(self, link: GpuLink) -> None:
+        self._link, self._on_gpu = link, link.device.type == "cuda"
+        self._events: list[torch.cuda.Event] = []
+        self._seconds: list[float] = []
+
+    def take(self) -> None:
+        """Once per moment; captured in a graph, it is taken again by each replay."""
+        self._link.queue.lead_engine()
+        if self._on_gpu:
+            self._events.append(torch.cuda.Event(enable_timing=True, external=True))
+            self._events[-1].record()
+        else:
+            self._seconds.append(time.perf_counter())
+
+    def spans_us(self) -> list[float]:
+        """Between each moment of the last step and the next; ends a step that is in no graph."""
+        if self._on_gpu:
+            pairs = zip(self._events[:-1], self._events[1:], strict=True)
+            return [1e3 * float(before.elapsed_time(after)) for before, after in pairs]
+        spans, self._seconds = np.diff(self._seconds), []
+        return [1e6 * float(span) for span in spans]

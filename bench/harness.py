@@ -1,0 +1,149 @@
+"""What the benches share: flags, tables and one JSON document, servers of tiny models, child processes, waits."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lora_server.demo import children, tiny
+from lora_server.demo.launch import RunningServer, running_server
+from lora_server.wire import lora_server_pb2 as pb
+from lora_server.wire import lora_server_pb2_grpc as rpc
+from lora_server.wire.listing import all_pages
+from lora_server.wire.rpc import open_channel
+
+T = TypeVar("T")
+POLL_SECONDS = 0.05
+
+
+def flags(about: str | None, **defaults: Any) -> argparse.Namespace:
+    """Parse `--json` and one flag per default, whose type is the default's.
+
+    A type stands for "None by default", `[type]` for a list that is empty by default.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default)
+        elif isinstance(default, list):
+            empty = isinstance(default[0], type)
+            kind = default[0] if empty else type(default[0])
+            parser.add_argument(flag, type=kind, nargs="*", default=[] if empty else default)
+        else:
+            kind = Path if isinstance(default, Path) else type(default)
+            parser.add_argument(flag, type=kind, default=default, help="default: %(default)s")
+    return parser.parse_args()
+
+
+class _Facts(dict[str, Any]):
+    def __missing__(self, key: str) -> float:
+        return float("nan")
+
+
+def table(title: str, rows: Iterable[Mapping[str, Any]], columns: str) -> Table:
+    """Build a table; `columns` are headers with templates, such as "model {name} | us {median_us:.1f}".
+
+    A row's facts fill the templates; one that it lacks is "nan". Columns without a number's format are to the left.
+    """
+    made, templates = Table(title=title, title_justify="left"), []
+    for column in columns.split(" | "):
+        header, brace, rest = column.partition("{")
+        templates.append(brace + rest)
+        made.add_column(header.strip(), justify="right" if ":" in rest else "left")
+    for row in rows:
+        made.add_row(*(template.format_map(_Facts(row)) for template in templates))
+    return made
+
+
+def show(given: argparse.Namespace, found: object, *tables: object, width: int | None = None) -> None:
+    """Print what was found: as JSON if that was asked for, else the tables."""
+    if given.json:
+        print(json.dumps(found, indent=2))
+        return
+    for one in tables:
+        print(one) if isinstance(one, str) else Console(width=width).print(one)
+
+
+def progress(items: Iterable[T], what: str) -> Iterable[T]:
+    """Show a bar on stderr while items are taken."""
+    return track(list(items), what, console=Console(stderr=True))
+
+
+def one_thread() -> None:
+    """Compute with one thread, and without gradients."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+
+def make(work: Path, kind: str, adapters: Mapping[str, Mapping[str, Any]], **sizes: Any) -> torch.nn.Module:
+    """Write a tiny model to work/base, and adapters (name: arguments of tiny.make_adapter) to work/adapters."""
+    model = tiny.make_model(kind, **sizes)
+    tiny.save_model(model, work / "base")
+    for seed, (name, how) in enumerate(adapters.items()):
+        tiny.make_adapter(model, work / "adapters" / name, **{"seed": seed, **how})
+    return model
+
+
+@contextlib.contextmanager
+def serving(work: Path, *more: str) -> Iterator[RunningServer]:
+    """A ready server of what `make` wrote, with more flags of `serve`."""
+    given = ["--base-model", str(work / "base"), "--adapters", str(work / "adapters"), *more]
+    with running_server(work / "log", given) as server:
+        yield server
+
+
+def status(address: str) -> pb.StatusReply:
+    """Ask a server for its status; raises grpc.RpcError."""
+    with open_channel(address) as channel:
+        return rpc.ServerStub(channel).Status(pb.StatusRequest(), timeout=60)
+
+
+def listed(address: str) -> Sequence[pb.Adapter]:
+    """List a server's adapters; raises grpc.RpcError."""
+    with open_channel(address) as channel:
+        return all_pages(partial(rpc.AdaptersStub(channel).List, timeout=60)).adapters
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> float:
+    """Poll, and return the seconds that it took; raises TimeoutError."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(POLL_SECONDS)
+    return time.monotonic() - began
+
+
+def least_s(rounds: int, call: Callable[[], object]) -> float:
+    """Return the shortest of several calls: other load on the machine only ever adds to one."""
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def python(code: str) -> subprocess.Popen[bytes]:
+    """Start a child that runs this code, and wait for its first line."""
+    process = children.start([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process

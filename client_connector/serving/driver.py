@@ -1,0 +1,115 @@
+"""Carries out what the state machine of each request decides: asks, releases, prefetches, and waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from client_connector.alora import invocation_start, tokens_of
+from client_connector.remote import QueuedAnswer
+from client_connector.serving.lookahead import Lookahead
+from client_connector.serving.plan import Failure
+from client_connector.serving.poller import AdapterRequest, AdmissionPoller
+from client_connector.serving.request_state import Action, Event, FailurePolicy, Phase
+from client_connector.serving.scheduler_session import SchedulerSession
+from client_connector.serving.settings import BASE_MODEL, Settings
+from lora_server.errors import AdapterLoadError, ConfigError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.transport.session import Held
+
+
+class RequestDriver:
+    """Thread-safe. One thread at a time asks for a request: the poller while it waits, else the engine's own."""
+
+    def __init__(self, session: SchedulerSession, settings: Settings, tokenize: Callable[[str], Sequence[int]]) -> None:
+        self._session, self._tokenize = session, tokenize
+        self._policy = FailurePolicy(settings.on_failure == BASE_MODEL, settings.timeout_seconds)
+        self._lock = threading.Lock()  # states and tickets
+        self.lookahead = Lookahead(lambda expected: session.current.prefetch(expected))
+        self.poller = AdmissionPoller(self._ask_again, session.is_up, self._expire, settings.timings)
+
+    def apply(
+        self, request: AdapterRequest, event: Event, held: Held | None = None, failure: Failure | None = None
+    ) -> None:
+        """Change a request's state, and do what the state machine says; never blocks."""
+        deadline = time.monotonic() + self._policy.seconds
+        with self._lock:
+            request.state, actions, released = request.state.after(event, held=held, failure=failure, deadline=deadline)
+            if released is not None and request.ticket is not None:
+                self._session.release(request.ticket.session, released.handle)
+            if Action.NEW_TICKET in actions:
+                request.ticket = None
+        if Action.POLL in actions:
+            self.poller.add(request)
+        if Action.ANNOUNCE in actions and held is not None:
+            self.lookahead.arrived(held.handle)
+
+    def ask(self, request: AdapterRequest) -> bool:
+        """Ask the server; return whether its answer is final. Raises the server's error about the adapter."""
+        try:
+            answer = self._session.ask(request)
+        except (LeaseError, ServerUnavailableError):
+            self.apply(request, Event.SERVER_AWAY)
+            return False
+        is_queued = isinstance(answer, QueuedAnswer)
+        (held,) = answer.held if isinstance(answer, QueuedAnswer) else answer
+        self._identify(request, held)
+        self.apply(request, Event.NO_CAPACITY if is_queued else Event.GRANTED, held)
+        return not is_queued
+
+    def resume(self, request: AdapterRequest) -> None:
+        """Ask for a request that holds nothing any more: it was preempted, or its lease is gone."""
+        if request.state.phase is Phase.HELD and request.held_in(self._session.current) is None:
+            self.apply(request, Event.LEASE_LOST)
+        if request.state.phase is Phase.PAUSED:
+            self.apply(request, Event.RESUMED)
+            self._ask_again(request)
+
+    def refuse(self, request: AdapterRequest, failure: Failure) -> None:
+        """Apply a failure that is no step's."""
+        self.apply(request, self._policy.on_refusal(failure), failure=failure)
+
+    def fail_step(self, request: AdapterRequest, failure: Failure) -> None:
+        """Apply a step's failure."""
+        event = request.state.on_failed_step(failure, self._policy)
+        if event is not Event.STEP_VOID:
+            self._session.suspect()
+        self.apply(request, event, failure=failure)
+
+    def _ask_again(self, request: AdapterRequest) -> bool:
+        try:
+            return self.ask(request)
+        except LoraServerError as error:
+            self.refuse(request, Failure.of(error))
+            return True
+
+    def _identify(self, request: AdapterRequest, held: Held) -> None:
+        """Note the first answer's version, and where an activated LoRA begins; later answers must have that version."""
+        expected = request.state.version
+        if expected and expected != held.version:
+            message = (
+                f"adapter {request.name!r}: version {expected[:12]} was replaced by {held.version[:12]} "
+                "while the request waited; send it again"
+            )
+            self.refuse(request, Failure.of(AdapterLoadError(message)))
+        if expected:
+            return
+        start: int | None = 0
+        if held.invocation is not None:
+            try:
+                tokens = tokens_of(held.invocation, self._tokenize)
+            except ConfigError as error:
+                self.refuse(request, Failure.of(error))
+            else:
+                start = invocation_start(request.prompt or (), tokens)
+        with self._lock:
+            request.state = request.state.identified(held.version, start or 0)
+        if start is None:
+            message = f"adapter {request.name!r}: the prompt lacks its invocation {list(tokens)}"
+            self.apply(request, Event.FELL_BACK, failure=Failure("not_invoked", message))
+
+    def _expire(self, request: AdapterRequest, is_up: bool) -> None:
+        """Fail a request that has waited for the server for too long."""
+        state, outage = request.state, self._session.away_seconds
+        if not state.is_patient(time.monotonic(), is_up=is_up, outage_seconds=outage, policy=self._policy):
+            self.refuse(request, state.void or Failure.of(self._session.away_error()))

@@ -1,0 +1,119 @@
+"""Requests that wait, for capacity or for a server that is away: one thread asks for them again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from client_connector.remote import RemoteSession
+from client_connector.serving.request_state import Phase, RequestState
+from lora_server.errors import LoraServerError
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.transport.session import Held
+
+
+class AdmissionTicket(NamedTuple):
+    """A request's place in the server's queue: a number in one session."""
+
+    session: RemoteSession
+    number: int
+
+
+@dataclass(eq=False)
+class AdapterRequest:
+    """One request of the engine: what it asks for, where it stands, and the ticket of its newest ask."""
+
+    request_id: str
+    name: str
+    tenant: str = ""  # on whose behalf the adapter is asked for
+    prompt: Sequence[int] | None = None
+    trace: Mapping[str, str] | None = None  # headers of the request's span
+    began: float = field(default_factory=time.monotonic)
+    state: RequestState = field(default_factory=RequestState)
+    ticket: AdmissionTicket | None = None
+
+    def held_in(self, session: RemoteSession) -> Held | None:
+        """Return the adapter that the request holds under the lease of this session."""
+        return self.state.held if self.ticket is not None and self.ticket.session is session else None
+
+
+class AdmissionPoller:
+    """Polls for requests that wait; thread-safe.
+
+    `ask` asks once more and returns whether the server's answer is final. While the server is away, `is_up` says
+    whether it is back, and `expire` may fail requests that have waited long enough. A request that no longer waits is
+    dropped, and its ticket cancelled.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[AdapterRequest], bool],
+        is_up: Callable[[], bool],
+        expire: Callable[[AdapterRequest, bool], object],
+        timings: Timings = DEFAULTS,
+    ) -> None:
+        self._ask, self._is_up, self._expire, self._timings = ask, is_up, expire, timings
+        self._requests: list[AdapterRequest] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="lora-admission", daemon=True).start()
+
+    def add(self, request: AdapterRequest) -> None:
+        """Take a request over: from now on only this thread uses its ticket."""
+        with self._changed:
+            if request not in self._requests:
+                self._requests.append(request)
+            self._changed.notify()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def close(self) -> None:
+        """Stop; the session is left, so that tickets need no cancelling."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._requests or self._closed)
+                requests = list(self._requests)
+            if self._closed:
+                return
+            done = [request for request in requests if not request.state.waits]
+            for request in done:
+                if request.ticket is not None:
+                    request.ticket.session.cancel(request.ticket.number)
+            done += self._poll([request for request in requests if request not in done])
+            with self._changed:
+                self._requests = [one for one in self._requests if one not in done or one.state.waits]
+
+    def _poll(self, requests: list[AdapterRequest]) -> list[AdapterRequest]:
+        """Return the requests that have their answer."""
+        away = [request for request in requests if request.state.phase is Phase.AWAY]
+        if away:
+            return self._poll_away(requests, away)
+        ticket = requests[-1].ticket if requests else None
+        if ticket is None:
+            return []
+        session = ticket.session
+        numbers = [one.ticket.number for one in requests if one.ticket is not None and one.ticket.session is session]
+        try:
+            answered = session.wait(numbers, self._timings.queue_wait)  # short, so that new requests join the next wait
+        except LoraServerError:  # the ask below raises the reason
+            answered = numbers
+        pending = {AdmissionTicket(session, number) for number in set(numbers) - set(answered)}
+        asked = [request for request in requests if request.ticket not in pending]
+        return [request for request in asked if self._ask(request)]
+
+    def _poll_away(self, requests: list[AdapterRequest], away: list[AdapterRequest]) -> list[AdapterRequest]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, self._timings.away_look)
+        is_up = self._is_up()
+        for request in away:
+            self._expire(request, is_up)
+        return [request for request in requests if request.state.waits and self._ask(request)] if is_up else []

@@ -1,0 +1,152 @@
+"""The scheduler's lease on a server: a session without links, joined again when it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+
+import structlog
+
+from client_connector.directory import AdapterDirectory
+from client_connector.reconnect import Reconnector, while_away
+from client_connector.remote import QueuedAnswer, RemoteServer, RemoteSession
+from client_connector.serving.poller import AdapterRequest, AdmissionTicket
+from client_connector.serving.settings import Settings
+from lora_server.errors import ConfigError, LeaseError, LoraServerError, ServerUnavailableError
+from lora_server.transport.session import Held
+
+CHECK_SECONDS = 1.0  # for a server to say whether a lease is good
+log = structlog.get_logger()
+
+
+class SchedulerSession:
+    """Thread-safe. `current` is replaced when the session was lost; handles of another session mean nothing in it."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Join. Raises ServerUnavailableError, and ConfigError if a name of the base model hides an adapter."""
+        self._settings = settings
+        self._server = RemoteServer(
+            settings.address,
+            settings.transport,
+            links=False,
+            served_names=settings.served_names,
+            wire=settings.wire,
+            timings=settings.timings,
+        )
+        self._calls = threading.RLock()  # one call of `ask`, `check` or `close` at a time
+        self.current: RemoteSession = self._server.join(settings.timeout_seconds)
+        if self.current.terms.hidden_adapters:
+            self.current.leave()
+            raise ConfigError(self._hidden())
+        self._suspect = False  # a step failed: the lease may be gone
+        self._reconnector = Reconnector(self._rejoin, "scheduler")
+        self._directory = AdapterDirectory(settings.address, timings=settings.timings)
+        self._releases: queue.SimpleQueue[tuple[RemoteSession, int] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._release_loop, name="lora-release", daemon=True).start()
+
+    def _hidden(self) -> str:
+        names, hidden = list(self._settings.served_names), list(self.current.terms.hidden_adapters)
+        return (
+            f"served names {names}: {hidden} are adapters of the server {self._settings.address} too, "
+            "and requests for them would be answered by the base model; "
+            "serve the base model under another name (vLLM: --served-model-name), or remove them"
+        )
+
+    # -- a request
+
+    def ask(self, request: AdapterRequest) -> list[Held] | QueuedAnswer:
+        """Ask for a request's adapter, under its ticket, or under a new one where it has none in this session.
+
+        Raises LeaseError or ServerUnavailableError while the server is away, and the server's error about the adapter.
+        """
+        with self._calls:
+            try:
+                if not self._is_lost():
+                    return self._ask_once(request)
+            except (LeaseError, ServerUnavailableError):  # it restarted since, or is away
+                pass
+            if not self._reconnector.wait(0.0):
+                raise self.away_error()
+            return self._ask_once(request)
+
+    def _ask_once(self, request: AdapterRequest) -> list[Held] | QueuedAnswer:
+        session = self.current
+        if request.ticket is None or request.ticket.session is not session:
+            request.ticket = AdmissionTicket(session, session.ticket())
+        with structlog.contextvars.bound_contextvars(request=request.request_id):
+            return session.ask(request.ticket.number, [request.name], on_behalf_of=request.tenant)
+
+    def release(self, session: RemoteSession, handle: int) -> None:
+        """Release a handle of a session; another thread calls the server."""
+        self._releases.put((session, handle))
+
+    def _release_loop(self) -> None:
+        while (release := self._releases.get()) is not None:
+            session, handle = release
+            try:
+                session.release([handle])
+            except LoraServerError as error:
+                log.warning("adapter not released", handle=handle, error=str(error))
+
+    # -- the lease
+
+    def suspect(self) -> None:
+        """Have the next `check` ask the server whether the lease is good."""
+        self._suspect = True
+
+    def check(self) -> None:
+        """Start joining again if the lease is gone. Called by the engine's loop: waits CHECK_SECONDS at most."""
+        if not self._suspect and not self._is_lost():
+            return
+        with self._calls:
+            try:
+                self.current.acquire([], time.monotonic() + CHECK_SECONDS)
+                self._suspect = False
+            except (LeaseError, ServerUnavailableError):
+                with contextlib.suppress(LoraServerError):  # requests that ask get the reason
+                    self._reconnector.wait(0.0)
+
+    def is_up(self) -> bool:
+        """Return whether the server answers and all its shards are up."""
+        return self._directory.ready()
+
+    @property
+    def away_seconds(self) -> float:
+        """Seconds since the server was lost; 0 while it is there."""
+        return self._reconnector.away_seconds
+
+    def away_error(self) -> ServerUnavailableError:
+        """Describe the outage to a request that cannot wait for its end."""
+        reason = "" if self._reconnector.error is None else f" ({self._reconnector.error})"
+        return ServerUnavailableError(
+            f"server {self._settings.address}: went away and is being joined again{reason}; send the request again"
+        )
+
+    def _is_lost(self) -> bool:
+        try:
+            self.current.check()
+        except LeaseError:
+            return True
+        return False
+
+    def _rejoin(self) -> None:
+        """Find the server again: under the old lease if that is still good, else under a new one."""
+        try:
+            self.current.check()
+            while_away(self._settings.timeout_seconds)(self.current.acquire, [])
+        except LeaseError:
+            old, self.current = self.current, self._server.join(self._settings.timeout_seconds)
+            old.leave()
+            if self.current.terms.hidden_adapters:  # requests of the base model are served all the same
+                log.error("adapters are hidden", error=self._hidden())
+        self._suspect = False
+
+    def close(self) -> None:
+        """Leave the server; idempotent."""
+        self._reconnector.close()
+        self._directory.close()
+        self._releases.put(None)
+        with self._calls:
+            self.current.leave()

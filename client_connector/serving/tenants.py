@@ -1,0 +1,193 @@
+"""One serving engine for many tenants: ASGI middleware that knows the caller of each request.
+
+The caller is known by `Authorization: Bearer ls_...`, a token of the LoRA server, or by a header that a gateway in
+front sets, where LORA_SERVER_TENANT_HEADER names it. An unknown caller gets nothing but health. A request's model
+becomes `tenant|name`, so that the engine acquires on behalf of the tenant; no adapter's name contains a `|`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+
+from client_connector.directory import AdapterDirectory
+from client_connector.serving.http import AsgiApp, Message, Receive, Send
+from client_connector.serving.settings import ADDRESS, OF
+from lora_server.errors import ConfigError, LoraServerError, UnauthenticatedError
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import lora_server_pb2 as pb
+
+TENANT_HEADER = "LORA_SERVER_TENANT_HEADER"
+MAX_KNOWN_TOKENS = 4096
+MAX_BODY_BYTES = 64 << 20
+COMPUTE, PUBLISH, WATCH = (frozenset({"admin", one}) for one in ("engine", "publisher", "viewer"))
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class EngineApi:
+    """The paths of an engine's API, by what they take, and how the engine knows its base model's names."""
+
+    health: frozenset[str]
+    compute: frozenset[str]  # POST, with a model in the body
+    publish: frozenset[str]
+    models: str
+    metrics: str
+    is_base_model: Callable[[Message, str], bool]  # ASGI scope, name
+
+
+class Caller(NamedTuple):
+    """The caller of a request; the operator's tenant is ''. `token` is what the caller showed."""
+
+    tenant: str
+    role: str
+    token: str = ""
+
+
+CALLER: ContextVar[Caller | None] = ContextVar("lora_server_caller", default=None)
+
+
+class RefusedCall(Exception):
+    """An error that is answered without the engine."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class TenantMiddleware:
+    """ASGI middleware in front of an engine's API. Raises ConfigError where no server is configured."""
+
+    def __init__(self, app: AsgiApp, api: EngineApi, timings: Timings = DEFAULTS) -> None:
+        address = os.environ.get(ADDRESS)
+        if not address:
+            raise ConfigError(f"{ADDRESS}: got none, expected the LoRA server that knows the tokens")
+        self._app, self._api, self._timings = app, api, timings
+        self._directory = AdapterDirectory(address, timings=timings)
+        self._header = os.environ.get(TENANT_HEADER, "").lower().encode()
+        self._known: dict[str, tuple[float, pb.Caller | None]] = {}  # by token, until when
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Refuse a request, or pass it on as its tenant's."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in self._api.health):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket, which is never accepted
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            caller = await self._caller(scope)
+            receive = await self._checked(scope, receive, caller)
+        except RefusedCall as refusal:
+            await _answer(send, refusal)
+            return
+        CALLER.set(caller)
+        await self._app(scope, receive, send)
+
+    async def _caller(self, scope: Message) -> Caller:
+        headers: dict[bytes, bytes] = {name.lower(): value for name, value in scope["headers"]}
+        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+        if scheme.lower() == "bearer" and token:
+            found = await self._look_up(token.strip())
+            if found is not None:
+                return Caller(found.tenant, found.role, token.strip())
+        elif self._header and (tenant := headers.get(self._header, b"").decode("latin-1")):
+            return Caller(tenant, "engine")
+        raise RefusedCall(401, "got no token that is good, expected Authorization: Bearer ls_...")
+
+    async def _look_up(self, token: str) -> pb.Caller | None:
+        until, caller = self._known.get(token, (0.0, None))
+        if until > time.monotonic():
+            return caller
+        try:
+            caller = await asyncio.to_thread(self._directory.who, token)
+        except UnauthenticatedError:
+            caller = None
+        except LoraServerError as error:
+            log.warning("cannot look up a token", reason=str(error))
+            raise RefusedCall(503, "the LoRA server that knows the tokens does not answer; try again") from None
+        if len(self._known) >= MAX_KNOWN_TOKENS:
+            self._known.clear()
+        seconds = self._timings.token_known if caller else self._timings.token_unknown
+        self._known[token] = time.monotonic() + seconds, caller
+        return caller
+
+    async def _checked(self, scope: Message, receive: Receive, caller: Caller) -> Receive:
+        path, method, api = scope["path"].rstrip("/") or "/", scope["method"], self._api
+        if not caller.tenant and caller.role == "admin":
+            pass  # the operator's admin may use every path of the engine
+        elif not caller.tenant and path == api.metrics:
+            _require(caller, WATCH, path)
+        elif path in api.publish:
+            _require(caller, PUBLISH, path)
+        elif path in api.compute and method == "POST":
+            _require(caller, COMPUTE, path)
+        elif path != api.models or method != "GET":
+            raise RefusedCall(
+                403, f"{method} {path[:100]}: not for tenants; expected one of {api.models}, /v1/completions, ..."
+            )
+        return await self._as_tenants(scope, receive, caller) if path in api.compute else receive
+
+    async def _as_tenants(self, scope: Message, receive: Receive, caller: Caller) -> Receive:
+        """Put the tenant in front of the model's name, unless that is the base model's."""
+        body = await _body(receive)
+        try:
+            asked = json.loads(body or b"{}")
+            model = asked.get("model") or ""
+        except (ValueError, AttributeError, RecursionError):
+            raise RefusedCall(400, "got no JSON object, expected one with a model") from None
+        if not isinstance(model, str) or OF in model:
+            raise RefusedCall(400, f"model: got {str(model)[:100]!r}, expected a name")
+        if caller.tenant and model and not self._api.is_base_model(scope, model):
+            asked["model"] = f"{caller.tenant}{OF}{model}"
+            body = json.dumps(asked).encode()
+        scope["headers"] = [one for one in scope["headers"] if one[0].lower() != b"content-length"]
+        scope["headers"].append((b"content-length", str(len(body)).encode()))
+        sent = False
+
+        async def again() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return again
+
+
+def _require(caller: Caller, roles: frozenset[str], path: str) -> None:
+    if caller.role not in roles:
+        raise RefusedCall(403, f"{path}: got a token of role {caller.role}, expected {' or '.join(sorted(roles))}")
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise RefusedCall(400, "the request ended early")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise RefusedCall(413, f"got more than {MAX_BODY_BYTES} bytes")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _answer(send: Send, refusal: RefusedCall) -> None:
+    """Send an error as OpenAI's API writes it."""
+    error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

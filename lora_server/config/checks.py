@@ -1,0 +1,43 @@
+"""Checks of several settings together. Each raises ValueError: flag, got, expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lora_server.address import Address
+from lora_server.placement import Layout, share
+from lora_server.ports import HIGHEST, DataPorts
+
+MOST_LED = 33  # shards of a stage: its leader's kernel tells shard.numbers.MAX_FOLLOWERS others
+
+
+def check_leaders(layout: Layout, nodes: int, gpu_transport: str) -> None:
+    """A leader's kernel writes into its followers' memory, so all shards of a stage must be on one host."""
+    stages = [[layout.stage(one) for one in share(layout.num_shards, nodes, i)] for i in range(nodes)]
+    if gpu_transport == "nvshmem" or sum(len(set(one)) for one in stages) > layout.pp:
+        raise ValueError(
+            f"--coordination: got leader with --gpu-transport {gpu_transport}, --layout {layout} and --nodes {nodes}; "
+            "expected --gpu-transport gpu and every stage on one node, or --coordination independent"
+        )
+    if layout.ep > MOST_LED:
+        raise ValueError(f"--coordination: got leader with --layout {layout}, expected at most ep{MOST_LED}")
+
+
+def check_ports(ports: DataPorts, layout: str, own: Mapping[str, Address]) -> None:
+    """`own`: the flags of the addresses that this node listens on."""
+    span = ports.span()
+    if span and span[-1] > HIGHEST:
+        raise ValueError(
+            f"--data-port-base: got {span[0]}, expected at most {HIGHEST + 1 - len(span)}: {layout} needs {len(span)} "
+            "ports from there on"
+        )
+    (flag, address), *others = own.items()
+    for other, taken in others:
+        if address.meets(taken):
+            raise ValueError(f"{flag}: got {address}, expected another port than that of {other} {taken}")
+    for flag, address in own.items():
+        if address.port in span:
+            raise ValueError(
+                f"{flag}: got {address}, expected a port outside {span[0]} to {span[-1]}, which --data-port-base "
+                f"reserves for {layout}: choose another port, or another base"
+            )

@@ -1,0 +1,28 @@
+"""How `serve --help` and docs/configuration.md group the settings, in their order."""
+
+from __future__ import annotations
+
+ESSENTIAL = frozenset({  # what `serve --help` shows; `--help-all` shows all of them
+    "base_model", "layout", "device", "dtype", "device_pool", "adapters", "watch", "data_dir",
+    "listen", "http", "insecure", "nodes", "node_rank", "controller",
+})  # fmt: skip
+GROUPS = {
+    "Model and layout": ("base_model", "layout", "device", "dtype"),
+    "Adapters": (
+        "adapters", "watch", "require_all_adapters", "adapter_root", "allow_source", "resolve", "data_dir", "registry",
+        "no_copy",
+    ),
+    "Memory": (
+        "device_pool", "host_pool", "disk_cache", "disk_cache_size", "eviction", "preload", "max_active_adapters",
+        "host_link_gbps",
+    ),
+    "Addresses and access": (
+        "listen", "http", "insecure", "require_tokens", "tls_cert", "tls_key", "tls_ca", "tls_client_ca", "tls_name",
+        "data_port_base", "grpc_reflection", "lease_seconds", "clients_per_token",
+    ),
+    "Several nodes": ("nodes", "node_rank", "controller", "controller_seconds", "join_token_file", "advertise"),
+    "Steps": (
+        "max_step_rows", "slots", "threads", "wire", "coordination", "gpu_transport", "nvshmem_clients",
+    ),
+    "Logs and traces": ("log_format", "otlp_endpoint"),
+}  # fmt: skip

@@ -1,0 +1,48 @@
+"""Types of settings that YAML, the environment and flags give as text. A bad text raises ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer
+from pydantic_settings import NoDecode
+
+from lora_server.address import Address, parse_host
+from lora_server.errors import ConfigError
+from lora_server.placement import Layout
+from lora_server.units import Size
+
+
+def _reader(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """Make a validator of `parse`, which raises ConfigError. Values that are no text are parsed already."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("layout: ")) from None  # the flag's name stands before it
+
+    return read
+
+
+def _split(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+# NoDecode: their text in the environment is not JSON
+Listens = Annotated[Address, NoDecode, BeforeValidator(_reader(Address.parse)), PlainSerializer(str)]
+PoolSize = Annotated[
+    Size,
+    NoDecode,
+    BeforeValidator(lambda value: value if isinstance(value, Size) else _reader(Size.parse)(str(value))),
+    PlainSerializer(str),
+]
+# several flags, or one text with commas
+Paths = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_reader(_split))]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_reader(_split))]
+Host = Annotated[str, AfterValidator(lambda text: str(_reader(parse_host)(text)) if text else "")]
+LayoutName = Annotated[str, AfterValidator(lambda text: str(_reader(Layout.parse)(text)))]

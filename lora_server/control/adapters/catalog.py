@@ -1,0 +1,150 @@
+"""Which adapters there are: what names mean, versions that exist, refusals.
+
+The ledger is the truth for names that were added by name (`CatalogLedger`, lora_server/registry/versions.py), the
+directory for those of --adapters. What is here follows from them; shards keep what each was told, for a controller
+that is restarted.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from lora_server.control.adapters.catalog_ledger import CatalogLedger
+from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.refusals import REMOVED, RefusedAdapters
+from lora_server.control.members.leases import Leases
+from lora_server.control.start import StartState
+from lora_server.errors import AdapterExistsError, UnknownAdapterError
+
+
+class AdapterCatalog:
+    """Thread-safe; its lock is a leaf, so it never blocks. A change of what a name means is written to `ledger` first,
+    by `AdapterRollout` or a source, which hold `AdapterRollout.changing`.
+
+    A version is *listed* while its name means it, *coming* while shards load it to replace the listed one, and drains
+    otherwise. Handles are never used twice, so a late step of a removed adapter meets no other's weights.
+    """
+
+    def __init__(self, start: StartState, leases: Leases, ledger: CatalogLedger) -> None:
+        self.start, self.ledger, self._leases = start, ledger, leases
+        self.refusals = RefusedAdapters()
+        self._by_name: dict[str, Record] = {}
+        self._by_handle: dict[int, Record] = {}
+        self._coming: set[int] = set()
+        self._draining: set[int] = set()
+        self._pinned: set[int] = set()  # of the listed ones
+        self._lock = threading.RLock()
+
+    # -- queries
+
+    def get(self, name: str) -> Record:
+        """Return a listed adapter. Raises UnknownAdapterError, which says why there is none."""
+        with self._lock:
+            record, refusal = self._by_name.get(name), self.refusals.get(name)
+            if record is not None:
+                return record
+            if refusal is None:
+                known = ", ".join(sorted(self._by_name)[:8]) or "none"
+                raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
+        verb = f"was removed; {refusal.reason}" if refusal.code == REMOVED else f"refused: {refusal.reason}"
+        raise UnknownAdapterError(f"adapter {name!r}: {verb}")
+
+    def find(self, name: str) -> Record | None:
+        """Return the listed adapter of that name, if there is one."""
+        return self._by_name.get(name)
+
+    def by_handle(self, handle: int) -> Record | None:
+        """Return a version that exists, listed or not."""
+        return self._by_handle.get(handle)
+
+    def records(self, listed: bool = False) -> list[Record]:
+        """Return all that exist, in the order in which they came, or all that are listed."""
+        with self._lock:
+            return list((self._by_name if listed else self._by_handle).values())
+
+    def is_listed(self, record: Record) -> bool:
+        """Return whether its name means it."""
+        listed = self._by_name.get(record.name)
+        return listed is not None and listed.handle == record.handle
+
+    def is_wanted(self, record: Record) -> bool:
+        """Return whether it is listed or coming."""
+        return self.is_listed(record) or record.handle in self._coming
+
+    def marks(self) -> tuple[frozenset[int], list[int]]:
+        """Return the handles that are pinned, and those that drain, in order."""
+        with self._lock:
+            return frozenset(self._pinned), sorted(self._draining)
+
+    def check_free(self, name: str) -> None:
+        """Raise AdapterExistsError where an engine serves its base model under this name."""
+        instance = self._leases.serving(name)
+        if instance is not None:
+            raise AdapterExistsError(
+                f"adapter {name!r}: engine {instance} serves its base model under this name, and would answer "
+                "from that; take another name, or give the engine another (vLLM: --served-model-name)"
+            )
+
+    # -- changes
+
+    def publish(self, record: Record, new: bool = False) -> None:
+        """Make the name mean this version; another that it meant drains.
+
+        `new`: check in the same step that no engine's base model has the name. A client either joined before, and is
+        seen here, or is told which adapters it hides. Raises AdapterExistsError.
+        """
+        with self._lock:
+            if new:
+                self.check_free(record.name)
+            other = self._by_name.get(record.name)
+            self.ledger.reserve(record.handle)
+            self._by_handle[record.handle] = self._by_name[record.name] = record
+            self._coming.discard(record.handle)
+            for one in (record, other or record):
+                self._mark(one)
+
+    def put(self, record: Record, coming: bool = False) -> None:
+        """Keep a version, or what is known of it now; what its name means does not change."""
+        with self._lock:
+            self.ledger.reserve(record.handle)
+            self._by_handle[record.handle] = record
+            if self.is_listed(record):
+                self._by_name[record.name] = record
+            if coming:
+                self._coming.add(record.handle)
+            self._mark(record)
+
+    def abandon(self, handle: int) -> None:
+        """Let a version that is still coming drain: it will not be listed."""
+        with self._lock:
+            if handle in self._coming:
+                self._coming.remove(handle)
+                self._mark(self._by_handle[handle])
+
+    def unlist(self, name: str) -> Record:
+        """Stop offering a name; its version drains. Raises UnknownAdapterError."""
+        with self._lock:
+            record = self.get(name)
+            del self._by_name[name]
+            self._mark(record)
+            return record
+
+    def remove(self, handle: int) -> None:
+        """Remove a version, listed or not."""
+        with self._lock:
+            record = self._by_handle.pop(handle)
+            if self.is_listed(record):
+                del self._by_name[record.name]
+            for marks in (self._coming, self._draining, self._pinned):
+                marks.discard(handle)
+
+    def _mark(self, record: Record) -> None:
+        handle, listed = record.handle, self.is_listed(record)
+        (self._draining.discard if self.is_wanted(record) else self._draining.add)(handle)
+        (self._pinned.add if listed and record.pinned else self._pinned.discard)(handle)
+
+
+def name_of(catalog: AdapterCatalog, handle: int) -> str | None:
+    """Return the name of a version, None where it is gone."""
+    record = catalog.by_handle(handle)
+    return None if record is None else record.name

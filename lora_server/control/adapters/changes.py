@@ -1,0 +1,160 @@
+"""The steps by which names change: the ledger has each before shards are told, and shards before clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import structlog
+
+from lora_server.clock import SYSTEM, Clock
+from lora_server.control.adapters.catalog import AdapterCatalog
+from lora_server.control.adapters.failures import UpdateFailures
+from lora_server.control.adapters.records import Record, described
+from lora_server.control.admission.service import AdmissionService
+from lora_server.control.members.shards import PendingCommand, wait_all
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.errors import AdapterExistsError, LoraServerError
+from lora_server.timings import DEFAULTS, Timings
+
+log = structlog.get_logger()
+
+
+class CatalogChanges:
+    """One change of the catalog at a time, whether an operator, a directory or another server asks for it.
+
+    `lock` is held while a name changes. It may wait for the database, and is taken before every other lock, never
+    after one; it is free while shards load. The order of the controller's locks: this, `AdmissionService`,
+    `ShardSync.lock`, then the leaves (catalog, refusals, holds, residency, sizes, leases, shard table), which call
+    nothing while they are held; but holds count in `Tally`, which asks the catalog for a name, and the catalog asks
+    refusals and leases.
+    """
+
+    def __init__(
+        self,
+        catalog: AdapterCatalog,
+        sync: ShardSync,
+        admission: AdmissionService,
+        failures: UpdateFailures,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._catalog, self._sync, self._admission, self._failures = catalog, sync, admission, failures
+        self._timings, self._clock = timings, clock
+        self.lock = threading.RLock()
+
+    def existing(self, name: str, version: str) -> Record | None:
+        """Return the listed adapter of that name. Raises AdapterExistsError if its content is another."""
+        record = self._catalog.find(name)
+        if record is not None and record.version != version:
+            raise AdapterExistsError(
+                f"adapter {name!r}: version {record.version[:12]} is served under this name, got {version[:12]}; "
+                f"lora-server adapters update {name} SOURCE puts another in its place"
+            )
+        return record
+
+    def numbered(self, found: Record) -> Record:
+        """Give a record a handle."""
+        return replace(found, handle=self._catalog.ledger.next_handle())
+
+    def offer(self, record: Record, eager: bool) -> list[PendingCommand]:
+        """List a version whose name means nothing yet, or this, and tell every live shard; under `lock`. Raises
+        AdapterExistsError where an engine's base model has the name."""
+        with self._sync.lock:  # shards are told of it before they are told which client holds it
+            if self._catalog.by_handle(record.handle) is None:
+                self._catalog.publish(record, new=True)
+            self.accept(record.name)
+            loads = self._sync.load(record, eager)
+            if not eager:
+                self._sync.offer([record.handle])
+        return loads
+
+    def accept(self, name: str) -> None:
+        """Take back the refusal of a name that is served now."""
+        if self._catalog.refusals.accept(name):
+            self._sync.tell_refused()
+
+    def load_beside(self, record: Record) -> list[PendingCommand]:
+        """Have every shard load a version that no client can ask for yet; under `lock`. `replace` follows."""
+        with self._sync.lock:
+            self._catalog.put(record, coming=True)
+            return self._sync.load(record, eager=True)
+
+    def check_served(self, served: Record) -> None:
+        """Raise AdapterExistsError where a name does not mean this version any more."""
+        if not self._catalog.is_listed(served):
+            raise AdapterExistsError(f"adapter {served.name!r}: was removed or replaced meanwhile; try again")
+
+    def replace(
+        self,
+        served: Record,
+        record: Record,
+        loads: Sequence[PendingCommand],
+        seconds: float,
+        drain_seconds: float | None = None,
+        keep: bool = True,
+    ) -> None:
+        """Make the name mean `record` once every shard has it: first in the ledger, unless it says so already (`keep`),
+        then for clients. Raises AdapterLoadError, AdapterExistsError, ServerUnavailableError; nothing is changed."""
+        try:
+            wait_all(list(loads), seconds, f"loading {record.name!r}")
+            with self.lock:
+                self.check_served(served)
+                pinned = self._catalog.get(record.name).pinned if keep else record.pinned
+                record = replace(record, pinned=pinned)
+                self._catalog.ledger.drains(served, drain_seconds)
+                if keep:
+                    self._catalog.ledger.added(record, served)
+                self._catalog.publish(record)
+                self._failures.forget(record.name)
+                self.accept(record.name)
+                self.cut_off(served, drain_seconds)
+                for one in (served, record):  # the old one may be evicted first
+                    self._sync.note(one.handle)
+                was = {"replaced": served.version[:12], "holders": self.holders(served)}
+                log.info("adapter replaced", **described(record), **was)
+        finally:
+            self._catalog.abandon(record.handle)
+            self._admission.collect()
+
+    def holders(self, record: Record) -> int:
+        """Return how many clients hold a version."""
+        return len(self._admission.holds.by_client(record.handle))
+
+    def cut_off(self, record: Record, seconds: float | None) -> None:
+        """Take a version that drains from its clients in so long; None: never."""
+        if seconds is not None:
+            self._admission.cut_off_at({record.handle: self._clock.time() + max(0.0, seconds)})
+
+    def unlist(self, record: Record, **why: str) -> list[PendingCommand]:
+        """Stop offering a name that the ledger has not any more, and have shards keep that; under `lock`."""
+        self._catalog.unlist(record.name)
+        self._failures.forget(record.name)
+        log.info("adapter removed", **described(record), holders=self.holders(record), **why)
+        return self._sync.note(record.handle)
+
+    def set_pinned(self, record: Record, pinned: bool) -> None:
+        """Write a pin to the ledger, and have shards keep it, for themselves and for the next controller."""
+        with self.lock:
+            self.check_served(record)
+            record = replace(self._catalog.get(record.name), pinned=pinned)
+            self._catalog.ledger.updated(record)
+            self._catalog.put(record)
+            notes = self._sync.note(record.handle)
+            self._admission.collect()
+        log.info("adapter pinned" if pinned else "adapter unpinned", **described(record))
+        self.wait_noted(notes, record.name)
+
+    def wait_noted(self, notes: list[PendingCommand], name: str) -> None:
+        """Wait until every shard keeps a change."""
+        try:
+            wait_all(notes, self._timings.note, f"noting {name!r}")
+        except LoraServerError as error:  # it is going away: it is told when it registers
+            log.debug("a shard has not noted a change", name=name, error=str(error))
+
+
+def warn(record: Record) -> None:
+    """Log what is odd about a version's files."""
+    for warning in record.warnings:
+        log.warning("adapter", name=record.name, warning=warning)

@@ -1,0 +1,185 @@
+"""The adapters of --adapters: taken at the start, and with --watch followed while the server runs.
+
+One scanner does both, by polling, which works on every volume. At the start all is taken as it lies there. A followed
+adapter is taken when its files were the same for `settle_seconds`, and is gone when its directory was away for as long:
+what is being copied, or replaced, is waited for. A directory that cannot be listed, or that is empty and not the same
+as before (a mount went away), says nothing about its adapters: all serve on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from lora_server.adapters import stamp_of, validate_adapter
+from lora_server.clock import SYSTEM, Clock
+from lora_server.control.adapters.catalog import AdapterCatalog
+from lora_server.control.adapters.changes import CatalogChanges, warn
+from lora_server.control.adapters.files import local_path, real_path, uri_of
+from lora_server.control.adapters.records import Record, check_name, described, draft
+from lora_server.control.adapters.refusals import RefusedAdapter
+from lora_server.control.adapters.stamps import StampStore
+from lora_server.control.admission.service import AdmissionService
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.errors import AdapterError, AdapterExistsError
+from lora_server.spec import ModelSpec
+from lora_server.timings import DEFAULTS, Timings
+
+log = structlog.get_logger()
+
+
+class DirectorySource:
+    """Produces changes of the catalog from a directory's adapters. One thread calls it.
+
+    A name is the directory's where its record's `uri` lies there; an adapter that was added by hand is never touched.
+    """
+
+    def __init__(
+        self,
+        catalog: AdapterCatalog,
+        sync: ShardSync,
+        admission: AdmissionService,
+        changes: CatalogChanges,
+        spec: ModelSpec,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._catalog, self._sync, self._admission, self._changes = catalog, sync, admission, changes
+        self._spec, self._timings, self._clock = spec, timings, clock
+        self._stamps = StampStore(catalog.ledger.stored, spec)
+
+    def register(self, found: Mapping[str, Path]) -> None:
+        """List the start-up adapters, once for a server and its restarted controllers. One that is refused is listed
+        with the reason."""
+        start, said = self._catalog.start, self._clock.now()
+        if start.registered.is_set():
+            return
+        for done, (name, path) in enumerate(found.items()):
+            start.progress = done, len(found)
+            if self._clock.now() - said > self._timings.progress:
+                log.info("registering", done=done, total=len(found))
+                said = self._clock.now()
+            self.take(name, path)
+        self.keep()
+        start.registered.set()
+
+    def keep(self) -> None:
+        """Have shards keep what is refused, and the ledger what was read, for the next controller and server."""
+        self._sync.tell_refused()
+        with self._changes.lock:  # no adapter is pinned meanwhile
+            self._stamps.keep()
+
+    def judged(self, directory: Path) -> dict[str, str]:
+        """Return, by name, the stamp of what was last served, refused or removed of a directory; empty for one that was
+        not followed."""
+        here = uri_of(directory)
+        of = {one.name: one.found for one in self._catalog.records(listed=True) if one.uri == f"{here}/{one.name}"}
+        return of | {one.name: one.stamp for one in self._catalog.refusals.all() if one.uri == f"{here}/{one.name}"}
+
+    def take(self, name: str, where: Path, followed: str = "") -> None:
+        """Serve what lies in a directory: earlier content until every shard has the new, which is validated before.
+        What is refused is listed with the reason.
+
+        `followed`: the stamp that a scan found, if the directory is followed; then nothing is done where the files are
+        being changed, and ServerUnavailableError, ShardUnavailableError mean: try again.
+        """
+        if followed:
+            self._sync.shards.require_up()
+        try:
+            check_name(name)
+            stamp = followed or stamp_of(where)
+            if followed:
+                self._by_directory(name, where)
+            found = self._stamps.before(name, where, stamp) or self._read(name, where, stamp)
+            if not followed or _is_unchanged(where, stamp):
+                self._place(replace(found, found=followed), where, stamp)
+        except (AdapterError, OSError) as error:
+            if not followed or _is_unchanged(where, followed):
+                self._refuse(name, local_path(str(where)), error, followed)
+
+    def _read(self, name: str, where: Path, stamp: str) -> Record:
+        adapter, version = validate_adapter(real_path(where), self._spec)
+        with adapter:
+            return replace(
+                draft(name, adapter, version, uri_of(where), str(adapter.path), adapter.stamp), of_directory=True
+            )
+
+    def _by_directory(self, name: str, where: Path) -> Record | None:
+        """Return what the name means. Raises AdapterExistsError where that is not this directory's."""
+        served = self._catalog.find(name)
+        if served is not None and served.uri != uri_of(where):
+            raise AdapterExistsError(
+                f"adapter {name!r}: the name was given to {served.uri} by hand; for the directory's remove it, "
+                f"then lora-server adapters add {name} {where}"
+            )
+        return served
+
+    def _place(self, found: Record, where: Path, stamp: str) -> None:
+        """Make the name mean what was read; a followed one's earlier content serves until every shard has it."""
+        name, followed = found.name, bool(found.found)
+        with self._changes.lock:
+            self._catalog.start.require_settled()
+            self._catalog.ledger.prepare()
+            served = self._by_directory(name, where) if followed else self._changes.existing(name, found.version)
+            if served is not None and served.version == found.version:
+                if followed:
+                    self._touched(served, found, stamp)
+                else:
+                    self._changes.offer(served, eager=False)
+                return
+            record = self._changes.numbered(found)
+            if served is None:
+                self._catalog.check_free(name)
+                record = replace(record, pinned=record.pinned or record.uri in self._stamps.pinned())
+                self._changes.offer(record, eager=False)
+            else:
+                loads = self._changes.load_beside(record)
+            self._stamps.note(record, stamp)
+        warn(record)
+        if served is not None:
+            with contextlib.suppress(AdapterExistsError):  # it was removed meanwhile
+                self._changes.replace(served, record, loads, self._timings.replace)
+        elif followed:
+            log.info("adapter registered", **described(record))
+
+    def _touched(self, served: Record, found: Record, stamp: str) -> None:
+        """Take the same content in other files, or elsewhere."""
+        record = replace(served, path=found.path, stamp=found.stamp, warnings=found.warnings, found=found.found)
+        if record.of_directory:
+            self._stamps.note(record, stamp)
+        else:
+            self._catalog.ledger.updated(record)
+        self._catalog.put(record)
+        self._changes.accept(record.name)
+        self._sync.note(record.handle)
+
+    def _refuse(self, name: str, where: Path, error: AdapterError | OSError, stamp: str) -> None:
+        reason, code = str(error), error.code if isinstance(error, AdapterError) else "unreadable"
+        served, earlier = self._catalog.find(name), self._catalog.refusals.get(name)
+        if served is not None:
+            reason = f"{where} is refused, and version {served.version[:12]} serves on: {reason}"
+        start_up = earlier.start_up if earlier is not None else not self._catalog.start.registered.is_set()
+        self._catalog.refusals.put(RefusedAdapter(name, uri_of(where), code, reason, stamp, start_up))
+        log.error("adapter refused", name=name, error=reason)
+
+    def forget(self, directory: Path, names: Iterable[str]) -> None:
+        """Remove what is gone from a followed directory: adapters that were served from there, and refusals."""
+        with self._changes.lock:
+            for name in names:
+                served = self._catalog.find(name)
+                if served is not None and served.uri == uri_of(directory / name):
+                    self._catalog.ledger.removed(served)
+                    self._changes.unlist(served, why=f"{served.uri} is gone")
+                self._catalog.refusals.pop(name)
+            self._admission.collect()
+
+
+def _is_unchanged(where: Path, stamp: str) -> bool:
+    try:
+        return stamp_of(where) == stamp
+    except OSError:  # the next scan says it
+        return False

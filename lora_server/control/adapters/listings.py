@@ -1,0 +1,106 @@
+"""The catalog as users see it: each adapter with its state on the shards, its holders and what is wrong with it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from lora_server.control.adapters.catalog import AdapterCatalog, name_of
+from lora_server.control.adapters.failures import UpdateFailures
+from lora_server.control.adapters.records import Record
+from lora_server.control.adapters.refusals import RefusedAdapter
+from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.registry.versions import Version
+
+ListPlace = tuple[str, int]  # name, handle
+
+
+class Listing(NamedTuple):
+    """An adapter as users see it."""
+
+    record: Record
+    state: str  # remote, disk, host, loading, ready, failed, draining
+    resident_layers: int
+    layers: int  # of the model
+    error: str
+    holders: int
+    warnings: tuple[str, ...]
+
+
+class AdapterListings:
+    """Reads of several owners put together; it has no state and no lock, so an answer may span a change."""
+
+    def __init__(
+        self, catalog: AdapterCatalog, sync: ShardSync, holds: ClientHolds, failures: UpdateFailures, layers: int
+    ) -> None:
+        """`layers`: of the model."""
+        self._catalog, self._sync, self._holds, self._failures, self._layers = catalog, sync, holds, failures, layers
+
+    def all(self) -> list[Listing]:
+        """Return every adapter, by name."""
+        return [self._listing(one) for one in sorted(self._catalog.records(), key=lambda record: record.name)]
+
+    def after(
+        self, place: ListPlace, most: int, sees: Callable[[str], bool] = lambda name: True
+    ) -> list[tuple[ListPlace, Listing | RefusedAdapter]]:
+        """Return the next ones by name and handle; a refusal for whose name nothing is served has handle 0."""
+        records = {(one.name, one.handle): one for one in self._catalog.records()}
+        served = {name for name, _ in records}
+        refused = {(one.name, 0): one for one in self._catalog.refusals.listed() if one.name not in served}
+        found = records | refused
+        places = heapq.nsmallest(most, (one for one in found if one > place and sees(one[0])))
+        return [(one, self._listing(records[one]) if one in records else refused[one]) for one in places]
+
+    def get(self, name: str) -> Listing:
+        """Return one listed adapter. Raises UnknownAdapterError, which says why there is none."""
+        self._catalog.start.require_settled()
+        return self._listing(self._catalog.get(name))
+
+    def by_shard(self, name: str) -> list[tuple[int, int, int, int, bool]]:
+        """Return how far each shard is with a listed adapter, see ResidencyTable."""
+        return self._sync.residency.by_shard(self._catalog.get(name).handle)
+
+    def versions(self, name: str) -> list[Version]:
+        """Return what the name means, and what it meant before, the last first. Raises UnknownAdapterError."""
+        self._catalog.start.require_settled()
+        return self._catalog.ledger.versions(self._catalog.get(name))
+
+    def held(self, client: int) -> list[str]:
+        """Return the names of what a client holds."""
+        names = (name_of(self._catalog, handle) for handle in self._holds.of(client))
+        return sorted(name for name in names if name is not None)
+
+    def listed(self, names: Iterable[str]) -> list[str]:
+        """Return which of these are adapters."""
+        return [name for name in names if self._catalog.find(name) is not None]
+
+    def known(self, names: Iterable[str]) -> list[str]:
+        """Return which of these are adapters, or were refused or removed."""
+        return [name for name in names if self._catalog.find(name) or self._catalog.refusals.get(name)]
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return which of these are not known. Raises ServerUnavailableError until every shard has said what it
+        keeps."""
+        self._catalog.start.require_settled()
+        return sorted(set(names) - set(self.known(names)))
+
+    @property
+    def num_warned(self) -> int:
+        """Adapters with a warning."""
+        return sum(bool(one.warnings or self._not_served(one)) for one in self._catalog.records())
+
+    def _listing(self, record: Record) -> Listing:
+        handle, residency = record.handle, self._sync.residency
+        state = self._sync.state(handle) if self._catalog.is_wanted(record) else "draining"
+        layers, error = residency.num_layers(handle), residency.error(handle)
+        warnings = (*record.warnings, *self._not_served(record))
+        return Listing(record, state, layers, self._layers, error, len(self._holds.by_client(handle)), warnings)
+
+    def _not_served(self, record: Record) -> list[str]:
+        """Return why newer content is not served under its name."""
+        if not self._catalog.is_listed(record):
+            return []
+        refusal, failure = self._catalog.refusals.get(record.name), self._failures.why(record.name)
+        return [why for why in (refusal.reason if refusal is not None else "", failure) if why]

@@ -1,0 +1,75 @@
+"""Which adapters have a place in the device pools of all shards, and which others fit beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+
+from lora_server.control.sync.sizes import PoolSizes
+from lora_server.units import size
+
+
+class PoolCapacity:
+    """`most` adapters may be active together, 0: as many as fit. Not thread-safe: `AdmissionService` has the lock."""
+
+    def __init__(self, most: int = 0, sizes: PoolSizes | None = None) -> None:
+        self.most, self.sizes = most, PoolSizes() if sizes is None else sizes
+        self.active: set[int] = set()  # handles that have a place: in use, or pinned
+        self.pinned: frozenset[int] = frozenset()
+        self.in_use: Set[int] = set()
+        self._used: Counter[int] = Counter()  # by shard, of the active
+        self._summed = 0  # the sizes' `changes` when these were added up
+
+    def set_in_use(self, in_use: Set[int]) -> tuple[set[int], set[int]]:
+        """Give these and the pinned ones a place; return which are more than before, and which are not any more."""
+        self.in_use, active = in_use, in_use | self.pinned
+        more, fewer = set(active - self.active), set(self.active - active)
+        for handle in more:
+            self._used.update(self.sizes.of(handle))
+        for handle in fewer:
+            self._used.subtract(self.sizes.of(handle))
+        self.active = (self.active | more) - fewer
+        return more, fewer
+
+    def forget(self, handle: int) -> None:
+        """Remove an adapter, while its sizes are still known."""
+        self.pinned -= {handle}
+        self.set_in_use(self.in_use - {handle})
+
+    def too_large(self, handles: Set[int]) -> str:
+        """Return why these can never have places together; empty where they can."""
+        if self.most and len(handles) > self.most:
+            return f"{len(handles)} adapters together are more than --max-active-adapters {self.most}"
+        for shard, capacity in self.sizes.capacities().items():
+            beside = self.sizes.on(shard, self.pinned - handles)
+            if (taken := self.sizes.on(shard, handles)) + beside > capacity:
+                pinned = f", of which {beside} are pinned" if beside else ""
+                return f"{taken} bytes are needed together on shard {shard}, and its pool has {capacity}{pinned}"
+        return ""
+
+    def lacking(self, handles: Set[int], without: Set[int] = frozenset()) -> str:
+        """Return why there is no place for these beside the active ones, or beside those that are left without some
+        that are in use; empty where there is."""
+        in_use, gone = self.in_use - without, without - self.pinned
+        if self.most and len(in_use | handles) > self.most and not handles <= in_use:
+            return f"{len(in_use)} adapters are in use, and --max-active-adapters is {self.most}"
+        new = handles - (self.active - gone)
+        if not new:
+            return ""
+        self._add_up()
+        for shard, capacity in self.sizes.capacities().items():
+            taken, used = self.sizes.on(shard, new), self._used[shard] - self.sizes.on(shard, gone)
+            if used + taken > capacity:
+                return (
+                    f"shard {shard}'s pool of {size(capacity)} has {size(max(0, capacity - used))} beside "
+                    f"the {len(self.active)} adapters that are in use or pinned, {size(taken)} are needed"
+                )
+        return ""
+
+    def _add_up(self) -> None:
+        """Add up what the active adapters take again, where a size has changed."""
+        changes = self.sizes.changes
+        if changes != self._summed:
+            self._summed, self._used = changes, Counter()
+            for handle in self.active:
+                self._used.update(self.sizes.of(handle))

@@ -1,0 +1,210 @@
+"""Who may use its adapters now, and which requests wait until there is a place.
+
+An adapter is active while a client holds it, and the active ones fit the device pools of all shards together. A ticket
+for active ones alone, or for others that fit beside them, is admitted at once; others are queued.
+
+The rule: first come, first served, with backfill. A ticket of an adapter that no shard has measured yet is skipped. One
+that fits may overtake earlier ones that do not. Once the first that was measured has waited for `first_seconds`, no
+other ticket takes a new place before it, and adapters are drained for it (`AdmissionOrder`): tickets for these wait
+behind it; those for others in use are admitted at once all the same. So its place comes when clients have released
+theirs, and no ticket starves. Tenants share by weight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lora_server import telemetry
+from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.order import AdmissionOrder
+from lora_server.control.admission.tickets import Ticket, TicketKey, TicketTable
+from lora_server.errors import AdapterLoadError, AdmissionError, LoraServerError
+from lora_server.histogram import Histogram
+from lora_server.wire import lora_server_pb2 as pb
+
+
+class QueuePosition(NamedTuple):
+    """No place yet: the place in the queue, from 1 on, and what it waits for."""
+
+    position: int
+    reason: str
+
+
+@dataclass
+class AdmissionCounters:
+    """What has happened since the start."""
+
+    immediate: int = 0
+    queued: int = 0  # admitted after they had waited
+    waits: Histogram = field(default_factory=Histogram)  # of those
+    hits: int = 0  # adapters that were READY in all device pools when a client got them
+    misses: int = 0
+
+
+@dataclass
+class AdmissionQueue:
+    """Not thread-safe: `AdmissionService` has the lock. `resolve` gives the handles of names, or raises why there are
+    none; `send` takes what shards are told, before a client is answered: which adapters are active, and held by it.
+    """
+
+    resolve: Callable[[Sequence[str]], list[int]]
+    capacity: PoolCapacity = field(default_factory=PoolCapacity)
+    holds: ClientHolds = field(default_factory=ClientHolds)
+    send: Callable[[pb.ShardCommand], object] = lambda command: None
+    is_resident: Callable[[int], bool] = lambda handle: True  # whether all its weights are in device pools
+    clock: Callable[[], float] = time.monotonic
+    order: AdmissionOrder = field(default_factory=AdmissionOrder)
+    counters: AdmissionCounters = field(default_factory=AdmissionCounters)
+    tickets: TicketTable = field(default_factory=TicketTable)
+    paused: str = ""  # why no ticket is admitted, whatever capacity there is
+
+    # -- clients
+
+    def acquire(
+        self, client: int, number: int, names: Sequence[str], tenant: str = "", weight: float = 1.0
+    ) -> list[int] | QueuePosition:
+        """Hold all of these, or be queued; raises why they cannot be had. Number 0 is never queued, but refused."""
+        if not names:  # a client that asks whether its lease is good
+            return []
+        key = client, number
+        ticket = self.tickets.find(key) if number else None
+        if ticket is None:
+            self.tickets.check(client)
+            ticket = Ticket(tuple(names), self.clock(), tenant, weight)
+            self._ask(key, ticket)
+        if ticket.error is not None:
+            raise ticket.error
+        return list(ticket.handles) if ticket.handles is not None else self._position(key, ticket)
+
+    def _ask(self, key: TicketKey, ticket: Ticket) -> None:
+        self.resolve(ticket.names)  # raises
+        self.order.join(ticket, self.tickets.waiting.values())
+        self.tickets.add(key, ticket)
+        self.admit()
+        ticket.waited = True
+        if key[1] == 0 and key in self.tickets.waiting:
+            reason = self._position(key, ticket).reason
+            ticket.error = AdmissionError(f"adapters {list(ticket.names)}: no place now: {reason}")
+        if key[1] == 0 or ticket.error is not None:
+            self.tickets.drop(key)
+
+    def is_queued(self, client: int, number: int) -> bool:
+        """Return whether a ticket still waits; one that is unknown does not."""
+        return (client, number) in self.tickets.waiting
+
+    def settle(self, client: int, numbers: Iterable[int]) -> None:
+        """Forget tickets whose answers the client has; those that wait stay."""
+        for number in numbers:
+            if not self.is_queued(client, number):
+                self.tickets.drop((client, number))
+
+    def cancel(self, client: int, numbers: Collection[int]) -> None:
+        """Remove what is queued, and release what was admitted; also of a ticket that is yet to come. Raises
+        AdmissionError for too many of those."""
+        for ticket in self.tickets.cancelled(client, numbers, self.clock()):
+            if ticket.handles is not None:
+                self._release(client, ticket.handles)
+            ticket.handles, ticket.error = None, AdmissionError(f"adapters {list(ticket.names)}: not wanted any more")
+        self.admit()
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Release holds, and admit what waits for them."""
+        self._release(client, handles)
+        self.admit()
+
+    def revoke(self, handle: int) -> list[int]:
+        """Release an adapter for all clients that hold it; return these."""
+        holders = self.holds.by_client(handle)
+        for client, times in holders.items():
+            self._release(client, [handle] * times)
+        if holders:
+            self.admit()
+        return list(holders)
+
+    def _release(self, client: int, handles: Iterable[int]) -> None:
+        if fewer := self.holds.release(client, handles):
+            self.send(pb.ShardCommand(holds=pb.Holds(client=client, fewer=fewer)))
+
+    def forget_client(self, client: int) -> None:
+        """Remove a client that is gone, with all that it held or waited for."""
+        self.tickets.forget_client(client)
+        self.holds.forget_client(client)
+        self.admit()
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """Take what a client held under an earlier controller."""
+        self.holds.restore(client, handles)
+        self.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client), anew=True)))
+        self.admit()
+
+    # -- the queue
+
+    def admit(self) -> None:
+        """Admit all whose turn it is: to be called when there may be room."""
+        self.update()
+        if self.paused:
+            return
+        now, first, drained = self.clock(), None, frozenset[int]()
+        for key, ticket in self.order.sort(self.tickets.waiting):
+            try:
+                handles = self._resolve(ticket)
+            except LoraServerError as error:
+                ticket.error = error
+                del self.tickets.waiting[key]
+                continue
+            wanted, capacity = set(handles), self.capacity
+            if capacity.sizes.unmeasured(wanted) is not None or (drained and not wanted <= capacity.in_use - drained):
+                continue
+            if not capacity.lacking(wanted):
+                self._admit(key, ticket, handles, now)
+            elif first is None:
+                first = ticket
+                drained = self.order.drained_for(ticket, wanted, now, capacity, self.holds)
+        if not self.tickets.waiting:
+            self.order.clear()
+
+    def _resolve(self, ticket: Ticket) -> list[int]:
+        handles = self.resolve(ticket.names)
+        if reason := self.capacity.too_large(set(handles)):
+            raise AdapterLoadError(
+                f"adapters {list(ticket.names)}: {reason}; put fewer adapters into a batch, or start the "
+                "server with a larger --device-pool or more shards"
+            )
+        return handles
+
+    def _admit(self, key: TicketKey, ticket: Ticket, handles: list[int], now: float) -> None:
+        del self.tickets.waiting[key]
+        self.order.admitted(ticket)
+        ticket.handles = handles
+        hits = sum(map(self.is_resident, handles))
+        self.counters.hits += hits
+        self.counters.misses += len(handles) - hits
+        if more := self.holds.acquire(key[0], handles):
+            self.send(pb.ShardCommand(holds=pb.Holds(client=key[0], more=more)))
+        if ticket.waited:
+            self.counters.queued += 1
+            self.counters.waits.add(int((now - ticket.since) * 1e9))
+            telemetry.record("lora.admission", ticket.since, ticket.trace, adapters=", ".join(ticket.names))
+        else:
+            self.counters.immediate += 1
+        self.update(ticket.trace)
+
+    def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:
+        """Tell shards which adapters became active, for whose trace, and which are not any more."""
+        more, fewer = self.capacity.set_in_use(self.holds.in_use())
+        if more or fewer:
+            self.send(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer, trace=trace)))
+
+    def _position(self, key: TicketKey, ticket: Ticket) -> QueuePosition:
+        position = [other for other, _ in self.order.sort(self.tickets.waiting)].index(key) + 1
+        if self.paused:
+            return QueuePosition(position, self.paused)
+        handles = self.resolve(ticket.names)
+        shard = self.capacity.sizes.unmeasured(handles)
+        if shard is not None:
+            return QueuePosition(position, f"shard {shard} has not looked at its files yet")
+        return QueuePosition(position, self.capacity.lacking(set(handles)) or "those who came earlier go first")

@@ -1,0 +1,216 @@
+"""Admission as clients and shards meet it: the queue and the holds under one lock, and what drains behind them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+import structlog
+
+from lora_server.clock import SYSTEM, Clock
+from lora_server.control.adapters.catalog import AdapterCatalog, name_of
+from lora_server.control.adapters.records import Record
+from lora_server.control.admission.capacity import PoolCapacity
+from lora_server.control.admission.holds import ClientHolds
+from lora_server.control.admission.order import AdmissionOrder
+from lora_server.control.admission.queue import AdmissionQueue, QueuePosition
+from lora_server.control.admission.tally import Tally
+from lora_server.control.members.shards import ShardHandle
+from lora_server.control.sync.shard_sync import ShardSync
+from lora_server.errors import AdapterLoadError
+from lora_server.timings import DEFAULTS, Timings
+from lora_server.wire import lora_server_pb2 as pb
+
+CheckInUse = Callable[[set[str]], None]  # of the names that clients hold, or wait for; raises
+log = structlog.get_logger()
+
+
+class AdmissionService:
+    """Holds, queue and capacity. Thread-safe.
+
+    Its lock is taken before those of `ShardSync` and the catalog: a name is resolved and held in one step, so that no
+    version is dropped in between. It never blocks, but for `wait_admitted` and `pause`, which release it meanwhile.
+    """
+
+    def __init__(
+        self,
+        catalog: AdapterCatalog,
+        sync: ShardSync,
+        most_active: int = 0,
+        timings: Timings = DEFAULTS,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        """`most_active`: see PoolCapacity."""
+        self._catalog, self._sync, self._clock = catalog, sync, clock
+        self.tally = Tally(partial(name_of, catalog), clock.now)
+        self.holds = ClientHolds(self.tally.changed)
+        self.queue = AdmissionQueue(
+            self._resolve,
+            PoolCapacity(most_active, sync.sizes),
+            self.holds,
+            sync.broadcast,
+            is_resident=lambda handle: sync.residency.state(handle) == "ready",
+            clock=clock.now,
+            order=AdmissionOrder(timings.first_in_queue),
+        )
+        self._cut_off: dict[int, float] = {}  # handles that drain, and when they are taken from clients
+        self._changed = threading.Condition(threading.RLock())  # holds, the queue, or what is held
+
+    # -- clients
+
+    def acquire(
+        self,
+        client: int,
+        names: Sequence[str],
+        ticket: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        check: CheckInUse | None = None,
+    ) -> tuple[list[Record], QueuePosition | None]:
+        """Hold all of `names`, or be queued for them. `check` raises where no more may be in use.
+
+        Raises UnknownAdapterError, AdapterLoadError, AdmissionError, ServerUnavailableError.
+        """
+        with self._changed:
+            self._catalog.start.require_settled()
+            if check is not None:
+                check(_names_in_use(self.queue, self._catalog))
+            for found in filter(None, map(self._catalog.find, set(names))):
+                if self._sync.residency.error(found.handle):  # its files may be readable by now
+                    self._sync.load(found)
+            answer = self.queue.acquire(client, ticket, names, tenant, weight)
+            queued = answer if isinstance(answer, QueuePosition) else None
+            handles = self._resolve(names) if isinstance(answer, QueuePosition) else answer
+            records = [record for handle in handles if (record := self._catalog.by_handle(handle)) is not None]
+            for record in records if queued is not None else ():
+                if self._sync.sizes.unmeasured([record.handle]) is not None:  # shards measure it before the others
+                    self._sync.load(record)
+            return records, queued
+
+    def _resolve(self, names: Sequence[str]) -> list[int]:
+        records = [self._catalog.get(name) for name in names]
+        for record in records:
+            if error := self._sync.residency.error(record.handle):
+                raise AdapterLoadError(f"adapter {record.name!r}: {error}")
+        return [record.handle for record in records]
+
+    def wait_admitted(self, client: int, tickets: Collection[int], seconds: float) -> list[int]:
+        """Wait until one of these is not queued any more, for at most `seconds`; return those that are not."""
+
+        def decided() -> list[int]:
+            return [ticket for ticket in tickets if not self.queue.is_queued(client, ticket)]
+
+        with self._changed:
+            return self._clock.wait_for(self._changed, decided, seconds)
+
+    def settle(self, client: int, tickets: Iterable[int]) -> None:
+        """Forget tickets whose answers the client has."""
+        with self._changed:
+            self.queue.settle(client, tickets)
+
+    def cancel(self, client: int, tickets: Collection[int]) -> None:
+        """Take back what these asked for. Raises AdmissionError."""
+        with self._changed:
+            self.queue.cancel(client, tickets)
+            self.collect()
+
+    def release(self, client: int, handles: Iterable[int]) -> None:
+        """Release holds of a client."""
+        with self._changed:
+            self.queue.release(client, handles)
+            self.collect()
+
+    def forget_client(self, client: int) -> None:
+        """Remove a client that is gone, with all that it held or waited for."""
+        with self._changed:
+            self.queue.forget_client(client)
+            self.collect()
+
+    def restore(self, client: int, handles: Iterable[int]) -> None:
+        """Take what a client of an earlier controller holds, without what was dropped meanwhile."""
+        with self._changed:
+            self.queue.restore(client, [one for one in handles if self._catalog.by_handle(one) is not None])
+            self.collect()
+
+    # -- shards
+
+    def introduce(self, handle: ShardHandle, presumed: Iterable[int] = ()) -> None:
+        """Tell a shard that registered what is active and which client holds what. `presumed`: clients held these under
+        an earlier controller; their places stay theirs until all of them have spoken."""
+        with self._changed:
+            self.holds.presume(presumed)
+            self.queue.update()
+            handle.send(pb.ShardCommand(active=pb.Active(more=sorted(self.queue.capacity.active), anew=True)))
+            for client in self.holds.clients():
+                handle.send(pb.ShardCommand(holds=pb.Holds(client=client, more=self.holds.of(client))))
+            self.admit()
+
+    def admit(self) -> None:
+        """Look at the queue again: a shard reported sizes, or could not load an adapter."""
+        with self._changed:
+            self.queue.admit()
+            self._changed.notify_all()
+
+    # -- what drains
+
+    def pause(self, reason: str, seconds: float) -> int:
+        """Admit nothing for this reason, '' for none; return how many adapters are still held, after so long at most.
+
+        A client that has not said what it holds counts as one.
+        """
+
+        def held() -> int:
+            return len(self.holds.handles()) or int(self.holds.any_unknown())
+
+        with self._changed:
+            self.queue.paused = reason
+            self.admit()
+            if reason:
+                self._clock.wait_for(self._changed, lambda: not held(), seconds)
+            return held()
+
+    def cut_off_at(self, deadlines: Mapping[int, float]) -> None:
+        """Set when draining adapters are taken from their clients, by handle, in seconds since 1970. The first
+        deadline of a handle stays."""
+        with self._changed:
+            since_1970 = self._clock.time() - self._clock.now()
+            for handle in deadlines.keys() & self._catalog.marks()[1]:
+                self._cut_off.setdefault(handle, deadlines[handle] - since_1970)
+
+    def cut_off(self) -> None:
+        """Take adapters that drain for too long from their clients. To be called about once a second."""
+        with self._changed:
+            over = [handle for handle, until in self._cut_off.items() if until <= self._clock.now()]
+            for handle in over:
+                if cut := self.queue.revoke(handle):
+                    log.warning(
+                        "adapter taken from clients", name=name_of(self._catalog, handle), handle=handle, clients=cut
+                    )
+            if over:
+                self.collect()
+
+    def collect(self) -> None:
+        """Drop what drains and no client holds any more, and admit what fits now. To be called after a change of the
+        catalog."""
+        with self._changed:
+            pinned, draining = self._catalog.marks()
+            if pinned != self.queue.capacity.pinned:
+                self.queue.capacity.pinned = pinned
+                self.queue.admit()
+            self._changed.notify_all()
+            unknown = self.holds.any_unknown()
+            for handle in draining:
+                held = unknown or self.holds.by_client(handle)
+                if not held or self._cut_off.get(handle, math.inf) <= self._clock.now():
+                    self._cut_off.pop(handle, None)
+                    self._catalog.remove(handle)
+                    self.queue.capacity.forget(handle)
+                    self._sync.drop(handle)
+
+
+def _names_in_use(queue: AdmissionQueue, catalog: AdapterCatalog) -> set[str]:
+    """Return all names that clients hold or wait for: what waits is held as soon as there is room."""
+    waiting = {name for ticket in queue.tickets.waiting.values() for name in ticket.names}
+    return waiting | {name for handle in queue.holds.handles() if (name := name_of(catalog, handle)) is not None}

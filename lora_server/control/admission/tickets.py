@@ -1,0 +1,84 @@
+"""What clients asked for, and which of it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lora_server import telemetry
+from lora_server.errors import AdmissionError, LoraServerError
+
+MAX_TICKETS = 16_384  # of one client that are not settled
+
+TicketKey = tuple[int, int]  # client, number
+
+
+@dataclass
+class Ticket:
+    """What a client asked for. Answered by `handles` that it holds, or by an error."""
+
+    names: tuple[str, ...]
+    since: float
+    tenant: str = ""
+    weight: float = 1.0
+    first_since: float | None = None  # no measured ticket was before it since then
+    waited: bool = False
+    handles: list[int] | None = None
+    error: LoraServerError | None = None
+    trace: Mapping[str, str] = field(default_factory=telemetry.headers)  # of the call that asked for it
+
+
+class TicketTable:
+    """By client and number. Not thread-safe: `AdmissionService` has the lock.
+
+    A ticket asked for again is the same until it is settled. Number 0 is never kept.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[TicketKey, Ticket] = {}  # in the order in which they came
+        self._by_client: dict[int, dict[int, Ticket]] = {}
+
+    def find(self, key: TicketKey) -> Ticket | None:
+        """Return a ticket that is not settled."""
+        return self._by_client.get(key[0], {}).get(key[1])
+
+    def check(self, client: int, more: int = 1, most: int = MAX_TICKETS) -> None:
+        """Raise AdmissionError where a client would have more than `most` tickets."""
+        if (tickets := len(self._by_client.get(client, ()))) + more > most:
+            raise AdmissionError(f"client {client}: {tickets} requests of it are open, as many as may be; end some")
+
+    def add(self, key: TicketKey, ticket: Ticket) -> None:
+        """Append a ticket to those that wait."""
+        self.waiting[key] = ticket
+        if key[1]:
+            self._by_client.setdefault(key[0], {})[key[1]] = ticket
+
+    def cancelled(self, client: int, numbers: Iterable[int], now: float) -> list[Ticket]:
+        """Return these tickets, which wait no more; one that is yet to come is there already, cancelled.
+
+        Raises AdmissionError for too many of those.
+        """
+        unknown = {*numbers} - self._by_client.get(client, {}).keys()
+        self.check(client, len(unknown), 2 * MAX_TICKETS)  # as many as it has, and as many that come late
+        tickets = self._by_client.setdefault(client, {})
+        tickets |= {number: Ticket((), now, trace=telemetry.NOTHING) for number in unknown}
+        for number in {*numbers}:
+            self.waiting.pop((client, number), None)
+        return [tickets[number] for number in {*numbers}]
+
+    def drop(self, key: TicketKey) -> None:
+        """Remove a ticket, waiting or not."""
+        client, number = key
+        self.waiting.pop(key, None)
+        tickets = self._by_client.get(client, {})
+        tickets.pop(number, None)
+        if not tickets:
+            self._by_client.pop(client, None)
+
+    def forget_client(self, client: int) -> None:
+        """Remove all of a client's."""
+        for number in self._by_client.pop(client, {}):
+            self.waiting.pop((client, number), None)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_client.values()))

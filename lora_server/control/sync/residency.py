@@ -1,0 +1,125 @@
+"""What each shard has of each adapter, as shards report it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lora_server.placement import Placement
+from lora_server.wire import lora_server_pb2 as pb
+
+
+@dataclass
+class AdapterResidency:
+    """One adapter, by shard: layers that are READY, layers in the host pool; shards that opened its files, that are
+    loading it, that lack its files on disk; why some failed."""
+
+    layers: dict[int, int] = field(default_factory=dict)
+    host_layers: dict[int, int] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    loading: set[int] = field(default_factory=set)
+    remote: set[int] = field(default_factory=set)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class ResidencyTable:
+    """By handle. Thread-safe; its lock is a leaf."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement, layout = placement, placement.layout
+        stages = ([one for one in layout.stage_shards(stage) if placement.layers(one)] for stage in range(layout.pp))
+        self.num_shards = layout.num_shards
+        self._owning = [shards for shards in stages if shards]
+        self._all = sum(min(len(placement.layers(shard)) for shard in shards) for shards in self._owning)
+        self._adapters: dict[int, AdapterResidency] = {}
+        self._lock = threading.RLock()
+
+    def report(self, shard: int, one: pb.Residency) -> None:
+        """Replace what a shard has of an adapter."""
+        with self._lock:
+            found = self._adapters.setdefault(one.handle, AdapterResidency())
+            found.layers[shard], found.host_layers[shard] = one.layers, one.host_layers
+            (found.remote.add if one.remote else found.remote.discard)(shard)
+            (found.loading.add if one.coming else found.loading.discard)(shard)
+
+    def opened(self, handle: int, shard: int, error: str = "") -> None:
+        """Note that a shard opened an adapter's files, or why it could not."""
+        with self._lock:
+            found = self._adapters.setdefault(handle, AdapterResidency())
+            if error:
+                found.errors[shard] = error
+            else:
+                found.known.add(shard)
+                found.errors.pop(shard, None)
+
+    def forget(self, handle: int) -> None:
+        """Remove an adapter."""
+        with self._lock:
+            self._adapters.pop(handle, None)
+
+    def forget_shard(self, shard: int) -> None:
+        """Remove all that a shard reported: it starts with what it reports next."""
+        with self._lock:
+            for one in self._adapters.values():
+                for by_shard in (one.layers, one.host_layers, one.errors):
+                    by_shard.pop(shard, None)
+                for shards in (one.known, one.loading, one.remote):
+                    shards.discard(shard)
+
+    def error(self, handle: int) -> str:
+        """Return why an adapter cannot be used, empty if it can."""
+        with self._lock:
+            return next(iter(self._of(handle).errors.values()), "")
+
+    def is_remote(self, handle: int) -> bool:
+        """Return whether a shard's node lacks the adapter's files."""
+        with self._lock:
+            return bool(self._of(handle).remote)
+
+    def on(self, handle: int, shard: int) -> tuple[bool, bool]:
+        """Return whether a shard has layers of an adapter, and whether it is loading it."""
+        with self._lock:
+            found = self._of(handle)
+            return bool(found.layers.get(shard)), shard in found.loading
+
+    def by_shard(self, handle: int) -> list[tuple[int, int, int, int, bool]]:
+        """Return, by shard: its number, layers that are READY, in the host pool, owned; whether its disk has none."""
+        with self._lock:
+            found, placement = self._of(handle), self._placement
+            ready, host = found.layers, found.host_layers
+            return [
+                (one, ready.get(one, 0), host.get(one, 0), len(placement.layers(one)), one in found.remote)
+                for one in range(self.num_shards)
+            ]
+
+    def lacking(self, handle: int) -> list[int]:
+        """Return the shards that do not have all their layers of an adapter READY."""
+        return [shard for shard, ready, _, owned, _ in self.by_shard(handle) if ready < owned]
+
+    def num_layers(self, handle: int) -> int:
+        """Return how many layers all their shards have READY."""
+        with self._lock:
+            return self._on_all(self._of(handle).layers)
+
+    def state(self, handle: int, prewarmed: bool = False) -> str:
+        """Return the lowest tier in which all of an adapter is, in one word; `prewarmed`: shards were told to load
+        it."""
+        with self._lock:
+            found = self._of(handle)
+            if found.errors:
+                return "failed"
+            if self._on_all(found.layers) == self._all:
+                return "ready"
+            if prewarmed or found.loading or len(found.known) < self.num_shards:
+                return "loading"
+            device, host = found.layers, found.host_layers
+            if self._on_all({shard: max(device.get(shard, 0), host[shard]) for shard in host}) == self._all:
+                return "host"
+            return "remote" if found.remote else "disk"
+
+    def _of(self, handle: int) -> AdapterResidency:
+        return self._adapters.get(handle) or AdapterResidency()
+
+    def _on_all(self, layers: Mapping[int, int]) -> int:
+        return sum(min(layers.get(shard, 0) for shard in shards) for shards in self._owning)

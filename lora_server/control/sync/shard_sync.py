@@ -1,0 +1,195 @@
+"""The controller's side of what shards know of adapters: commands go out in one order, outcomes and reports come in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from lora_server.control.adapters.catalog import AdapterCatalog
+from lora_server.control.adapters.records import Record
+from lora_server.control.members.shards import PendingCommand, ShardHandle, ShardTable
+from lora_server.control.start import StartState
+from lora_server.control.sync.prewarm import Prewarm
+from lora_server.control.sync.residency import ResidencyTable
+from lora_server.control.sync.sizes import PoolSizes
+from lora_server.errors import LoraServerError, ShardUnavailableError, UnknownAdapterError
+from lora_server.placement import Placement
+from lora_server.sources.urls import is_remote
+from lora_server.wire import lora_server_pb2 as pb
+
+log = structlog.get_logger()
+
+
+class ShardSync:
+    """What each shard was told and has. Thread-safe.
+
+    `lock` orders commands: no shard loads an adapter after it was told to drop it. Hold it around a change of the
+    catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.
+    """
+
+    def __init__(self, shards: ShardTable, catalog: AdapterCatalog, start: StartState, placement: Placement) -> None:
+        self.shards, self._catalog, self._start = shards, catalog, start
+        self.residency, self.sizes = ResidencyTable(placement), PoolSizes()
+        self.prewarm = Prewarm(self.residency, self.sizes)
+        self.lock = threading.RLock()
+        self.sends = False  # shards of other nodes get files from here; otherwise all nodes see them
+
+    # -- commands
+
+    def broadcast(self, command: pb.ShardCommand) -> list[PendingCommand]:
+        """Send a command to every live shard, in the order of the others."""
+        with self.lock:
+            return self.shards.broadcast(command)
+
+    def load(self, record: Record, eager: bool = False) -> list[PendingCommand]:
+        """Tell every live shard of an adapter. Eager: they load it and evict others for it; otherwise they open its
+        files, and load it where there is room, or when a step needs it."""
+        with self.lock:
+            return [self._load_on(handle, record, eager) for handle in self.shards.live().values()]
+
+    def _load_on(self, handle: ShardHandle, record: Record, eager: bool = False) -> PendingCommand:
+        load = self._message(record)
+        load.eager = eager
+        if eager:
+            self.prewarm.asked(record.handle, handle.shard)
+        if (size := self.sizes.of(record.handle).get(handle.shard)) is not None:
+            load.size = size
+        return handle.send(pb.ShardCommand(load=load), partial(self._loaded, handle.shard, record))
+
+    def _loaded(self, shard: int, record: Record, error: LoraServerError | None) -> None:
+        """Take the outcome of a load. A shard's death is none: its successor is told again."""
+        with self.lock:
+            if self._catalog.by_handle(record.handle) is None:
+                return
+            if error is None:
+                self.residency.opened(record.handle, shard)
+            elif self._catalog.is_listed(record) and not isinstance(error, ShardUnavailableError):
+                self.residency.opened(record.handle, shard, str(error))
+                log.error("adapter failed to load", name=record.name, shard=shard, error=str(error))
+            self.prewarm.note(record.handle, shard)
+            self._prewarm()
+
+    def offer(self, handles: Iterable[int]) -> None:
+        """Have adapters loaded where they fit, before a request asks."""
+        with self.lock:
+            self.prewarm.offer(handles)
+            self._prewarm()
+
+    def _prewarm(self) -> None:
+        live = self.shards.live()
+        if len(live) < self.residency.num_shards or not self._start.settled.is_set():
+            return
+        for load in self.prewarm.decide(self._is_listed):
+            for shard in load.shards:
+                live[shard].send(pb.ShardCommand(bring=load.handle), partial(self._prewarmed, load.handle, shard))
+
+    def _prewarmed(self, handle: int, shard: int, _: LoraServerError | None) -> None:
+        """Take the outcome; what a shard did not load is loaded when a request asks."""
+        with self.lock:
+            if self._catalog.by_handle(handle) is not None:
+                self.prewarm.answered(handle, shard)
+            self._prewarm()
+
+    def _is_listed(self, handle: int) -> bool:
+        record = self._catalog.by_handle(handle)
+        return record is None or self._catalog.is_listed(record)
+
+    def _message(self, record: Record) -> pb.Load:
+        return pb.Load(
+            handle=record.handle,
+            path=record.path,
+            version=record.version,
+            stamp=record.stamp,
+            record=record.encode(),
+            listed=self._catalog.is_wanted(record),
+            pinned=record.pinned and self._catalog.is_listed(record),
+            sent=self.sends,
+        )
+
+    def note(self, handle: int) -> list[PendingCommand]:
+        """Have every shard keep what the catalog says of an adapter now."""
+        with self.lock:
+            record = self._catalog.by_handle(handle)
+            return [] if record is None else self.broadcast(pb.ShardCommand(note=self._message(record)))
+
+    def tell_refused(self) -> list[PendingCommand]:
+        """Have every shard keep the refusals, for the next controller."""
+        with self.lock:
+            return self.broadcast(pb.ShardCommand(refused=self._catalog.refusals.tell()))
+
+    def drop(self, handle: int) -> None:
+        """Have every shard drop an adapter that is not in the catalog any more."""
+        with self.lock:
+            self.prewarm.forget(handle)
+            self.residency.forget(handle)
+            self.sizes.forget(handle)
+            self.broadcast(pb.ShardCommand(drop=handle))
+            self._prewarm()
+
+    # -- shards that register, and report
+
+    def introduce(self, handle: ShardHandle, kept: Iterable[pb.Kept]) -> None:
+        """Take what a shard that registered has; it drops what is not in the catalog, and loads what it lacks.
+
+        Before all shards have registered no shard's lack is known: see `settle`.
+        """
+        with self.lock:
+            self.residency.forget_shard(handle.shard)
+            for record in self._catalog.records():
+                self.prewarm.note(record.handle, handle.shard)
+            self.sizes.set_capacity(handle.shard, handle.registration.pool_bytes)
+            for one in kept:
+                if self._catalog.by_handle(one.load.handle) is None:
+                    handle.send(pb.ShardCommand(drop=one.load.handle))
+                else:
+                    self.residency.report(handle.shard, pb.Residency(handle=one.load.handle, layers=one.layers))
+                    self.prewarm.note(one.load.handle, handle.shard)
+            if self._start.settled.is_set():
+                self._load_all_on(handle)
+            if self._start.registered.is_set():
+                handle.send(pb.ShardCommand(refused=self._catalog.refusals.tell()))
+
+    def settle(self) -> None:
+        """Give each shard what others kept and it did not, once all of them have said what they keep."""
+        with self.lock:
+            for handle in self.shards.live().values():
+                self._load_all_on(handle)
+            if self._start.registered.is_set():
+                self.tell_refused()
+
+    def _load_all_on(self, handle: ShardHandle) -> None:
+        records = self._catalog.records()
+        self.prewarm.offer(record.handle for record in records)
+        for record in records:  # a shard that has one keeps only the record
+            self._load_on(handle, record)
+
+    def moved(self, shard: int, moved: Iterable[pb.Residency]) -> None:
+        """Take a shard's report of what it has of these adapters."""
+        with self.lock:
+            for one in moved:
+                if self._catalog.by_handle(one.handle) is not None:
+                    self.residency.report(shard, one)
+                    if one.measured:
+                        self.sizes.set_size(one.handle, shard, one.bytes)
+                    self.prewarm.note(one.handle, shard)
+            self.prewarm.heard(shard)
+            self._prewarm()
+
+    # -- queries
+
+    def state(self, handle: int) -> str:
+        """Return an adapter's state, see ResidencyTable.state."""
+        with self.lock:
+            return self.residency.state(handle, self.prewarm.is_loading(handle))
+
+    def path_of(self, version: str) -> Path:
+        """Return where this host has the files of a version in the catalog. Raises UnknownAdapterError."""
+        paths = (one.path for one in self._catalog.records() if one.version == version)
+        found = next((path for path in paths if not is_remote(path)), None)
+        if found is None or not self.sends:
+            raise UnknownAdapterError(f"version {version[:12]}: node 0 has no files of it to send; was it removed?")
+        return Path(found)

@@ -1,0 +1,184 @@
+"""Commands about a shard's adapters: register, load, keep and drop them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+
+from lora_server.errors import AdapterLoadError, LoraServerError, UnknownAdapterError
+from lora_server.memory.entry import AdapterEntry, Source
+from lora_server.memory.loader import Loader
+from lora_server.memory.planner import LoadPlanner
+from lora_server.memory.want import Done, Reason, Want, answer
+from lora_server.telemetry import NOTHING
+
+
+class ShardAdapters:
+    """Thread-safe. Each `done` is called once, from any thread, with None or why it failed."""
+
+    def __init__(self, lock: threading.Condition, planner: LoadPlanner, loader: Loader, shard: int) -> None:
+        self._lock, self._planner, self._loader, self._shard = lock, planner, loader, shard
+        self._table, self._queue, self._claims = planner.table, planner.queue, planner.evictor.claims
+        self._tier = planner.layers.tier
+
+    def load(self, handle: int, source: Source, done: Done, eager: bool = True, size: int | None = None) -> None:
+        """Register an adapter, or its source again.
+
+        Eager: load it, and evict others for it; `done` is called when all of it is READY. Where active adapters leave
+        no memory, `done` is called at once, and the load is deferred. Not eager: `done` is called when its files were
+        measured; `prewarm`, or any demand, loads it. `size`: bytes it took of the device pool of an earlier process of
+        this shard, so that its files need not be measured.
+        """
+        with self._lock:
+            entry = self._table.entries.get(handle)
+            again = entry is not None
+            if entry is None:
+                try:
+                    self._tier.know(handle)
+                except AdapterLoadError as error:
+                    done(error)
+                    return
+                entry = self._table.add(handle, source)
+                if size is not None:
+                    entry.footprint.size = entry.footprint.nbytes = size
+                self._activate(entry)
+            elif entry.source.version != source.version:
+                done(AdapterLoadError(f"handle {handle}: has version {entry.source.version[:12]} here already"))
+                return
+            entry.source = source
+            entry.retry(time.monotonic())
+            self._table.note(entry)
+            skips_measure = not again and self._planner.remote.lacks(source)  # nothing is fetched without a demand
+            known = entry.footprint.size is not None or skips_measure
+            if entry.is_settled() or (known and not eager):
+                done(entry.failure.error if entry.failure is not None else None)
+            elif eager:
+                self._want(entry, Want(Reason.ADD, done, done=done))
+            else:
+                self._measure(entry, done, again)
+
+    def prewarm(self, handle: int, done: Done) -> None:
+        """Reserve free device memory, and load the adapter when there is no demand; any demand may evict it.
+
+        `done` is called when all of it is READY, or when it will not be: its handle is unknown, its files are remote or
+        not measured, there is no free memory, or it was evicted.
+        """
+        with self._lock:
+            entry = self._table.entries.get(handle)
+            if entry is None or entry.footprint.size is None or entry.is_settled():
+                done(None)
+                return
+            is_remote = self._planner.remote.lacks(entry.source)
+            if not is_remote and self._planner.evictor.reserve_free(entry, time.monotonic()):
+                earlier = entry.wants.get(Reason.PREWARM)
+                if earlier is not None and earlier.done is not None:
+                    earlier.done(None)
+                self._want(entry, Want(Reason.PREWARM, Reason.PREWARM, done=done))
+                return
+            done(None)
+            if not is_remote:  # report it after the answer, too: the controller counts on memory that is not free
+                self._table.note(entry)
+
+    def keep_resident(self, handle: int, done: Done) -> None:
+        """Load an adapter, and do not evict it until `allow_eviction` (`adapters pin`). `done`: see an eager `load`.
+
+        Fails with AdapterLoadError, and changes nothing, where all that are pinned do not fit together.
+        """
+
+        def measured(error: LoraServerError | None) -> None:
+            if error is None:
+                self.keep_resident(handle, done)
+            else:
+                done(error)
+
+        with self._lock:
+            entry = self._table.entries.get(handle)
+            if entry is None:
+                done(UnknownAdapterError(f"shard {self._shard}: handle {handle} is unknown here; was it removed?"))
+                return
+            entry.retry(time.monotonic())
+            if entry.failure is not None:
+                done(entry.failure.error)
+                return
+            if entry.footprint.size is None:
+                self._measure(entry, measured)
+                return
+            try:
+                self._claims.check_pin(entry)
+            except AdapterLoadError as error:
+                done(error)
+                return
+            self._claims.pinned.add(entry)
+            if entry.is_complete():
+                done(None)
+            else:
+                self._want(entry, Want(Reason.PIN, done, done=done))
+
+    def allow_eviction(self, handle: int) -> None:
+        """End `keep_resident`. Unknown handles are ignored."""
+        with self._lock:
+            self._claims.pinned.difference_update(self._table.among([handle]))
+            self._lock.notify()
+
+    def relocate(self, handle: int, source: Source) -> None:
+        """Note that the same content is in other files. Unknown handles, and other content, are ignored."""
+        with self._lock:
+            entry = self._table.entries.get(handle)
+            if entry is not None and entry.source.version == source.version:
+                entry.source = source
+
+    def note_disk(self, versions: frozenset[str]) -> None:
+        """Note which versions the node's disk cache has."""
+        with self._lock:
+            changed = self._planner.remote.note_disk(versions)
+            for entry in self._table.entries.values() if changed else ():
+                if entry.source.remote and entry.source.version in changed:
+                    self._table.note(entry)
+
+    def drop(self, handle: int) -> None:
+        """Forget an adapter; its memory is freed when no step reads it any more. Unknown handles are ignored.
+
+        Each `done` that waits for it gets an AdapterLoadError.
+        """
+        with self._lock:
+            entry = self._table.entries.pop(handle, None)
+            if entry is None:
+                return
+            self._tier.forget(handle)
+            self._table.dropped[entry] = self._tier.withdraw(handle)
+            self._table.complete.discard(handle)
+            self._claims.pinned.discard(entry)
+            self._claims.active.discard(handle)
+            answers = self._queue.drop(entry)
+            self._loader.reclaim()
+        answer(answers)
+
+    def set_active(
+        self, more: Iterable[int], fewer: Iterable[int], anew: bool = False, trace: Mapping[str, str] = NOTHING
+    ) -> None:
+        """Update the handles that clients hold: add `more`, remove `fewer` (`anew`: all others). They are loaded, as a
+        part of `trace`, and stay resident."""
+        with self._lock:
+            before = self._claims.active
+            active = self._claims.active = (set() if anew else before - set(fewer)) | set(more)
+            for entry in self._table.among(before ^ active):
+                self._activate(entry, trace)
+            if before - active:
+                self._queue.resume()
+            self._lock.notify()
+
+    def _activate(self, entry: AdapterEntry, trace: Mapping[str, str] = NOTHING) -> None:
+        if entry.handle in self._claims.active:
+            self._want(entry, Want(Reason.ACTIVE, Reason.ACTIVE, trace=trace))
+        else:
+            entry.wants.pop(Reason.ACTIVE, None)
+
+    def _measure(self, entry: AdapterEntry, done: Done, first: bool = False) -> None:
+        """Queue the entry to be measured; its files may have to be fetched."""
+        reason = Reason.FETCH if self._planner.layers.lacks_files(entry) else Reason.MEASURE
+        self._want(entry, Want(reason, done, done=done), first and reason is Reason.MEASURE)
+
+    def _want(self, entry: AdapterEntry, want: Want, first: bool = False) -> None:
+        self._queue.add(entry, want, first)
+        self._lock.notify()

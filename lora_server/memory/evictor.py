@@ -1,0 +1,134 @@
+"""Memory of a shard's adapters: reserves it in the device pool and the host pool, and evicts others for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from lora_server.memory.claims import Claims
+from lora_server.memory.entry import AdapterEntry, Progress
+from lora_server.memory.eviction import Policy, may_go, victims
+from lora_server.memory.pins import Pins
+from lora_server.memory.pools import Pool
+from lora_server.memory.preload import Preloader
+from lora_server.memory.table import AdapterTable
+from lora_server.memory.tier import Tier
+
+
+class UsageLog:
+    """Passes on which adapters steps have read: to their entries, and to the preloader. The store's lock guards it."""
+
+    def __init__(self, table: AdapterTable, pins: Pins, tier: Tier, preloader: Preloader) -> None:
+        self._table, self._pins, self._tier, self._preloader = table, pins, tier, preloader
+
+    def collect(self) -> None:
+        """Count the uses since the last call."""
+        unpinned = [(time.monotonic(), [handle]) for handle in self._tier.take_uses()]
+        for now, handles in [*self._pins.take_uses(), *unpinned]:
+            for entry in self._table.among(handles):
+                entry.usage.count(now)
+                self._preloader.note_use(entry)
+
+
+class Evictor:
+    """Owns the extents of both pools. The store's lock guards it. `host_pool`: None where there is none."""
+
+    def __init__(
+        self, tier: Tier, host_pool: Pool | None, claims: Claims, pins: Pins, usage: UsageLog, policy: Policy
+    ) -> None:
+        self.claims, self.usage, self.host_pool = claims, usage, host_pool
+        self.evictions = 0
+        self.leaving: list[object] = []  # what evicted entries had: to release it takes as long as a step
+        self._tier, self._pins, self._policy = tier, pins, policy
+        self._on_device: dict[AdapterEntry, None] = {}  # in the order of allocation
+        self._on_host: dict[AdapterEntry, None] = {}
+
+    def reserve_free(self, entry: AdapterEntry, now: float) -> bool:
+        """Reserve free device memory for an entry that has none; whether it has some now. Evicts nothing."""
+        if entry.copies.device is None:
+            if not self._tier.pool.can_allocate(entry.footprint.nbytes):
+                return False
+            self._allocate(entry)
+            entry.usage.count(now, 0)
+        return True
+
+    def reserve(self, entry: AdapterEntry, now: float) -> list[AdapterEntry] | None:
+        """Reserve device memory for an entry, and host memory if it can be had; None where there is no device memory.
+
+        Returns the entries that were evicted from a pool.
+        """
+        evicted: list[AdapterEntry] = []
+        copies, nbytes = entry.copies, entry.footprint.nbytes
+        if copies.device is None:
+            if not self._evict_for(entry, self._tier.pool, now, evicted):
+                return None
+            self._allocate(entry)
+        entry.progress.began = entry.progress.began or now
+        if copies.host is None and self.host_pool is not None and self._evict_for(entry, self.host_pool, now, evicted):
+            copies.host = self.host_pool.allocate(nbytes)
+            self._on_host[entry] = None
+        return evicted
+
+    def _allocate(self, entry: AdapterEntry) -> None:
+        entry.copies.device = self._tier.pool.allocate(entry.footprint.nbytes)
+        self._on_device[entry] = None
+
+    def _evict_for(self, entry: AdapterEntry, pool: Pool, now: float, evicted: list[AdapterEntry]) -> bool:
+        missing = pool.size_of(entry.footprint.nbytes) - pool.free
+        if missing <= 0 or entry.is_spare():
+            return missing <= 0
+        self.usage.collect()
+        if pool is self._tier.pool:
+            active_fit = self.claims.active_fit()
+            free_to_go = [one for one in self._on_device if one is not entry and one not in self.claims.pinned]
+            resident = [
+                one for one in free_to_go if one.handle not in self._pins and may_go(one, entry, now, active_fit)
+            ]
+        else:
+            resident = [one for one in self._on_host if one is not entry]
+        chosen = victims(missing, resident, lambda one: pool.size_of(one.footprint.nbytes), self._policy)
+        for one in chosen or ():
+            self._evict(one, pool)
+        evicted += chosen or ()
+        return chosen is not None
+
+    def _evict(self, entry: AdapterEntry, pool: Pool) -> None:
+        if pool is not self._tier.pool:
+            self._free_host(entry)
+            return
+        withdrawn = self._tier.withdraw(entry.handle)
+        self._tier.release(withdrawn)
+        self.leaving.append((withdrawn, entry.copies.device))
+        self._free_device(entry)
+        self.evictions += 1
+
+    def free(self, entry: AdapterEntry) -> None:
+        """Free the memory of an entry that no step reads."""
+        self._free_device(entry)
+        self._free_host(entry)
+
+    def _free_device(self, entry: AdapterEntry) -> None:
+        if entry.copies.device is not None:
+            self._tier.pool.deallocate(entry.copies.device)
+            del self._on_device[entry]
+        entry.copies.device, entry.progress = None, Progress()
+        entry.copies.ready.clear()
+
+    def _free_host(self, entry: AdapterEntry) -> None:
+        if entry.copies.host is not None and self.host_pool is not None:
+            self.host_pool.deallocate(entry.copies.host)
+            del self._on_host[entry]
+        entry.copies.host = None
+        entry.copies.packed.clear()
+
+    def check_integrity(self, entries: Iterable[AdapterEntry]) -> None:
+        """Raises AssertionError unless every byte of the pools is free or one entry's. For an idle store."""
+        copies = {entry: entry.copies for entry in entries}
+        self._tier.pool.check_integrity([one.device for one in copies.values() if one.device is not None])
+        if self.host_pool is not None:
+            self.host_pool.check_integrity([one.host for one in copies.values() if one.host is not None])
+        for entry, one in copies.items():
+            assert not one.ready or one.device is not None or not entry.footprint.nbytes, entry
+            assert not one.packed or one.host is not None, entry
+            assert (one.device is not None) == (entry in self._on_device), entry
+            assert (one.host is not None) == (entry in self._on_host), entry

@@ -1,0 +1,101 @@
+"""Receive steps: read their headers, check what their clients hold, and pin their weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import structlog
+
+from lora_server.errors import LoraServerError, PermissionDeniedError, StepTimeoutError
+from lora_server.memory.store import WeightStore
+from lora_server.shard import request as requests
+from lora_server.shard.schedule import PendingStep
+from lora_server.timings import Timings
+from lora_server.transport.base import Connection, Port
+from lora_server.wire.slot import RequestHeader
+
+MAX_BUDGET_US = 3_600_000_000
+UNREADABLE = RequestHeader._make([0] * len(RequestHeader._fields))._replace(budget_us=30_000_000)  # instead of a header
+log = structlog.get_logger()
+
+
+@dataclass
+class StepReceiver:
+    """The oldest unanswered step of each client. Not thread-safe: the loop's thread calls it."""
+
+    index: int
+    max_step_rows: int
+    port: Port
+    store: WeightStore
+    foreign_seconds: float = Timings.foreign_step  # within which a shard is told what its clients hold
+    pending: dict[int, PendingStep] = field(default_factory=dict)  # by client
+
+    def receive(self) -> None:
+        """Take each client's oldest unanswered step if it is new, and check again those whose weights are missing."""
+        rung = self.port.rung()
+        for step in list(self.pending.values()):
+            if step.connection.gone:
+                self.release(step)
+            elif step.blocked:
+                self._recheck(step)
+        for connection in rung:
+            older = self.pending.get(connection.client)
+            if older is not None and older.connection is not connection:  # its client has just reconnected
+                self.release(older)
+            if connection.requested() > connection.served + connection.region.layout.depth:
+                log.error("client signals steps beyond its slots: cut off", shard=self.index, client=connection.client)
+                self.port.disconnect(connection)
+                connection.close()
+            elif connection.client not in self.pending:
+                self._take(connection)
+
+    def release(self, step: PendingStep) -> None:
+        """Forget a step that was answered, or whose client is gone."""
+        del self.pending[step.connection.client]
+        step.work = None
+        if step.pin is None:
+            self.store.forget(step.connection.client)
+        else:
+            self.store.unpin(step.pin)
+
+    def _take(self, connection: Connection) -> None:
+        seq, now = connection.served + 1, time.monotonic_ns()
+        memory, client, epoch = connection.region.request(seq), connection.client, connection.epoch
+        try:
+            header = requests.read_header(memory, client, epoch, seq, self.max_step_rows)
+        except LoraServerError as error:
+            refusal = error.with_traceback(None)  # its frames would keep the client's memory
+            header = UNREADABLE._replace(num_rows=self.max_step_rows)  # charged as the largest: floods wait for others
+            self.pending[client] = PendingStep(connection, seq, header, now, now, refusal=refusal)
+            return
+        expires = now + min(header.budget_us, MAX_BUDGET_US) * 1000
+        step = PendingStep(connection, seq, header, now, expires, requests.handles(memory, header))
+        self.pending[client] = step
+        self._recheck(step)
+
+    def _recheck(self, step: PendingStep) -> None:
+        try:
+            lacking = self.port.not_held(step.connection.client, step.handles)
+            if lacking and not self._may_use(step, lacking):
+                return
+            step.pin = self.store.pin(step.handles, step.header.layer, step.connection.client, step.expires_ns * 1e-9)
+            if step.blocked and time.monotonic_ns() >= step.expires_ns:
+                missing = self.store.missing(step.handles, step.header.layer)
+                raise StepTimeoutError(
+                    f"shard {self.index} {step.header.where}: the weights of handle {missing} were not loaded before "
+                    "the client's deadline; wait longer, prefetch, or start the server with a larger --device-pool"
+                )
+        except LoraServerError as error:
+            step.refusal = error.with_traceback(None)
+
+    def _may_use(self, step: PendingStep, lacking: frozenset[int]) -> bool:
+        """Whether the client may use what it is not known to hold: only handles that are no adapters, which `gather`
+        refuses. Raises PermissionDeniedError once the shard would have been told."""
+        foreign = self.store.known(lacking)
+        if foreign and time.monotonic_ns() >= min(step.received_ns + self.foreign_seconds * 1e9, step.expires_ns):
+            raise PermissionDeniedError(
+                f"shard {self.index} {step.header.where}: got handle {min(foreign)}, which this client does not hold; "
+                "acquire it first"
+            )
+        return not foreign

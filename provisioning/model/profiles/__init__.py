@@ -1,0 +1,1 @@
+"""Measured profiles that ship with the planner, one JSON file each: used where they fit the question. None yet."""

@@ -1,0 +1,203 @@
+"""What a schedule seldom does to a shard's kernel: a block is lost, weights come late, there are many clients."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+
+from lora_server.transport.gpu import layout
+from lora_server.transport.gpu.layout import CommandKind, NoteKind
+from tests.support.gpu.gpu_clients import WildClient
+from tests.support.gpu.gpu_scene import Scene, in_turn
+from tests.support.gpu.gpu_shard import Waiting
+from tests.support.gpu.gpu_weights import BODIES, DEPTH
+from tests.support.gpu.gpu_world import address
+
+PATIENCE_NS = 2_000_000_000  # step.cuh
+
+
+def a_step_is_ordered_in_eight_trips(library: ctypes.CDLL) -> None:
+    """From the poller's first look at the signal to the word that starts all blocks, as docs/gpu.md counts them."""
+    scene = Scene(library)
+    (client,), world = scene.clients, scene.world
+    scene.shard.serve["tells_all"] = 0
+    fields = layout.SERVE.fields
+    assert fields is not None
+    turn = address(scene.shard.serve) + fields["turn"][1]
+    for body in BODIES:
+        world.watch(address(client.places.request_signal), turn)
+        scene.do(client.step(body, scene.handles))
+        assert 0 < world.trips <= 8, world.trips
+
+
+def a_lost_block_ends_the_kernel(library: ctypes.CDLL) -> None:
+    """All others leave within the patience of a barrier, and say why."""
+    scene = Scene(library)
+    (client,), world, shard = scene.clients, scene.world, scene.shard
+    world.freeze(shard.grid, 1)
+    client.fill(BODIES[0], scene.handles)
+    client.launch_put(BODIES[0])
+    for wait in (1000, PATIENCE_NS // 2, PATIENCE_NS // 2 + 1000):
+        assert not shard.arrivals[1]
+        world.pass_time(wait)
+        for _ in range(1000):
+            world.run(40)
+    assert shard.arrivals[1] == 1
+    assert library.world_alive(shard.grid, 0) == 0, "block 0 goes on"
+    assert int(shard.mailbox["left"]) == shard.launches and int(shard.serve["done"]) == 0
+
+
+def a_block_that_is_lost_is_not_waited_for(library: ctypes.CDLL) -> None:
+    """Once the host says so: not by block 0 either, which beyond a network puts what all have stored."""
+    for blocks in range(3):
+        scene = Scene(library, clients=0, wild=1, network=True)
+        (client,), world, shard = scene.clients, scene.world, scene.shard
+        client.push(BODIES[0], scene.handles)
+        while int(shard.serve["sent"]) < blocks:
+            world.run(1)
+        world.freeze(shard.grid, 1)
+        for _ in range(200):
+            world.run(40)
+        shard.mail("abort", 1)
+        quanta = 4000
+        while library.world_alive(shard.grid, 0) or library.world_alive(shard.grid, 2):
+            world.run(40)
+            quanta -= 1
+            assert quanta, f"lost after {blocks} blocks had sent their parts"
+
+
+def a_host_stops_everything(library: ctypes.CDLL) -> None:
+    scene = Scene(library)
+    shard, world = scene.shard, scene.world
+    shard.stopped = True
+    shard.mail("abort", 1)
+    for _ in range(2000):
+        world.run(40)
+    assert not world.running(shard.grid) and shard.arrivals[1] == 1
+
+
+def a_host_finds_what_its_kernel_has_left(library: ctypes.CDLL) -> None:
+    """Behind its last words, that all turns are done and that it has left, which come before its grid has ended."""
+    scene = Scene(library, clients=0, wild=2, idle_ns=2**60)
+    shard, world, told = scene.shard, scene.world, 0
+    for _ in range(6):
+        first = scene.clients[0].seq + 1
+        for client, _ in itertools.product(scene.clients, range(DEPTH)):
+            client.push(BODIES[0], scene.handles)
+        stop = shard.post(CommandKind.STOP)
+        next(stop)
+        while int(shard.mailbox["left"]) < shard.launches:
+            world.run(1)
+            if told != (told := int(shard.mailbox["done"])) == int(shard.serve["turn"]):
+                blocks = shard.blocks.view(np.uint8)
+                assert world.is_ordered(address(shard.mailed("done")), blocks, read=True), "a turn may still read them"
+        assert told == int(shard.serve["turn"]), "all that was ordered was done"
+        assert world.is_ordered(address(shard.mailed("left")), shard.links.view(np.uint8)), "links may still change"
+        scene.do(stop, *(client.answered_to(seq) for client in scene.clients for seq in (first, client.seq)))
+
+
+def weights_that_come_late_block_nobody_else(library: ctypes.CDLL) -> None:
+    """One note asks for them; others are served meanwhile; then the step is."""
+    scene = Scene(library, clients=2)
+    waiting, other = scene.clients
+    shard = scene.shard
+    late = shard.begin(1, 1)
+    step = waiting.step(BODIES[0], (late, late))
+
+    def bring() -> Waiting:
+        for _ in range(3):
+            yield from other.step(BODIES[3], scene.handles)
+        assert waiting.answered == 0 and other.answered == 3
+        shard.finish(late)
+
+    scene.do(step, bring())
+    assert waiting.answered == 1
+    asked = [note for note in shard.notes if note[0] == NoteKind.PREFETCH]
+    assert asked == [(NoteKind.PREFETCH, 0, 1, late)]
+
+
+def weights_are_seen_with_the_word_that_says_so(library: ctypes.CDLL) -> None:
+    """While nobody else gives the poller a reason to look."""
+    scene = Scene(library)
+    (client,) = scene.clients
+
+    def bring(handle: int) -> Waiting:
+        while (NoteKind.PREFETCH, 0, client.seq, handle) not in scene.shard.notes:
+            yield
+        for _ in range(scene.chooser.randrange(9)):
+            yield
+        scene.shard.finish(handle)
+
+    for turn in range(6):
+        handle = scene.shard.begin(1 + turn % 2, turn % 3)
+        scene.do(client.step(BODIES[0], (handle, handle)), bring(handle))
+        scene.do(scene.shard.drop(1 + turn % 2))
+
+
+def more_clients_than_orders(library: ctypes.CDLL) -> None:
+    """All push at once: nobody's order is overwritten before it was computed, and the oldest goes first."""
+    scene = Scene(library, clients=0, wild=6)
+    scene.shard.finish(other := scene.shard.begin(1, 1))
+    scene.do(*(in_turn(client, range(3), scene.handle, other) for client in scene.clients))
+    scene.replay()
+
+
+def orders_wait_for_the_workers(library: ctypes.CDLL) -> None:
+    """Two turns ahead, while a block does not go on."""
+    scene = Scene(library, clients=0, wild=6)
+    serve = scene.shard.serve
+    scene.world.freeze(scene.shard.grid, 1)
+    for client in scene.clients:
+        client.push(BODIES[0], scene.handles)
+    for _ in range(300):
+        scene.world.run(40)
+        assert int(serve["turn"]) <= 2
+    assert (int(serve["turn"]), int(serve["done"])) == (2, 0)
+
+
+def more_clients_than_lanes(library: ctypes.CDLL) -> None:
+    """Their shares are one's whose lane knows one client; who goes, also the last, takes no other along."""
+    links = (*range(35), 64, 66, 97)
+    scene = Scene(library, clients=0, wild=len(links), links=links, idle_ns=2**60)
+
+    def steps(client: WildClient) -> Waiting:
+        goes = client.link in (0, 33, 66, 97)
+        yield from in_turn(client, range(1 if goes else 3), *scene.handles)
+        if goes:
+            yield from client.cut_off()
+        if goes and client.link != 97:
+            yield from client.join()
+            yield from in_turn(client, range(1, 3), *scene.handles)
+
+    scene.do(*map(steps, scene.clients))
+    assert [one.answered for one in scene.clients] == [3] * (len(links) - 1) + [1]
+    scene.replay()
+
+
+def clients_of_one_lane_have_shares_of_their_own(library: ctypes.CDLL) -> None:
+    """Those behind have had more; who has just come starts with the least of them, and goes before all others."""
+    scene = Scene(library, clients=0, wild=5, links=(5, 37, 69, 101, 6), idle_ns=2**60)
+
+    def one_after_the_other(client: WildClient, body: int) -> Waiting:
+        for _ in range(14):
+            yield from client.steps([BODIES[body]] * DEPTH, scene.handles)
+
+    def comes_anew(client: WildClient) -> Waiting:
+        for _ in range(12):
+            yield from client.steps([BODIES[0]], scene.handles)
+            yield from client.cut_off()
+            yield from client.join()
+
+    stay, comes = scene.clients[:-1], scene.clients[-1]
+    scene.do(*(one_after_the_other(one, body) for one, body in zip(stay, (2, 1, 3, 0), strict=True)), comes_anew(comes))
+    scene.replay()
+
+
+def answers_keep_their_order(library: ctypes.CDLL) -> None:
+    """Beyond a network that keeps what one block put for long, and brings what another put at once."""
+    scene = Scene(library, clients=0, wild=1, network=True)
+    (client,) = scene.clients
+    for _ in range(40):
+        scene.do(client.steps([BODIES[0]] * DEPTH, scene.handles))

@@ -1,0 +1,81 @@
+"""Which connections of a port end when there are too many of them."""
+
+import contextlib
+import socket
+
+import pytest
+
+from lora_server.control.connections import ConnectionLimit, Peer
+from tests.support.serving import HANG_SECONDS
+
+
+@contextlib.contextmanager
+def port():
+    """(a function that connects to it from an address, how this process sees that connection)."""
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True))
+
+        def connect(host):
+            there = stack.enter_context(socket.create_connection((host, own.getsockname()[1]), HANG_SECONDS))
+            here, peer = own.accept()
+            stack.enter_context(here)
+            return there, Peer.of(*peer[:2])
+
+        yield own.getsockname()[1], connect
+
+
+def open_ones(connections):
+    """Indices of those whose other end is there."""
+
+    def is_open(sock):
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            return sock.recv(1) != b""
+        return True
+
+    return [index for index, (sock, _) in enumerate(connections) if is_open(sock)]
+
+
+def test_the_oldest_of_a_host_end_and_those_that_proved_something_stay():
+    with port() as (number, connect), port() as (_, connect_elsewhere):
+        limit = ConnectionLimit(number, max_of_a_host=3)
+        here, elsewhere = [connect("127.0.0.1")], [connect_elsewhere("127.0.0.1") for _ in range(9)]
+        limit.proven.add(here[0][1])
+        for _ in range(7):
+            here.append(connect("127.0.0.1"))
+            limit.enforce()
+        assert open_ones(here) == [0, 5, 6, 7]
+        assert len(open_ones(elsewhere)) == 9, "connections of other ports are not counted"
+        here[0][0].close()
+        limit.enforce()
+        assert here[0][1] in limit.proven, "its end here is open still"
+
+
+@pytest.mark.parametrize(
+    ("of_a_host", "in_all", "left"), [(2, 100, [0, 4, 5]), (100, 3, [0, 4, 5]), (100, 100, [*range(6)])]
+)
+def test_one_hosts_connections_end_no_other_hosts(of_a_host, in_all, left):
+    with port() as (number, connect):
+        limit = ConnectionLimit(number, of_a_host, in_all)
+        connections = []
+        for host in ("127.0.0.1", *["::1"] * 5):
+            connections.append(connect(host))
+            limit.enforce()
+        assert open_ones(connections) == left
+
+
+@pytest.mark.parametrize(
+    ("said", "address"),
+    [
+        ("ipv4:10.0.0.1:50000", ("10.0.0.1", 50000)),
+        ("ipv4:10.0.0.1:50000", ("::ffff:10.0.0.1", 50000)),
+        ("ipv6:%5B::1%5D:7", ("::1", 7)),
+        ("ipv6:%5Bfe80::1%252%5D:7", ("fe80::1%eth0", 7)),
+    ],
+)
+def test_grpc_and_sockets_mean_the_same_peer(said, address):
+    assert Peer.of_grpc(said) == Peer.of(*address)
+
+
+def test_what_is_no_address_is_no_peer_of_a_socket():
+    assert Peer.of_grpc("unix:") == Peer("", 0)

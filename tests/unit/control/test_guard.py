@@ -1,0 +1,95 @@
+"""A port that a node holds for the process that serves there."""
+
+import contextlib
+import socket
+
+import pytest
+
+from lora_server.address import Address
+from lora_server.daemon import guard
+from lora_server.daemon.guard import hold_port
+from lora_server.errors import ConfigError
+from tests.support.users import as_another_user
+
+REUSE = (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+
+
+def listen(host, port, options=REUSE):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        for option in options:
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind((host, port))
+        sock.listen()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize(("host", "others"), [("127.0.0.1", ()), ("0.0.0.0", ("::", "::1"))])
+def test_a_held_port_is_this_users_alone(host, others, chosen):
+    with contextlib.ExitStack() as stack:
+        port = hold_port("--listen", Address(host, 0 if chosen else free_port()), stack).port
+        for taken in ("127.0.0.1", "0.0.0.0", *others):
+            for options in ((), REUSE[:1], REUSE):
+                assert "in use" in as_another_user(listen, taken, port, options)
+            with pytest.raises(OSError, match="in use"):
+                listen(taken, port, REUSE[:1])  # a process of this user that is not meant to share it
+        with pytest.raises(ConfigError, match=r"--listen .* in use"), contextlib.ExitStack() as another:
+            hold_port("--listen", Address(host, port), another)
+        listen(host, port)  # what serves there
+        with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
+            sock.connect(("127.0.0.1", port))
+    listen(host, port, REUSE[:1])
+
+
+def test_a_chosen_port_is_free_at_every_address_of_the_host(monkeypatch):
+    """The kernel chooses one that is free at the first address; here another process has it at the second."""
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("127.0.0.1", "127.0.0.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
+    hold, taken = guard._hold, []
+    with contextlib.ExitStack() as stack:
+
+        def held_and_taken(family, host, port):
+            held = hold(family, host, port)
+            if not port and len(taken) < 3:
+                number = held.getsockname()[1]
+                taken.append(number)
+                stack.enter_context(socket.create_server(("127.0.0.2", number)))
+            return held
+
+        monkeypatch.setattr(guard, "_hold", held_and_taken)
+        port = hold_port("--listen", Address("two.example", 0), stack).port
+        assert len(taken) == 3 and port not in taken
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with pytest.raises(OSError, match="in use"):
+                listen(host, port, REUSE[:1])
+        with socket.create_server(("127.0.0.1", taken[0])):
+            pass  # it was given up
+        with pytest.raises(ConfigError, match="in use"):
+            hold_port("--listen", Address("two.example", taken[0]), stack)
+
+
+def test_a_port_is_held_again_after_connections_to_it():
+    address = Address("127.0.0.1", free_port())
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            hold_port("--listen", address, stack)
+            server = stack.enter_context(socket.create_server(address, reuse_port=True))
+            client = stack.enter_context(socket.create_connection(address))
+            server.accept()[0].close()  # this side first: it lingers
+            assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("options", [(), REUSE[:1], REUSE])
+def test_a_port_that_is_taken_is_not_held(options):
+    with socket.socket() as sock:
+        for option in options:
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        with pytest.raises(ConfigError, match="cannot listen there"), contextlib.ExitStack() as stack:
+            hold_port("--http", Address(*sock.getsockname()), stack)
