@@ -408,5 +408,5 @@ def test_what_no_leader_can_tell_is_refused():
     for wrong in ({"layout": "ep4-pp1", "nodes": 2}, {"layout": f"ep{MOST_LED + 1}-pp1"}):
         with pytest.raises(ConfigError, match="coordination: got leader"):
             load(led | wrong)
-    with pytest.raises(ConfigError, match="expected gpu, and every stage on one node"):
+    with pytest.raises(ConfigError, match="expected --gpu-transport gpu and every stage on one node"):
         load(led | {"gpu_transport": "nvshmem", "nvshmem_clients": 1, "layout": "ep2-pp1"})

@@ -87,10 +87,10 @@ def test_pages_hold_what_the_resident_store_holds(tiny_adapters, name):
             got = stored(paged, 3, first_tile, shape)
             for a, b in zip(got.pairs, expected.pairs, strict=True):
                 assert torch.equal(a.a_RK, b.a_RK) and torch.equal(a.b_OR, b.b_OR) and a[2:] == b[2:]
-    paged.check_integrity()
-    paged.drop(3)
-    assert paged.use().weight_bytes == 0
-    paged.check_integrity()
+    paged.report.check_integrity()
+    paged.adapters.drop(3)
+    assert paged.report.use().weight_bytes == 0
+    paged.report.check_integrity()
     paged.close(), resident.close()
 
 
@@ -107,25 +107,24 @@ def test_no_page_is_lost_or_held_twice(steps, tiny_adapters):
             assert load(paged, handle, paths[handle % 3]).result() is None
             known.add(handle)
         else:
-            paged.drop(handle)
+            paged.adapters.drop(handle)
             known.discard(handle)
-        paged.check_integrity()
-        held = [one for one in known if paged.layers_ready(one)]
-        assert paged.use().weight_bytes == len(held) * PAGE_BYTES and len(held) <= 2
+        paged.report.check_integrity()
+        held = [one for one in known if paged.report.layers_ready(one)]
+        assert paged.report.use().weight_bytes == len(held) * PAGE_BYTES and len(held) <= 2
     paged.close()
-    assert paged.use().weight_bytes == 0
+    assert paged.report.use().weight_bytes == 0
 
 
-def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters):
+def test_an_adapter_that_no_pool_holds_fails_alone(tiny_adapters, tmp_path):
+    wide = tmp_path / "wide"
+    tiny.make_adapter(tiny.make_model("mixtral"), wide, lora_rank=64, targets="all", seed=1)
     paged, resident = stores(layout="ep1-pp1", shard=0, num_pages=1)
     resident.close()
     assert load(paged, 1, tiny_adapters["all"]).result() is None
-    too_large = PagePool(0, "cpu")
-    paged.tier.pool, whole = too_large, paged.tier.pool
-    error = load(paged, 2, tiny_adapters["bf16"]).result()
+    error = load(paged, 2, wide).result()
     assert isinstance(error, AdapterLoadError) and "--device-pool" in str(error)
-    paged.tier.pool = whole
-    assert paged.state(1, 0) is LayerState.READY and paged.state(2, 0) is LayerState.FAILED
+    assert paged.report.state(1, 0) is LayerState.READY and paged.report.state(2, 0) is LayerState.FAILED
     paged.close()
 
 

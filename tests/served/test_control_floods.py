@@ -561,7 +561,7 @@ def test_a_call_is_taken_once_and_as_it_was_signed(server):
 def test_what_fails_inside_is_an_error_of_ours(server, monkeypatch):
     _, controller, address = server
 
-    monkeypatch.setattr(controller.adapters, "get", Mock(side_effect=RuntimeError("unexpected")))
+    monkeypatch.setattr(controller.adapters.catalog, "get", Mock(side_effect=RuntimeError("unexpected")))
     with open_channel(address) as channel, capture_logs() as lines, pytest.raises(LoraServerError) as failed:
         call(rpc.AdaptersStub(channel).Get, pb.GetAdapterRequest(name="x"), server=address, seconds=HANG_SECONDS)
     assert "the server failed: RuntimeError('unexpected')" in str(failed.value)

@@ -147,7 +147,7 @@ def test_an_update_is_switched_while_requests_go_on_and_can_be_taken_back(node):
     assert node.ask("Rollback", name="law", version=second.version[:8]).version == second.version
 
 
-@pytest.mark.parametrize(("method", "new"), [("_load_beside", False), ("_keep_replaced", True)])
+@pytest.mark.parametrize(("method", "new"), [("changes.load_beside", False), ("catalog.ledger.added", True)])
 def test_a_controller_process_that_is_killed_in_an_update(node, method, new):
     """A node starts it again: what serves is complete, and what is shown says why. test_registry.py has every
     stage of an update; here is one of either outcome."""

@@ -46,8 +46,9 @@ class AdapterCatalog:
             if refusal is None:
                 known = ", ".join(sorted(self._by_name)[:8]) or "none"
                 raise UnknownAdapterError(f"adapter {name!r}: not registered here (known: {known}); add it first")
-        verb = f"was removed; {refusal.reason}" if refusal.code == REMOVED else f"refused: {refusal.reason}"
-        raise UnknownAdapterError(f"adapter {name!r}: {verb}")
+        if refusal.code == REMOVED:
+            raise UnknownAdapterError(f"adapter {name!r}: was removed; {refusal.reason}")
+        raise UnknownAdapterError(f"adapter {name!r}: refused: {refusal.reason}")
 
     def find(self, name: str) -> Record | None:
         """Return the listed adapter of that name, if there is one."""

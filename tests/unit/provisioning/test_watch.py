@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from bench import admission, admission_cells
+from bench import admission, admission_cells, harness
 from provisioning.inputs import InputError
 from provisioning.watch import measured, scrape
 from provisioning.workload.requests import Lengths
@@ -75,7 +75,7 @@ def test_a_live_server_admits_as_simulated_and_is_measured(tmp_path, plan):
         first = watched("--server", server.http, "--record", record, "--plan", plan)
         assert first["scrapes"] == 1 and first["now"] is None and "A rate needs two scrapes" in first["advice"]
         row = admission.measure(server, workload, 5, SCALE, tmp_path, clients=2)
-        admission._until(lambda: not admission.status(server.address).active, "all are released")
+        harness.until(lambda: not harness.status(server.address).active, "all are released")
         found = watched("--server", server.http, "--record", record, "--plan", plan)
     assert row["calls"] == 100 and row["client_count"] == row["server_count"]
     assert 0.3 < row["as_asked"] < 0.9, "simulated: each call when it came, for as long as it held"
@@ -151,8 +151,8 @@ def test_only_samples_that_are_read_must_be_finite(value):
     ('lora_server_admissions_total{kind="immediate"} 3\n', "too old: upgrade it"),
     (page(0, {"a": 1}).replace("} 1\n", "} NaN\n"), "expected a finite number"),
     (page(9, {"a": 1}) + page(3, {"a": 2}), "not in the order of time"),
-    (page(3, {"a": 1}) + page(3, {"a": 2}), "one time"),
-    ("lora_server_steps_total 1\n" + page(3, {"a": 2}), "without a heading"),
+    (page(3, {"a": 1}) + page(3, {"a": 2}), "the same time"),
+    ("lora_server_steps_total 1\n" + page(3, {"a": 2}), "lacks its heading"),
 ])  # fmt: skip
 def test_a_file_that_is_no_scrape_is_one_line(tmp_path, text, says):
     (tmp_path / "bad").write_text(text)
@@ -166,7 +166,7 @@ def test_a_server_or_plan_that_cannot_be_used_is_one_line(tmp_path):
     for arguments, says in (
         (["--server", "127.0.0.1:1"], "cannot be read"),
         (["--server", "localhost"], "expected HOST:PORT"),
-        ([tmp_path / "day", "--plan", tmp_path / "plain.yaml"], "write it anew with"),
+        ([tmp_path / "day", "--plan", tmp_path / "plain.yaml"], "write it again with"),
         ([tmp_path / "day", "--plan", tmp_path / "odd.yaml"], "cannot be used here"),
         ([tmp_path / "day", "--record", tmp_path / "x"], "leave one of the two out"),
     ):
