@@ -27,7 +27,7 @@ from lora_server.memory.entry import AdapterEntry, Footprint, Source
 from lora_server.memory.eviction import POLICIES, Policy, may_go, victims
 from lora_server.memory.want import Reason, Want
 from provisioning.workload import servegen, traces
-from provisioning.workload.requests import Lengths, Requests
+from provisioning.workload.requests import Requests
 
 FILES = {
     "servegen m-small": "servegen/m-small",
@@ -155,7 +155,7 @@ def _activate(entry: AdapterEntry, active: bool) -> None:
 def requests_of(path: Path, num: int, adapters: int) -> Requests:
     if path.is_dir():
         found = servegen.load(path).requests(
-            start_s=SERVEGEN_START, span_s=num / SERVEGEN_RATE, seed=0, rate=SERVEGEN_RATE, lengths=Lengths()
+            start_s=SERVEGEN_START, span_s=num / SERVEGEN_RATE, seed=0, rate=SERVEGEN_RATE
         )
     else:
         found, _ = traces.read(path, traces.ZipfAdapters(num_adapters=adapters))

@@ -104,7 +104,7 @@ def prefetches(address: str, count: int) -> None:
         stub = rpc.ClientsStub(channel)
         while True:
             needs = [pb.Need(handle=one.handle) for one in next(wanted)]
-            client.session.sign(request := pb.PrefetchRequest(needs=needs))
+            client.session.calls.sign(request := pb.PrefetchRequest(needs=needs))
             with contextlib.suppress(LoraServerError):
                 call(stub.Prefetch, request, server=address, seconds=10)
 
@@ -129,7 +129,7 @@ def giant_messages(address: str, count: int) -> None:
         join = stub.Join, pb.JoinRequest(instance="x" * 3_900_000)
         large = ((says, bytes(8 << 20)), (says, b"\x0a" + b"\xff" * 4_000_000), (stub.Acquire, request), join)
         for turn in itertools.count():
-            client.session.sign(request)
+            client.session.calls.sign(request)
             for one, message in large:
                 with contextlib.suppress(LoraServerError):
                     call(one, message, server=address, seconds=10)

@@ -36,10 +36,14 @@ class Behaved(Engine):
     def __init__(self, address: str, transport: str) -> None:
         super().__init__([sys.executable, "-m", "tests.chaos.caller", address, transport])
 
-    def during(self, seconds: float) -> tuple[float, Counter[str]]:
+    def during(self, seconds: float, beside: str = "nothing") -> tuple[float, Counter[str]]:
         """The p99 of the steps that end from now on, and what came of them."""
         first, began = len(self.rounds), time.monotonic()
-        until(lambda: time.monotonic() - began >= seconds and len(self.rounds) - first >= 100, "steps", 120 + seconds)
+        until(
+            lambda: time.monotonic() - began >= seconds and len(self.rounds) - first >= 100,
+            f"100 steps beside {beside}",
+            120 + seconds,
+        )
         steps = self.rounds[first:]
         p99 = statistics.quantiles([float(str(one["seconds"])) for one in steps], n=100)[98]
         return p99, Counter(str(one["outcome"]) for one in steps)
@@ -71,7 +75,7 @@ def _flood(server, behaved, bystander, kind, few, many, short) -> Line:  # type:
     for number in range(1, TRIES + 1):
         alone, outcomes = behaved.during(seconds)
         with _attacked_by(server, kind, count):
-            during, more = behaved.during(seconds)
+            during, more = behaved.during(seconds, kind)
             if kind != "no descriptors left":
                 more["untyped: no probe was answered"] += not _probed(server)
         line.answers += outcomes + more
@@ -104,6 +108,7 @@ def _attacked_by(server: RunningServer, kind: str, count: int) -> Iterator[None]
     try:
         assert attacker.stdout is not None and attacker.stdout.readline() == "busy\n", kind
         yield
+        assert attacker.poll() is None, f"{kind}: the attacker ended by itself"
     finally:
         attacker.kill()
         attacker.communicate(timeout=20)
