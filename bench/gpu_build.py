@@ -19,9 +19,9 @@ from bench import gpu_ptx
 from bench.gpu_run.state import ROOT
 from kernels_cuda.build import DTYPES, KERNELS, read_source
 from kernels_cuda.residency import SERVE_WARPS, Block, fit
-from lora_server.transport.gpu import nvshmem_build
-from lora_server.transport.gpu.nvshmem_build import STATE, Compiled
-from lora_server.transport.gpu.source import FILES, ONE_WARP, SERVES
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.nvshmem.nvshmem_build import STATE, Compiled
+from lora_server.device.protocol.source import FILES, ONE_WARP, SERVES
 
 
 class Gpu(NamedTuple):
@@ -59,7 +59,7 @@ PROTOCOL = {  # between GPUs: for mapped memory, and for NVSHMEM
     "push_pull.cu": {"stamp", "raw_put", "take", "await_answer"},  # of a bench
 }
 BEYOND = {"link.cu": {"link_send"}, "push_pull.cu": {"far_put", "far_take"}}  # with NVSHMEM alone
-OTHERS = {path.name: path for path in (ROOT / "lora_server/transport/put.cu", ROOT / "bench/gpu_run/push_pull.cu")}
+OTHERS = {path.name: path for path in (ROOT / "bench/gpu_run/push_pull.cu",)}
 REGISTERS = 65536  # of a multiprocessor
 SERVE_SHARED_BYTES = 182_912  # of a block that serves; a test compares it with heuristics.choose
 CLIENTS = {"link.cu": 256, "put.cu": 0}  # their blocks, of so much shared memory, find room beside one that serves

@@ -4,7 +4,7 @@ spec, placement, errors, address, config   leaves: what a model, a layout, an er
 ports, installed, units, histogram         leaves too: which data port is whose; which extras are here; numbers
 host_memory                                and what there is to take
 clock, timings                             time, injected, and every duration that is a policy
-wire/ transport/                           what travels, and how
+wire/ transport/ device/                   what travels, and how: by a host, and between GPUs
 adapters/ sources/ memory/ shard/          from files to weights to deltas
 control/ access/ registry/ daemon/         the control plane: adapters, tokens, the database; and the processes
 logs, telemetry                            lines and spans of all processes

@@ -26,9 +26,9 @@ from bench.gpu_run.lab import NAMES, Lab, open_lab
 from bench.gpu_run.record import Checks, Record
 from bench.gpu_run.served import SITE, Graph, Passes, Steps, by_link_us, joined, timed_us
 from lora_server.adapters import open_adapter
+from lora_server.device.client.link import KernelLink
 from lora_server.spec import ModelSpec
 from lora_server.transport import e4m3
-from lora_server.transport.gpu.link import KernelLink
 from lora_server.wire import slot
 
 WARM_UP = 3

@@ -46,11 +46,11 @@ from client_connector.packing import Window
 from client_connector.serving.launches import header_of
 from kernels_cuda.layout import PAGE_BYTES
 from kernels_cuda.routing import Choice, Route
+from lora_server.device.client.captured import Captured, CapturedSite
+from lora_server.device.protocol.gpu import Gpu
 from lora_server.placement import Layout, Placement
 from lora_server.spec import Site
 from lora_server.transport.environment import prepare_environment
-from lora_server.transport.gpu.captured import Captured, CapturedSite
-from lora_server.transport.gpu.gpu import Gpu
 from lora_server.wire import slot
 
 CLIENTS = 32  # multiprocessors: the others serve
@@ -314,8 +314,8 @@ def open_gpu(given: argparse.Namespace) -> tuple[Gpu, Callable[[], None], dict[s
     if given.gpu:
         return importlib.import_module(given.gpu).use(), lambda: None, {}
     from kernels_cuda.cuda import on_device
-    from lora_server.transport.gpu.cuda import CudaGpu
-    from lora_server.transport.gpu.needs import check
+    from lora_server.device.protocol.cuda import CudaGpu
+    from lora_server.device.protocol.needs import check
 
     device = torch.device("cuda", 0)
     check(device)

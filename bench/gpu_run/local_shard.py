@@ -11,6 +11,11 @@ import torch
 
 from lora_server.adapters import validate_adapter
 from lora_server.control.adapters.records import FIRST_HANDLE
+from lora_server.device.client.link import GpuLink
+from lora_server.device.host.connection import SlotsMemory
+from lora_server.device.host.kernel import IDLE_NS, ServeKernel
+from lora_server.device.protocol.gpu import Gpu
+from lora_server.device.protocol.layout import HANDLE_BITS
 from lora_server.errors import AdapterLoadError, LoraServerError
 from lora_server.memory.entry import Source
 from lora_server.memory.pages import PagePool
@@ -19,11 +24,6 @@ from lora_server.memory.store import WeightStore
 from lora_server.placement import Placement
 from lora_server.shard.device_host import DeviceShardHost
 from lora_server.transport.base import Grant, Port
-from lora_server.transport.gpu.connection import SlotsMemory
-from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.kernel import IDLE_NS, ServeKernel
-from lora_server.transport.gpu.layout import HANDLE_BITS
-from lora_server.transport.gpu.link import GpuLink
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire.messages import Hello
 from lora_server.wire.region import RegionLayout

@@ -16,7 +16,7 @@ from typing import Any
 from bench.gpu_run import nvshmem_pe, stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.spoken import Spoken
-from lora_server.transport.gpu import nvshmem_build
+from lora_server.device.nvshmem import nvshmem_build
 
 SOURCE = Path(__file__).with_name("nvshmem.cu")
 WORLDS = (2, 4)

@@ -66,8 +66,8 @@ import sys, cupy, torch
 from kernels_cuda.cuda import CudaKernels, kernels
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import router
-from lora_server.transport.gpu.cuda import CudaGpu
-from lora_server.transport.put import try_out
+from lora_server.device.protocol.cuda import CudaGpu
+from lora_server.device.client.put import try_out
 device = torch.device("cuda", 0)
 """
 IMPORTER = """

@@ -24,8 +24,8 @@ from bench.gpu_run import stage
 from bench.gpu_run.record import Record
 from bench.gpu_run.served import timed_us
 from kernels_cuda.build import STANDARD, read_source
-from lora_server.transport import put
-from lora_server.transport.gpu import layout, nvshmem_build, source
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.protocol import layout, source
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 
@@ -64,7 +64,7 @@ def await_values(reply: int, value: int, limit_ns: int, done: int) -> list[int]:
 
 def text() -> str:
     """The kernels, with all that they include."""
-    return read_source(SOURCE.name, put.FILES | source.FILES | {SOURCE.name: SOURCE.read_text()})
+    return read_source(SOURCE.name, source.FILES | {SOURCE.name: SOURCE.read_text()})
 
 
 class Kernels:
@@ -73,7 +73,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         import cupy
 
-        from lora_server.transport.gpu.cuda import LINK, PUT_BLOCKS, open_cuda
+        from lora_server.device.protocol.cuda import LINK, PUT_BLOCKS, open_cuda
 
         self.device, self.blocks, self.threads = device, PUT_BLOCKS, 32 * LINK.warps
         self.gpu: Any = open_cuda(device)

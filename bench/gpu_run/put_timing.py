@@ -14,8 +14,8 @@ from bench.kernels import draws, ours
 from bench.kernels.models import Model
 from kernels_cuda.cuda import kernels
 from kernels_cuda.routing import router
-from lora_server.transport import put as transport_put
-from lora_server.transport.put import Put
+from lora_server.device.client import put as transport_put
+from lora_server.device.client.put import Put
 
 DEADLINE_SECONDS = 5.0
 ADAPTERS = 16

@@ -11,8 +11,8 @@ def of_serving() -> dict[str, Any]:
     """By kernel, of those that serve, put, wait and add; `no_room`: clients' that do not fit beside which."""
     import torch
 
-    from lora_server.transport.gpu.cuda import CudaGpu
-    from lora_server.transport.gpu.source import ONE_WARP, SERVES
+    from lora_server.device.protocol.cuda import CudaGpu
+    from lora_server.device.protocol.source import ONE_WARP, SERVES
 
     gpu = CudaGpu(torch.device("cuda", 0))
     of: dict[str, int] = {}

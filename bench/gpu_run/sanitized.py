@@ -22,8 +22,8 @@ from bench.kernels.correctness import Case
 from bench.kernels.models import Model
 from kernels_cuda.cuda import kernels
 from kernels_cuda.routing import router
+from lora_server.device.protocol.gpu import Gpu
 from lora_server.transport.environment import prepare_environment
-from lora_server.transport.gpu.gpu import Gpu
 
 TINY = Model("tiny", 512, 128, 4, 2, 16)
 TINY_ADAPTERS, TINY_TOKENS = 8, 12

@@ -26,10 +26,10 @@ from bench.gpu_run.record import Checks, Record
 from client_connector.packing import code_of
 from client_connector.remote import RemoteServer, RemoteSession
 from kernels_cuda.routing import Route
+from lora_server.device.client.captured import Captured, CapturedSite
+from lora_server.device.client.link import KernelLink
 from lora_server.errors import UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu.captured import Captured, CapturedSite
-from lora_server.transport.gpu.link import KernelLink
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from lora_server.transport.gpu.link import GpuLink
+from lora_server.device.client.link import GpuLink
 
 
 class Stamps:

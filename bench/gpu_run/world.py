@@ -33,7 +33,8 @@ from bench.gpu_run.spoken import Spoken
 from lora_server.demo import tiny
 from lora_server.demo.engine import load_model
 from lora_server.demo.launch import launch
-from lora_server.transport.gpu import needs, nvshmem_build
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.protocol import needs
 
 ENGINES = 2
 START_SECONDS = 75.0  # of a process, with its kernels compiled and its world made

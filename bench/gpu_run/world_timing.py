@@ -15,8 +15,8 @@ import torch
 
 from bench.gpu_run.served import Graph, Passes, Steps, by_link_us, timed_us
 from client_connector.remote import RemoteServer, RemoteSession
-from lora_server.transport.gpu.layout import CLIENT
-from lora_server.transport.gpu.link import KernelLink
+from lora_server.device.client.link import KernelLink
+from lora_server.device.protocol.layout import CLIENT
 from lora_server.wire import slot
 
 WARM_UP = 3

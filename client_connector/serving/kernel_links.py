@@ -10,10 +10,10 @@ from client_connector.client import Client
 from client_connector.packing import Window, code_of
 from client_connector.serving.launches import NOTHING, header_of
 from kernels_cuda.routing import MAX_PAIRS, Choice, Route
+from lora_server.device.client.captured import Captured
+from lora_server.device.client.link import KernelLink
 from lora_server.errors import ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu.captured import Captured
-from lora_server.transport.gpu.link import KernelLink
 from lora_server.transport.session import Terms
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader

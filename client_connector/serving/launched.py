@@ -31,10 +31,10 @@ from client_connector.serving.sites import Part, PassFailures, SiteSteps
 from client_connector.serving.tables import StepTables
 from client_connector.serving.watchdog import Watchdog
 from kernels_cuda.routing import MAX_KEYS, Choice, Route
+from lora_server.device.client.captured import CapturedSite
 from lora_server.errors import AdapterError, ConfigError, LoraServerError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.timings import Timings
-from lora_server.transport.gpu.captured import CapturedSite
 from lora_server.transport.session import Terms
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -15,8 +15,8 @@ from client_connector.exchange import Started
 from client_connector.packing import Window
 from client_connector.serving.sites import Part
 from kernels_cuda.routing import Choice
+from lora_server.device.client.captured import CapturedSite
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu.captured import CapturedSite
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 

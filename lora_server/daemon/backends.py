@@ -15,6 +15,11 @@ from kernels_cuda.heuristics import STAGES
 from kernels_cuda.launch import most_combined_entries
 from kernels_cuda.layout import PAGE_BYTES
 from lora_server.config import ServeConfig
+from lora_server.device.host.connection import SlotsMemory
+from lora_server.device.host.kernel import ServeKernel
+from lora_server.device.nvshmem.opened import world_gpu_of
+from lora_server.device.protocol.gpu import Gpu
+from lora_server.device.protocol.opened import gpu_of
 from lora_server.errors import ConfigError
 from lora_server.host_memory import available_bytes
 from lora_server.memory.eviction import POLICIES
@@ -32,10 +37,6 @@ from lora_server.sources.fetch import Fetcher
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import DeviceMemory
 from lora_server.transport.environment import prepare_environment
-from lora_server.transport.gpu.connection import SlotsMemory
-from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.opened import gpu_of, world_gpu_of
 from lora_server.units import Size, size
 from lora_server.wire.region import RegionLayout
 
@@ -270,7 +271,7 @@ def client_memory(local_index: int, transport: str) -> DeviceMemory:
     if transport != "cuda_ipc":
         prepare_environment()
         return SlotsMemory(gpu_of(_gpu(local_index)))
-    from lora_server.transport.device_memory import GpuMemory
+    from lora_server.device.host.device_memory import GpuMemory
 
     return GpuMemory(_gpu(local_index))
 

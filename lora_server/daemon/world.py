@@ -7,10 +7,10 @@ from concurrent.futures import Future
 
 import structlog
 
+from lora_server.device.host.world_connection import WorldConnection
+from lora_server.device.nvshmem.world import World, WorldGpu, entered
 from lora_server.errors import LeaseError
 from lora_server.transport.base import Grant, Port
-from lora_server.transport.gpu.world import World, WorldGpu, entered
-from lora_server.transport.gpu.world_link import WorldConnection
 from lora_server.wire import lora_server_pb2 as pb
 
 log = structlog.get_logger()

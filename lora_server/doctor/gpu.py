@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.protocol import needs
 from lora_server.doctor.finding import Finding, failed, ok, warning
 from lora_server.doctor.machine import Machine
-from lora_server.transport.gpu import needs, nvshmem_build
 from lora_server.units import size
 
 OLDEST_DRIVER = 580  # of CUDA 13

@@ -8,14 +8,14 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.layout import GROUP
+from lora_server.device.host.directory import DeviceDirectory
+from lora_server.device.host.kernel import ServeKernel
 from lora_server.memory.directory import Ints
 from lora_server.memory.manifest import Blocks
 from lora_server.memory.paged import DirectoryMirror, PagedTier
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Placement
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu.directory import DeviceDirectory
-from lora_server.transport.gpu.kernel import ServeKernel
 
 
 class KernelDirectory(DirectoryMirror):

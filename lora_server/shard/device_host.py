@@ -17,6 +17,12 @@ from typing import ClassVar
 
 import structlog
 
+from lora_server.device.host.carrier import Carrier
+from lora_server.device.host.connection import GpuConnection
+from lora_server.device.host.kernel import KernelLostError, ServeKernel
+from lora_server.device.host.mailbox import Note
+from lora_server.device.host.world_connection import WorldConnection
+from lora_server.device.protocol.layout import MAX_LINKS, CommandKind, NoteKind, Refusal
 from lora_server.errors import LoraServerError
 from lora_server.histogram import Histogram
 from lora_server.logs import Repeats
@@ -24,12 +30,6 @@ from lora_server.memory.store import WeightStore
 from lora_server.shard.loop import StepCounters
 from lora_server.timings import DEFAULTS, Timings
 from lora_server.transport.base import Connection, Port
-from lora_server.transport.gpu.carrier import Carrier
-from lora_server.transport.gpu.connection import GpuConnection
-from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
-from lora_server.transport.gpu.layout import MAX_LINKS, CommandKind, NoteKind, Refusal
-from lora_server.transport.gpu.mailbox import Note
-from lora_server.transport.gpu.world_link import WorldConnection
 
 CARRY_SECONDS = 1e-4  # between two looks while a carried step is out
 READY_SECONDS = 0.1  # between two checks whether to go on waiting

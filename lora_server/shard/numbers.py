@@ -1,5 +1,5 @@
 """Leader mode of kernels that serve by themselves. A follower passes a table for the leader's numbers over a Unix
-socket of their host; the two kernels do the rest (transport/gpu/leader.cuh).
+socket of their host; the two kernels do the rest (device/host/leader.cuh).
 
 A table belongs to one leader and one follower until either ends: then the other's kernel forgets it, and the next table
 is a new one. The leader admits no follower without its badge.
@@ -19,14 +19,14 @@ from pathlib import Path
 import structlog
 from typing_extensions import override
 
+from lora_server.device.host.kernel import ServeKernel
+from lora_server.device.host.mailbox import TAKEN_SECONDS
+from lora_server.device.protocol.gpu import Memory
+from lora_server.device.protocol.layout import LANES
 from lora_server.errors import LoraServerError, ProtocolError
 from lora_server.logs import Repeats
 from lora_server.shard.coordination import StageRole, new_badge
 from lora_server.timings import Timings
-from lora_server.transport.gpu.gpu import Memory
-from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.layout import LANES
-from lora_server.transport.gpu.mailbox import TAKEN_SECONDS
 from lora_server.transport.unauthenticated import accept_user
 from lora_server.wire import messages
 from lora_server.wire.messages import Numbers

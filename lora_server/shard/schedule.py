@@ -12,7 +12,7 @@ it has.
 A step that is computed in parts is scheduled again after each part, so small steps pass a large one that was begun.
 
 A client's steps are served in the order it pushed them: only its oldest unanswered step is scheduled. A GPU does the
-same with a warp, and finishes what it begins: transport/gpu/poller.cuh.
+same with a warp, and finishes what it begins: device/host/poller.cuh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moving slots between a client and a shard: one interface, several backends.
+"""Moving slots between a client and a shard by a host: one interface, several backends. On a GPU: lora_server.device.
 
 base      Link, Connection, Port            session   what a client has after joining
 connect   which backend a client uses       mapping   memory that can be given up at once
@@ -8,10 +8,5 @@ tcp       across hosts (tcp_listener: the   address   binding sockets
           shard's side; frames;             tls       encrypted, between hosts
           unauthenticated: connections that have proved nothing yet)
 inproc    one thread of one process         rows      where the rows of a step lie
-e4m3      rows in 8 bits
-cuda_ipc  an engine on a GPU, on one host   put       its kernel: tables, rows, signal
-device_link    what such a client does, whatever the device
-device_memory  GPU memory that two processes share, host memory that a GPU can use
-virtual_memory memory that is handed over as a descriptor        gpu   steps that no host touches
-environment    what CUDA reads once, for kernels that wait
+e4m3      rows in 8 bits                    environment    what CUDA reads once, for kernels that wait
 """

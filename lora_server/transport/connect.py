@@ -130,8 +130,8 @@ def place_in_world(device: str) -> pb.Place:
     """
     import torch
 
-    from lora_server.transport.gpu.opened import world_gpu_of
-    from lora_server.transport.gpu.world import entered
+    from lora_server.device.nvshmem.opened import world_gpu_of
+    from lora_server.device.nvshmem.world import entered
 
     world_gpu_of(torch.device(device))
     return entered.place
@@ -144,9 +144,9 @@ def connect_world(place: pb.Place, terms: Terms, device: str, is_served: Callabl
     """
     import torch
 
-    from lora_server.transport.gpu.opened import world_gpu_of
-    from lora_server.transport.gpu.world import World, entered
-    from lora_server.transport.gpu.world_link import WorldLink
+    from lora_server.device.client.world_link import WorldLink
+    from lora_server.device.nvshmem.opened import world_gpu_of
+    from lora_server.device.nvshmem.world import World, entered
 
     layout = RegionLayout.for_model(terms.spec, terms.max_step_rows, place.slots, terms.wire)
     shards = terms.layout.num_shards
@@ -161,8 +161,8 @@ def _kernel_link(endpoint: pb.Endpoint, hello: Hello, device: str) -> Link:
         raise ConfigError(f"transport gpu: shard {endpoint.shard} is {far}; expected it on this host; use auto")
     import torch
 
-    from lora_server.transport.gpu.link import GpuLink
-    from lora_server.transport.gpu.opened import gpu_of
+    from lora_server.device.client.link import GpuLink
+    from lora_server.device.protocol.opened import gpu_of
 
     return GpuLink(endpoint.shm, hello, endpoint.shard, gpu_of(torch.device(device)))
 
@@ -172,7 +172,7 @@ def _gpu_link(endpoint: pb.Endpoint, hello: Hello, device: str, twin: Literal["m
     try:
         import torch
 
-        from lora_server.transport.cuda_ipc import IpcLink
+        from lora_server.device.client.cuda_ipc import IpcLink
 
         index = torch.device(device).index
         gpu = torch.device("cuda", torch.cuda.current_device() if index is None else index)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
-from lora_server.transport import e4m3, put
-from lora_server.transport.gpu import source
-from lora_server.transport.gpu.layout import CLIENT
-from lora_server.transport.put import Put
+from lora_server.device.client import put
+from lora_server.device.client.put import Put
+from lora_server.device.protocol import source
+from lora_server.device.protocol.layout import CLIENT
+from lora_server.transport import e4m3
 from lora_server.wire.slot import HEADER_BYTES, OK, ResponseHeader, signal
 from tests.support.gpu import emulated
 
@@ -88,7 +89,7 @@ def test_add_adds_its_window_and_nothing_else(dtype, widths, window, column, col
     values = [state.ctypes.data, seq.ctypes.data, counts.ctypes.data, rows.data_ptr(), 0, y.data_ptr(), 2 * columns]
     values += [sum(widths), column, count, skip]
     name = f"link_add_{str(dtype).removeprefix('torch.')}"
-    emulated.run(name, values, VARIANT, source="alone.cu", grid=grid, instead=put.FILES | KERNELS | ALONE)
+    emulated.run(name, values, VARIANT, source="alone.cu", grid=grid, instead=KERNELS | ALONE)
     assert torch.equal(y, expected.to(dtype))
 
 

@@ -16,15 +16,15 @@ from kernels_cuda.routing import Route
 from lora_server.adapters import open_adapter
 from lora_server.daemon import backends
 from lora_server.demo import tiny
+from lora_server.device.client.captured import Captured
+from lora_server.device.client.link import GpuLink
+from lora_server.device.host.kernel import KernelLostError, ServeKernel
+from lora_server.device.host.mailbox import Mailbox
+from lora_server.device.host.places import Places
+from lora_server.device.protocol.layout import CLIENT, COMMANDS, LANES, MAX_LINKS, SERVE, CommandKind, handle_of
 from lora_server.errors import ConfigError, ProtocolError, UnknownAdapterError
 from lora_server.spec import PROJECTIONS, Site
 from lora_server.transport.base import Grant, Port
-from lora_server.transport.gpu.captured import Captured
-from lora_server.transport.gpu.kernel import KernelLostError, ServeKernel
-from lora_server.transport.gpu.layout import CLIENT, COMMANDS, LANES, MAX_LINKS, SERVE, CommandKind, handle_of
-from lora_server.transport.gpu.link import GpuLink
-from lora_server.transport.gpu.mailbox import Mailbox
-from lora_server.transport.gpu.places import Places
 from lora_server.transport.shm_listener import ShmListener
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello

@@ -16,10 +16,10 @@ import torch
 
 from kernels_cuda.cpu import lora_step
 from kernels_cuda.ops import Step
+from lora_server.device.protocol.gpu import Gpu
+from lora_server.device.protocol.needs import ask, missing
+from lora_server.device.protocol.opened import gpu_of
 from lora_server.placement import Layout, Placement
-from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.needs import ask, missing
-from lora_server.transport.gpu.opened import gpu_of
 from tests.support.gpu.gpu_host import Host
 from tests.support.gpu.gpu_steps import ROWS, SITE
 from tests.support.serving import until

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels_cuda.cuda import on_device
-from lora_server.transport.gpu.needs import FEATURES, Answers, missing, missing_for_network
+from lora_server.device.protocol.needs import FEATURES, Answers, missing, missing_for_network
 
 
 def test_what_a_machine_lacks_is_named_with_its_cure():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from lora_server.transport.gpu import layout
+from lora_server.device.protocol import layout
 from tests.support.gpu import (
     emulated,
     gpu_cases,

@@ -23,9 +23,9 @@ from bench.gpu_run import (
     world,
 )
 from kernels_cuda.residency import Block
+from lora_server.device.nvshmem import nvshmem_build
 from lora_server.errors import AdapterError
 from lora_server.transport import e4m3
-from lora_server.transport.gpu import nvshmem_build
 from tests.support.gpu import emulated, emulated_gpu
 from tests.support.workload import spec_of
 

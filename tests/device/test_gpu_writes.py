@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lora_server.transport.gpu import cuda
+from lora_server.device.protocol import cuda
 from tests.support.gpu import emulated, emulated_gpu
 from tests.support.gpu.gpu_host import Host
 from tests.support.serving import until

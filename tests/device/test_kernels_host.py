@@ -36,7 +36,7 @@ from kernels_cuda.layout import (
 from kernels_cuda.ops import NOTHING, Block, Pair, stack
 from kernels_cuda.shares import job_cost, rows_of_jobs, shares
 from kernels_cuda.tables import BLOCK, BlockTable
-from lora_server.transport.gpu import source
+from lora_server.device.protocol import source
 from tests.support.gpu import emulated, gpu_texts
 
 needs_emulator = pytest.mark.skipif(bool(emulated.MISSING), reason=emulated.MISSING)

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from lora_server.demo import children
+from lora_server.device.nvshmem import library as nvshmem
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.nvshmem.world import UID_BYTES, Heap, World, _Entered
+from lora_server.device.protocol import needs
+from lora_server.device.protocol.needs import missing_for_nvshmem
+from lora_server.device.protocol.slots import SlotSizes
 from lora_server.errors import WorldError
-from lora_server.transport.gpu import needs, nvshmem, nvshmem_build
-from lora_server.transport.gpu.needs import missing_for_nvshmem
-from lora_server.transport.gpu.slots import SlotSizes
-from lora_server.transport.gpu.world import UID_BYTES, Heap, World, _Entered
 from lora_server.wire import lora_server_pb2 as pb
 from tests.support.gpu import emulated, nvshmem_pe
 from tests.support.serving import HANG_SECONDS

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lora_server import errors, spec
+from lora_server.device.client.cuda_ipc import _used_parts
+from lora_server.device.client.link import ANSWER_BYTES
 from lora_server.errors import ProtocolError
-from lora_server.transport.cuda_ipc import _used_parts
-from lora_server.transport.gpu.link import ANSWER_BYTES
 from lora_server.wire import messages, region, slot
 from lora_server.wire.messages import Hello, Order, Refused, Welcome
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout

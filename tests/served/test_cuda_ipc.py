@@ -88,8 +88,9 @@ def test_a_shard_that_dies_is_an_error_and_the_next_request_is_served(server, mo
 
 def test_a_twin_begins_with_zeros_and_outlives_its_shard():
     """In one process here; between two in every test above."""
-    from lora_server.transport.device_memory import GpuMemory, ImportedTwin
-    from lora_server.transport.virtual_memory import can_share_descriptors
+    from lora_server.device.client.imported_twin import ImportedTwin
+    from lora_server.device.host.device_memory import GpuMemory
+    from lora_server.device.protocol.virtual_memory import can_share_descriptors
 
     device = torch.device("cuda", 0)
     if not can_share_descriptors(device):

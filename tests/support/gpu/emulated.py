@@ -21,7 +21,7 @@ import torch
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
-from lora_server.transport import put
+from lora_server.device.protocol.source import FILES
 
 EMULATOR = Path(__file__).parent / "emulator"
 GRID = 2  # blocks
@@ -54,7 +54,7 @@ def launch_bounds(text: str, warps: int) -> dict[str, int]:
 @cache
 def _text(name: str, instead: tuple[tuple[str, str], ...]) -> str:
     texts = {path.name: path.read_text() for path in EMULATOR.glob("*.cuh")}
-    return read_source(name, put.FILES | texts | dict(instead)) + (EMULATOR / "run.cpp").read_text()
+    return read_source(name, FILES | texts | dict(instead)) + (EMULATOR / "run.cpp").read_text()
 
 
 @cache

@@ -15,9 +15,8 @@ from functools import cache
 import torch
 
 from kernels_cuda.heuristics import Variant
-from lora_server.transport import put
-from lora_server.transport.gpu import gpu, opened, source
-from lora_server.transport.gpu.world import WorldGpu
+from lora_server.device.nvshmem.world import WorldGpu
+from lora_server.device.protocol import gpu, opened, source
 from lora_server.transport.mapping import Mapping
 from lora_server.transport.shm import create_memory
 from tests.support.gpu import emulated
@@ -40,7 +39,7 @@ def library(name: str, nvshmem: bool = False) -> tuple[ctypes.CDLL, threading.Lo
     count = f'extern "C" int memory_bytes() {{ return static_cast<int>(sizeof({MEMORY[name]})); }}'
     beyond = f'#define NVSHMEM {int(nvshmem)}\n#include "{name}"\n{own}\n{count}\n'
     kernels = {name: text for name, text in source.FILES.items() if name != "nvshmem.cuh"}  # the emulator has its own
-    files = put.FILES | kernels | {f"live-{name}": beyond}
+    files = kernels | {f"live-{name}": beyond}
     variant = VARIANTS.get(name, ROUTE)
     return emulated.library(f"live-{name}", variant, files), threading.Lock()
 

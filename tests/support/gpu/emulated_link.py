@@ -14,10 +14,10 @@ import torch
 from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.routing import Choice
+from lora_server.device.client.device_link import DeviceLink
+from lora_server.device.client.put import Put
 from lora_server.errors import ConfigError, ShardUnavailableError
-from lora_server.transport.device_link import DeviceLink
 from lora_server.transport.mapping import Mapping
-from lora_server.transport.put import Put
 from lora_server.transport.rows import TwinRows, twin_bytes
 from lora_server.transport.shm import create_memory
 from lora_server.wire.messages import Hello, Welcome

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from lora_server.transport.gpu import opened, source
-from lora_server.transport.gpu.gpu import Memory, Queue
-from lora_server.transport.gpu.world import UID_BYTES, WorldGpu
+from lora_server.device.nvshmem import opened
+from lora_server.device.nvshmem.world import UID_BYTES, WorldGpu
+from lora_server.device.protocol import source
+from lora_server.device.protocol.gpu import Memory, Queue
 from lora_server.transport.mapping import Mapping
 from tests.support.gpu.emulated_gpu import EmulatedGpu, EmulatedQueue, library
 

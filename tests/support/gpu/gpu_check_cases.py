@@ -8,8 +8,8 @@ import struct
 
 import numpy as np
 
+from lora_server.device.protocol.layout import NoteKind, Refusal
 from lora_server.timings import Timings
-from lora_server.transport.gpu.layout import NoteKind, Refusal
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_scene import Scene
 from tests.support.gpu.gpu_shard import Waiting

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lora_server.transport.gpu import layout
-from lora_server.transport.gpu.layout import CommandKind, LinkStatus, NoteKind
+from lora_server.device.protocol import layout
+from lora_server.device.protocol.layout import CommandKind, LinkStatus, NoteKind
 from lora_server.wire import slot
 from lora_server.wire.slot import ResponseHeader
 from tests.support.gpu import gpu_weights as weights

@@ -13,7 +13,7 @@ from kernels_cuda import routing
 from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import arguments
 from kernels_cuda.ops import Pair, Segment, Step, stack
-from lora_server.transport import e4m3, put
+from lora_server.transport import e4m3
 from lora_server.wire import slot
 from tests.support.gpu import emulated
 from tests.support.gpu.gpu_world import World, address
@@ -27,7 +27,7 @@ WIDTH, TOP_K = 40, 2
 
 def load(source: str, instead: Mapping[str, str] | None = None) -> ctypes.CDLL:
     own = {path.name: path.read_text() for path in emulated.EMULATOR.glob("*.cu")}
-    library = emulated.library(source, VARIANT, put.FILES | own | dict(instead or {}))
+    library = emulated.library(source, VARIANT, own | dict(instead or {}))
     library.has_heaps = library.in_codes = False
     library.world_now.restype = ctypes.c_uint64
     library.world_failure.restype = ctypes.c_char_p

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lora_server.transport.gpu.layout import LANES, MAX_LINKS, NoteKind, Role
+from lora_server.device.protocol.layout import LANES, MAX_LINKS, NoteKind, Role
 from tests.support.gpu.gpu_clients import WildClient
 from tests.support.gpu.gpu_schedules import drive, replay, restarts
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting, new_pages

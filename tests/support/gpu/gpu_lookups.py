@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lora_server.device.protocol.layout import ENTRY, HANDLE_BITS, LANES, SERVE, SITE, UNEVEN, Refusal, parts
 from lora_server.errors import ProtocolError
 from lora_server.shard import request as requests
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu.layout import ENTRY, HANDLE_BITS, LANES, SERVE, SITE, UNEVEN, Refusal, parts
 from lora_server.wire import slot
 from lora_server.wire.slot import RequestHeader
 from tests.support.gpu import gpu_weights

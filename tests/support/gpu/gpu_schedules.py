@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
+from lora_server.device.protocol.layout import LANES, CommandKind, NoteKind, Refusal
 from lora_server.shard.schedule import FairShare, PendingStep
-from lora_server.transport.gpu.layout import LANES, CommandKind, NoteKind, Refusal
 from tests.support.gpu.gpu_clients import Client, GpuClient, WildClient
 from tests.support.gpu.gpu_shard import HANDLES, LINKS, Shard, Waiting
 from tests.support.gpu.gpu_weights import VARIANTS, reference

@@ -13,9 +13,9 @@ import numpy as np
 
 from kernels_cuda.layout import CHUNK, CHUNKS, PAGE_TILES, TILE_BYTES
 from kernels_cuda.tables import BLOCK
+from lora_server.device.protocol import layout
+from lora_server.device.protocol.layout import CommandKind, NoteKind, Refusal
 from lora_server.spec import PROJECTIONS, Site
-from lora_server.transport.gpu import layout
-from lora_server.transport.gpu.layout import CommandKind, NoteKind, Refusal
 from lora_server.wire import slot
 from tests.support.gpu import gpu_weights as weights
 from tests.support.gpu.gpu_weights import LAYOUT, MAX_RANK, MAX_ROWS, SITES, SPEC, TABLE_BYTES, site_index

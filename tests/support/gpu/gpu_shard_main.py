@@ -7,11 +7,11 @@ import torch
 from lora_server.daemon import backends
 from lora_server.daemon.child_main import run_child
 from lora_server.daemon.shard_main import ShardProcess
+from lora_server.device.host.connection import SlotsMemory
 from lora_server.memory.pages import PagePool
 from lora_server.placement import Placement
 from lora_server.shard.device_host import DeviceShardHost
 from lora_server.transport.base import DeviceMemory
-from lora_server.transport.gpu.connection import SlotsMemory
 from tests.support.gpu.emulated_gpu import EmulatedGpu
 from tests.support.gpu.emulated_world import EmulatedWorldGpu
 

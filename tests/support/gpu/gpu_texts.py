@@ -7,18 +7,16 @@ from pathlib import Path
 
 from bench import gpu_build, gpu_ptx
 from kernels_cuda.build import SOURCE, read_source
-from lora_server.transport import put
-from lora_server.transport.gpu.source import FILES, SERVES
+from lora_server.device.protocol.source import FILES, SERVES
 from tests.support.gpu import emulated
 
 INSTRUCTIONS = gpu_ptx.FILES
 TABLE = Path(__file__).parents[2] / "device" / "instructions.txt"
-TEXTS = FILES | put.FILES
 
 
 def read(file: str) -> str:
     """A source as it is."""
-    return TEXTS.get(file) or (SOURCE / file).read_text()
+    return FILES.get(file) or (SOURCE / file).read_text()
 
 
 def look_at_instructions(instead: Mapping[str, str] | None = None) -> None:

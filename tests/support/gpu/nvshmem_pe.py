@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from lora_server.transport.gpu.world import World, WorldGpu
-from lora_server.transport.gpu.world_link import WorldLink
+from lora_server.device.client.world_link import WorldLink
+from lora_server.device.nvshmem.world import World, WorldGpu
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
@@ -58,7 +58,7 @@ def came(gpu: WorldGpu, address: int, at: int) -> str:
 
 
 def main() -> None:
-    from lora_server.transport.gpu.nvshmem import open_nvshmem
+    from lora_server.device.nvshmem.library import open_nvshmem
 
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     device = torch.device("cuda", rank)

@@ -1,6 +1,6 @@
 """A GPU, as the hosts of both ends of a link use it: memory that processes share, kernels, and queues of work.
 
-Implementations: transport.gpu.cuda; a test has one that is this CPU. Addresses are those that kernels see.
+Implementations: device.protocol.cuda; a test has one that is this CPU. Addresses are those that kernels see.
 """
 
 from __future__ import annotations

@@ -23,19 +23,18 @@ from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_device, on_torch_stream
 from kernels_cuda.heuristics import STAGES, Variant, choose
 from kernels_cuda.residency import SERVE_WARPS
+from lora_server.device.protocol import source
+from lora_server.device.protocol.gpu import Gpu, Memory, Queue, Shared
+from lora_server.device.protocol.needs import check
+from lora_server.device.protocol.pinned import Pinned
+from lora_server.device.protocol.source import ONE_WARP, SERVES
+from lora_server.device.protocol.virtual_memory import Exported, Imported, call, driver
 from lora_server.errors import ConfigError, ShardUnavailableError
-from lora_server.transport import put
-from lora_server.transport.device_memory import Pinned
 from lora_server.transport.environment import prepare_environment
-from lora_server.transport.gpu import source
-from lora_server.transport.gpu.gpu import Gpu, Memory, Queue, Shared
-from lora_server.transport.gpu.needs import check
-from lora_server.transport.gpu.source import ONE_WARP, SERVES
-from lora_server.transport.virtual_memory import Exported, Imported, call, driver
 
 HIGHEST = -100  # of a stream's priorities: lower than any GPU has, and the driver takes the nearest
 PUT_BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
-LINK = Variant(bulk_copy=False, warps=8)
+LINK = PUT = Variant(bulk_copy=False, warps=8)
 ROUTE = Variant(bulk_copy=False, warps=routing.WARPS, stages=STAGES)
 ONE_BLOCK = ("route", "link_wait", "link_send")
 SERVE_OWN_BYTES = 8192  # of shared memory, at most, beside what the compute takes
@@ -195,7 +194,7 @@ class CudaGpu(Gpu):
         """A source's kernels, as a cupy.RawModule."""
         import cupy
 
-        text, options = read_source(name, put.FILES | source.FILES), (STANDARD, *self._variant(name).defines)
+        text, options = read_source(name, source.FILES), (STANDARD, *self._variant(name).defines)
         return cupy.RawModule(code=text, options=options, enable_cooperative_groups=name in SERVES)
 
     def _function(self, kernel: str) -> Any:
@@ -213,7 +212,7 @@ class CudaGpu(Gpu):
     def _variant(self, source: str) -> Variant:
         if source in SERVES:
             return self._serve
-        return {"link.cu": LINK, "put.cu": put.VARIANT, "route.cu": ROUTE}[source]
+        return {"link.cu": LINK, "put.cu": PUT, "route.cu": ROUTE}[source]
 
     def _shared_bytes(self, source: str) -> int:
         if source in SERVES:

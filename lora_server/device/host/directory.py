@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_server.errors import AdapterLoadError
-from lora_server.spec import PROJECTIONS
-from lora_server.transport.gpu.kernel import ServeKernel
-from lora_server.transport.gpu.layout import (
+from lora_server.device.host.kernel import ServeKernel
+from lora_server.device.host.places import Ints, Places
+from lora_server.device.protocol.layout import (
     ENTRY,
     HANDLE_BITS,
     MAX_GENERATION,
@@ -26,7 +25,8 @@ from lora_server.transport.gpu.layout import (
     handle_of,
     parts,
 )
-from lora_server.transport.gpu.places import Ints, Places
+from lora_server.errors import AdapterLoadError
+from lora_server.spec import PROJECTIONS
 
 FIRST_PLACES = 1024
 Entries = npt.NDArray[np.void]  # [projections] of ENTRY

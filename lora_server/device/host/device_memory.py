@@ -1,4 +1,4 @@
-"""Memory of a GPU that two processes share, and host memory that a GPU can use.
+"""Memory of a shard's GPU that it shares with its clients.
 
 A shard creates the memory of a client's rows and hands it over as a descriptor (CUDA's virtual memory
 management): the physical memory lives until the last process has unmapped it, so that neither side's
@@ -10,7 +10,6 @@ its client's process has ended, and never freed. Either way it is zeroed before 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import threading
@@ -21,15 +20,14 @@ import structlog
 import torch
 
 from kernels_cuda.cuda import on_device
+from lora_server.device.protocol.pinned import Pinned
+from lora_server.device.protocol.virtual_memory import Exported, as_tensor, can_share_descriptors, zero
 from lora_server.errors import ConfigError, ShardUnavailableError
 from lora_server.transport.base import Twin
 from lora_server.transport.rows import Rows, TwinRows, twin_bytes
-from lora_server.transport.virtual_memory import Exported, Imported, as_tensor, can_share_descriptors, zero
-from lora_server.wire.messages import Welcome
 from lora_server.wire.region import RegionLayout
 
 BLOCK_BYTES = 2 << 20
-PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags
 log = structlog.get_logger()
 
 
@@ -127,80 +125,3 @@ class GpuMemory:
             log.warning("slots are copied as pageable memory", reason=str(error))
             return lambda: None
         return pinned.close
-
-
-# -- the client's end
-
-
-class ImportedTwin:
-    """A shard's memory in a client's process; `rows` are views of it."""
-
-    def __init__(self, welcome: Welcome, fd: int, layout: RegionLayout, device: torch.device) -> None:
-        """Raises ConfigError where the memory was not offered, or cannot be mapped."""
-        if not welcome.twin:
-            raise ConfigError(f"transport cuda_ipc: {welcome.why}; use transport='shm'")
-        self._device, self._mapped, self._opened = device, None, 0
-        try:
-            with on_device(device):
-                pointer = self._map(fd, layout) if welcome.twin == "fd" else self._open(welcome.handle)
-                self.rows = TwinRows(as_tensor(pointer, twin_bytes(layout), None, device), layout)
-        except (RuntimeError, ImportError) as error:
-            self.close()
-            raise ConfigError(
-                f"transport cuda_ipc: {device} cannot map the shard's GPU memory ({error}); is the shard's GPU "
-                "visible to this process? transport='shm' works without"
-            ) from error
-
-    _mapped: Imported | None
-
-    def _map(self, fd: int, layout: RegionLayout) -> int:
-        self._mapped = Imported(fd, twin_bytes(layout), self._device)
-        return self._mapped.pointer
-
-    def _open(self, handle: bytes) -> int:
-        import cupy
-
-        self._opened = cupy.cuda.runtime.ipcOpenMemHandle(handle)
-        return self._opened
-
-    def close(self) -> None:
-        """Unmap; idempotent. The caller has waited for its kernels."""
-        with on_device(self._device):
-            if self._mapped is not None:
-                self._mapped.close()
-            if self._opened:
-                import cupy
-
-                cupy.cuda.runtime.ipcCloseMemHandle(self._opened)
-                self._opened = 0
-
-
-class Pinned:
-    """Parts (begin, end) of host memory, whole pages, registered with the driver: a GPU can load and store there."""
-
-    def __init__(self, memory: memoryview, parts: list[tuple[int, int]], device: torch.device) -> None:
-        """Raises ConfigError where that is refused. Keeps no view of the memory."""
-        import cupy
-
-        self._runtime, self._device = cupy.cuda.runtime, device
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._registered: list[int] = []
-        try:
-            with on_device(device):
-                for begin, end in parts:
-                    self._runtime.hostRegister(self._address + begin, end - begin, PORTABLE_AND_MAPPED)
-                    self._registered.append(self._address + begin)
-        except self._runtime.CUDARuntimeError as error:
-            self.close()
-            raise ConfigError(f"{device} cannot pin host memory ({error}); raise the limit on locked memory") from error
-
-    def pointer(self, offset: int) -> int:
-        """Return the device's address of a byte of a registered part."""
-        with on_device(self._device):
-            return int(self._runtime.pointerGetAttributes(self._address + offset).devicePointer)
-
-    def close(self) -> None:
-        """Idempotent; no copy or kernel may still use it."""
-        with on_device(self._device), contextlib.suppress(self._runtime.CUDARuntimeError):
-            while self._registered:
-                self._runtime.hostUnregister(self._registered.pop())

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import structlog
 from typing_extensions import override
 
+from lora_server.device.protocol.gpu import Gpu, Memory
+from lora_server.device.protocol.slots import SlotSizes
 from lora_server.errors import ShardUnavailableError, WorldError
-from lora_server.transport.gpu.gpu import Gpu, Memory
-from lora_server.transport.gpu.slots import SlotSizes
 from lora_server.wire import lora_server_pb2 as pb
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
 
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class WorldGpu(Gpu):
-    """A GPU whose kernels reach other PEs. Implementations: transport.gpu.nvshmem; a test has one that is this CPU."""
+    """A GPU whose kernels reach other PEs. Implementations: device.nvshmem.library; a test has one that is this CPU."""
 
     kernels = Gpu.kernels | {"link_send": "link.cu"}
 

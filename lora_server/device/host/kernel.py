@@ -19,13 +19,13 @@ import structlog
 import torch
 
 from kernels_cuda.launch import DTYPE_NAMES, Workspace
+from lora_server.device.host.mailbox import TAKEN_SECONDS, Mailbox, wait_until
+from lora_server.device.protocol import layout
+from lora_server.device.protocol.gpu import Gpu
+from lora_server.device.protocol.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, Role, parts
+from lora_server.device.protocol.source import SERVES
 from lora_server.errors import ShardUnavailableError
 from lora_server.spec import PROJECTIONS, ModelSpec
-from lora_server.transport.gpu import layout
-from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.layout import LANES, LINK, ORDER_BYTES, ORDERS, SERVE, CommandKind, Role, parts
-from lora_server.transport.gpu.mailbox import TAKEN_SECONDS, Mailbox, wait_until
-from lora_server.transport.gpu.source import SERVES
 from lora_server.wire import slot
 from lora_server.wire.region import RegionLayout
 

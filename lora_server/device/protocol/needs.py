@@ -67,7 +67,7 @@ def ask(index: int) -> Answers:
             failed[name] = f"{type(error).__name__}: {error}"
     if "cuda.bindings" in failed:
         return Answers(0, failed)
-    from lora_server.transport.virtual_memory import DriverError, call, driver
+    from lora_server.device.protocol.virtual_memory import DriverError, call, driver
 
     try:
         call("cuInit", 0)
@@ -85,7 +85,7 @@ def ask(index: int) -> Answers:
 
 def has_dma_buf(index: int) -> bool:
     """Whether the driver hands a GPU's memory to a network card without nvidia_peermem."""
-    from lora_server.transport.virtual_memory import call, driver
+    from lora_server.device.protocol.virtual_memory import call, driver
 
     attribute = driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
     return bool(call("cuDeviceGetAttribute", attribute, index))

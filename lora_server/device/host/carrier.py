@@ -10,10 +10,10 @@ import mmap
 import threading
 from collections.abc import Callable
 
+from lora_server.device.protocol.gpu import Gpu
+from lora_server.device.protocol.layout import HERE
+from lora_server.device.protocol.slots import SIGNAL_BYTES
 from lora_server.transport.base import Connection
-from lora_server.transport.gpu.gpu import Gpu
-from lora_server.transport.gpu.layout import HERE
-from lora_server.transport.gpu.slots import SIGNAL_BYTES
 from lora_server.wire import slot
 from lora_server.wire.region import PAGE_BYTES
 

@@ -1,7 +1,7 @@
 """A client with activations on a device: kernels put its steps where the shard finds them.
 
 Arguments of kernels, and the memory of each step, are here; subclasses launch kernels and map memory:
-transport.cuda_ipc on a GPU. Steps go out in order on one queue of the device, beside
+device.client.cuda_ipc on a GPU. Steps go out in order on one queue of the device, beside
 the engine's own; that queue waits for what the engine had queued when the step was pushed.
 """
 
@@ -13,8 +13,8 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.routing import Choice, Route
+from lora_server.device.client.put import Put
 from lora_server.transport.base import Link
-from lora_server.transport.put import Put
 from lora_server.transport.rows import Rows, TwinRows
 from lora_server.transport.shm import ShmLink
 from lora_server.wire import slot

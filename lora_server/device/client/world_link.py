@@ -5,22 +5,20 @@ A client may use its place from the moment at which the controller granted it, a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
 from typing_extensions import override
 
+from lora_server.device.client.link import KernelLink
+from lora_server.device.nvshmem.world import Part, World
+from lora_server.device.protocol.gpu import Memory
+from lora_server.device.protocol.layout import CLIENT
+from lora_server.device.protocol.slots import GpuRows
 from lora_server.errors import ShardUnavailableError
-from lora_server.transport.base import Connection, Grant
-from lora_server.transport.gpu.gpu import Memory
-from lora_server.transport.gpu.layout import CLIENT
-from lora_server.transport.gpu.link import KernelLink
-from lora_server.transport.gpu.slots import GpuRows
-from lora_server.transport.gpu.world import Part, World
 from lora_server.transport.mapping import Mapping
 from lora_server.wire import slot
-from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout
+from lora_server.wire.region import Region
 
 
 class WorldLink(KernelLink):
@@ -81,26 +79,3 @@ class WorldLink(KernelLink):
             word = int.from_bytes(self.gpu.read(int(state["response_signal"]), 8), "little")
             self.unanswered = not self._is_mapped and pushed > slot.signalled_seq(word, self.epoch)
             self._mapping.drop()
-
-
-class WorldConnection(Connection):
-    """A shard's end. Nobody but the kernel takes its steps; `given_up`: the kernel uses it no more."""
-
-    transport = "nvshmem"
-
-    def __init__(self, grant: Grant, world: World) -> None:
-        self.client, self.epoch, self._world, self._pe = grant.client, grant.epoch, world, grant.pe
-        layout = RegionLayout(1, PAGE_BYTES, PAGE_BYTES)
-        self.region = Region(memoryview(bytearray(layout.nbytes)), layout)  # nobody writes there: the host sees no step
-        self.given_up = threading.Event()
-
-    def words(self) -> dict[str, int]:
-        """For CONNECT: see layout.LINK."""
-        heap, shard = self._world.heap, int(self._world.place.rank)
-        own = {"epoch": self.epoch, "client": self.client, "depth": heap.sizes.depth}
-        own |= {"request_bytes": heap.sizes.request, "response_bytes": heap.sizes.response}
-        return own | self._world.words(self._pe - heap.shards, shard, self._pe)
-
-    @override
-    def respond(self, seq: int, nbytes: int) -> None:
-        """The kernel does."""

@@ -11,12 +11,12 @@ from typing import ClassVar, Literal
 import structlog
 from typing_extensions import override
 
+from lora_server.device.protocol.gpu import Gpu, Memory
+from lora_server.device.protocol.layout import HERE
+from lora_server.device.protocol.slots import GpuRows, SlotSizes
 from lora_server.errors import ConfigError, ProtocolError
 from lora_server.transport.base import Grant, Twin
 from lora_server.transport.bells import Bell
-from lora_server.transport.gpu.gpu import Gpu, Memory
-from lora_server.transport.gpu.layout import HERE
-from lora_server.transport.gpu.slots import GpuRows, SlotSizes
 from lora_server.transport.rows import Rows
 from lora_server.transport.shm import ShmConnection
 from lora_server.wire.region import PAGE_BYTES, Region, RegionLayout

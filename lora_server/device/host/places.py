@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lora_server.transport.gpu.kernel import ServeKernel
+from lora_server.device.host.kernel import ServeKernel
 
 FIRST_PLACES = 1024
 Ints = npt.NDArray[np.int32]

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from kernels_cuda import routing
 from kernels_cuda.routing import Choice
+from lora_server.device.client.device_link import DeviceLink, DeviceSteps
+from lora_server.device.client.put import Put
+from lora_server.device.protocol.gpu import Gpu, Memory, Shared
+from lora_server.device.protocol.layout import CLIENT, HERE, LinkStatus
+from lora_server.device.protocol.slots import GpuRows, SlotSizes, check_activations
 from lora_server.errors import ConfigError, LoraServerError, ProtocolError
-from lora_server.transport.device_link import DeviceLink, DeviceSteps
-from lora_server.transport.gpu.gpu import Gpu, Memory, Shared
-from lora_server.transport.gpu.layout import CLIENT, HERE, LinkStatus
-from lora_server.transport.gpu.slots import GpuRows, SlotSizes, check_activations
-from lora_server.transport.put import Put
 from lora_server.transport.rows import Rows
 from lora_server.wire import slot
 from lora_server.wire.messages import Hello, Welcome

@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels_cuda.build import STANDARD, read_source
 from kernels_cuda.cuda import on_device, on_torch_stream
-from kernels_cuda.heuristics import Variant
 from kernels_cuda.launch import DTYPE_NAMES
 from kernels_cuda.routing import Route
-from lora_server.wire import slot
+from lora_server.device.protocol.cuda import PUT, PUT_BLOCKS
+from lora_server.device.protocol.source import FILES
 
-BLOCKS = 16  # few, so that the engine's GEMM keeps its multiprocessors
-WARPS = 8
-VARIANT = Variant(bulk_copy=False, warps=WARPS)
 VECTOR_BYTES = 16
 TO_CODES = {dtype: f"put_e4m3_{name}" for dtype, name in (DTYPE_NAMES | {torch.float32: "float32"}).items()}
 KERNELS = ("put_vectors", "put_halves", *TO_CODES.values())
-FILES = {
-    "put.cu": Path(__file__).with_name("put.cu").read_text(),
-    "slot.h": Path(slot.__file__).with_name("slot.h").read_text(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,7 @@ def _kernels(device: torch.device) -> dict[str, Any]:
     import cupy
 
     with on_device(device):
-        module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *VARIANT.defines))
+        module = cupy.RawModule(code=read_source("put.cu", FILES), options=(STANDARD, *PUT.defines))
         return {name: module.get_function(name) for name in KERNELS}
 
 
@@ -131,4 +123,4 @@ def launch(step: Put, stream: torch.cuda.Stream) -> None:
 
     numbers = tuple(cupy.uint64(value) for value in step.arguments())
     with torch.cuda.stream(stream), on_torch_stream(step.x.device):
-        _kernels(step.x.device)[step.kernel]((BLOCKS,), (WARPS * 32,), numbers)
+        _kernels(step.x.device)[step.kernel]((PUT_BLOCKS,), (PUT.warps * 32,), numbers)

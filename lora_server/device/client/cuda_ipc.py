@@ -3,7 +3,7 @@
 A put kernel (put.cu), on a stream of its own with the highest priority, stores tables and rows and then the
 request signal, with release at system scope; nothing waits for the engine's GEMM, and the host waits for no
 stream. Signals, headers and tables lie in the region, which this process pins. Rows and deltas lie in its
-twin, memory of the shard's GPU that the client has mapped too (transport.device_memory), or, where there is
+twin, memory of the shard's GPU that the client has mapped too (device.host.device_memory), or, where there is
 none, in the region as well. A GPU rings no bell: the shard looks at such clients' signals itself.
 
 The host launches on one side, and waits for answers on the other: see Link.
@@ -19,10 +19,11 @@ import torch
 from typing_extensions import override
 
 from kernels_cuda.routing import Choice, router
+from lora_server.device.client import put
+from lora_server.device.client.device_link import DeviceLink
+from lora_server.device.client.imported_twin import ImportedTwin
+from lora_server.device.protocol.pinned import Pinned
 from lora_server.errors import ConfigError
-from lora_server.transport import put
-from lora_server.transport.device_link import DeviceLink
-from lora_server.transport.device_memory import ImportedTwin, Pinned
 from lora_server.wire.messages import Hello, Welcome
 from lora_server.wire.region import PAGE_BYTES, RegionLayout
 

@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from kernels_cuda.build import read_source
 from kernels_cuda.cuda import on_device
+from lora_server.device.nvshmem import nvshmem_build
+from lora_server.device.nvshmem.world import UID_BYTES, WorldGpu
+from lora_server.device.protocol import needs, source
+from lora_server.device.protocol.cuda import CudaGpu
+from lora_server.device.protocol.gpu import Memory
+from lora_server.device.protocol.virtual_memory import as_tensor
 from lora_server.errors import ConfigError
-from lora_server.transport import put
-from lora_server.transport.gpu import needs, nvshmem_build, source
-from lora_server.transport.gpu.cuda import CudaGpu
-from lora_server.transport.gpu.gpu import Memory
-from lora_server.transport.gpu.world import UID_BYTES, WorldGpu
-from lora_server.transport.virtual_memory import as_tensor
 
 ENVIRONMENT = {  # unless it is set already
     "NVSHMEM_DISABLE_NCCL": "1",  # no collectives are used
@@ -70,7 +70,7 @@ class NvshmemGpu(CudaGpu, WorldGpu):
         arch = f"sm_{major}{minor}{'a' if major == 9 else ''}"
         folder = Path(os.environ.get("CUPY_CACHE_DIR", CACHE)).expanduser()
         options = [*self._variant(name).defines, "-DNVSHMEM=1"]
-        path = nvshmem_build.cached(read_source(name, put.FILES | source.FILES), arch, options, folder)
+        path = nvshmem_build.cached(read_source(name, source.FILES), arch, options, folder)
         module = cupy.RawModule(path=str(path), enable_cooperative_groups=name in source.SERVES)
         self._modules.append(module.module)
         if self._is_in:

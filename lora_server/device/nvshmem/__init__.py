@@ -1,0 +1,5 @@
+"""The world of processes whose GPUs reach each other by NVSHMEM.
+
+world     the processes, and their places in the heap    opened    which GPU of the world a device is
+library   a real GPU there: NVSHMEM's host side          nvshmem_build  its device code, linked
+"""

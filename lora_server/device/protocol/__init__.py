@@ -1,0 +1,8 @@
+"""What both sides of a link between GPUs need.
+
+layout    what hosts and kernels read and write     slots     the memory of a link
+source    the kernels' sources                      needs     what a machine must have for it
+gpu       a GPU as hosts use it                     cuda      a real one
+opened    which GPU a device is                     pinned    host memory that a GPU can use
+virtual_memory memory that is handed over as a descriptor
+"""
