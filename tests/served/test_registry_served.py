@@ -377,10 +377,10 @@ def test_an_unregistered_name_is_resolved_and_served(load, tmp_path):
             with lora.adapters(["acme/law"]):
                 got = generate(load.model, [load.batch[load.names.index("fused")]], NEW_TOKENS)[0]
             assert got.tokens == load.expected[load.names.index("fused")].tokens
-            with pytest.raises(UnknownAdapterError, match="not registered here, and not to be had from"):
+            with pytest.raises(UnknownAdapterError, match="not registered here, and cannot be added from"):
                 with lora.adapters(["acme/none"]):
                     pass
-            with pytest.raises(UnknownAdapterError, match="not to be had from"):
+            with pytest.raises(UnknownAdapterError, match="cannot be added from"):
                 directory.get("other/law")
             shutil.copytree(load.paths["qv"], root / "default" / "code")
             assert directory.get("code").lora_rank == 4, "a look-up resolves it as well"

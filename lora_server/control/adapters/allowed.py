@@ -1,4 +1,4 @@
-"""Where an adapter may come from that somebody adds by name: below some directories, from some URLs."""
+"""The sources that an adapter added by name may have: directories and URL prefixes that the operator allows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Allowed(NamedTuple):
 
     @classmethod
     def of(cls, config: ServeConfig) -> Allowed:
-        """Where no --adapter-root is given: --adapters, and where processes of this host alone reach the server, the
-        directory where it was started, unless that is all of the file system. Raises ConfigError."""
+        """Return what the configuration allows. Without --adapter-root, that is the --adapters directory and, if the
+        server listens on loopback only, its working directory unless that is the file system's root. Raises
+        ConfigError."""
         roots = list(config.adapter_root)
         if not roots:
             roots = [config.adapters] if config.adapters is not None else []
@@ -55,7 +56,7 @@ class Allowed(NamedTuple):
                 )
 
     def within(self, tenant: str) -> Allowed:
-        """What a tenant may add: below the parts of these that have its name."""
+        """Return the sources of one tenant: in each directory and URL prefix, the part named like the tenant."""
         roots = tuple(os.path.join(root, tenant) for root in self.roots)  # noqa: PTH118  (they are texts)
         return Allowed(roots, tuple(f"{source.rstrip('/')}/{tenant}" for source in self.sources) or (NO_URL,))
 
@@ -81,5 +82,5 @@ def _files(where: Path) -> list[Path]:
     try:
         with os.scandir(where) as entries:
             return [Path(one.path) for one in entries if is_watched(one.name)]
-    except OSError:  # said by who opens it
+    except OSError:  # opening the file reports it
         return []

@@ -1,4 +1,4 @@
-"""Which adapters there are: what names mean, versions that exist, refusals.
+"""The catalog of adapters: the version that each name means, all versions that exist, and refusals.
 
 The ledger is the truth for names that were added by name (`CatalogLedger`, lora_server/registry/versions.py), the
 directory for those of --adapters. What is here follows from them; shards keep what each was told, for a controller

@@ -59,8 +59,8 @@ class CatalogChanges:
         return replace(found, handle=self._catalog.ledger.next_handle())
 
     def offer(self, record: Record, eager: bool) -> list[PendingCommand]:
-        """List a version whose name means nothing yet, or this, and tell every live shard; under `lock`. Raises
-        AdapterExistsError where an engine's base model has the name."""
+        """List a version under a name that is free or already means it, and tell every live shard. Call with `lock`
+        held. Raises AdapterExistsError if an engine's base model has the name."""
         with self._sync.lock:  # shards are told of it before they are told which client holds it
             if self._catalog.by_handle(record.handle) is None:
                 self._catalog.publish(record, new=True)

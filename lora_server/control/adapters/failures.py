@@ -16,7 +16,8 @@ log = structlog.get_logger()
 
 
 class UpdateFailures:
-    """By adapter name. Thread-safe. `kept` stores them for the next controller."""
+    """Reasons why adapters' last updates failed, by adapter name. Thread-safe. `kept` stores them for the next
+    controller."""
 
     def __init__(self, kept: Attempts | None) -> None:
         """Raises ServerUnavailableError."""

@@ -1,4 +1,4 @@
-"""Where an adapter's files are: a directory of this host, a URL that the disk cache fetches, the server's own copy."""
+"""Locations of adapters' files: a directory of this host, a URL that the disk cache fetches, the server's own copy."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ def real_path(where: Path) -> Path:
 
 
 def uri_of(where: Path) -> str:
-    """Return one text for one place, whose last part may be a link."""
+    """Return the normalised path, so that one place has one text. A link as its last part is not followed."""
     return os.path.normpath(where)

@@ -45,7 +45,8 @@ class AdapterListings:
     def after(
         self, place: ListPlace, most: int, sees: Callable[[str], bool] = lambda name: True
     ) -> list[tuple[ListPlace, Listing | RefusedAdapter]]:
-        """Return the next ones by name and handle; a refusal for whose name nothing is served has handle 0."""
+        """Return up to `most` listings after `place`, sorted by name and handle. A refusal is listed, with handle 0, if
+        no version of its name is served."""
         records = {(one.name, one.handle): one for one in self._catalog.records()}
         served = {name for name, _ in records}
         refused = {(one.name, 0): one for one in self._catalog.refusals.listed() if one.name not in served}

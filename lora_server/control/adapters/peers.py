@@ -1,4 +1,4 @@
-"""What other servers of the same database change: the ledger says so, and this server follows."""
+"""Follow changes that other servers of the same database make, as the ledger records them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class RefusedAdapter(NamedTuple):
 
 
 class RefusedAdapters:
-    """By name. Thread-safe; its lock is a leaf."""
+    """The refusals, by adapter name. Thread-safe; its lock is a leaf."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, RefusedAdapter] = {}

@@ -1,7 +1,7 @@
-"""Names that nobody registered, and where their adapters would be: `--resolve s3://adapters/{tenant}/{name}`.
+"""Adds adapters on their first request, from a URL template: `--resolve s3://adapters/{tenant}/{name}`.
 
-Whoever asks for such a name brings it in, as `adapters add` would, and asks again meanwhile. All who ask for one name
-wait for one addition; a name that leads nowhere, or that its tenant has no place for, is not tried again for a while.
+A request for an unregistered name starts what `adapters add` does, and is told to retry until it is done. Requests for
+one name share one addition. A name without files, or over its tenant's limits, is not tried again for a while.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lora_server.sources.urls import ACCEPTED, EXTRAS
 from lora_server.timings import Timings
 
 DEFAULT_TENANT = "default"
-AT_ONCE, COMING, REFUSED = 4, 64, 1024  # that are brought, that wait for it too, that are remembered
+AT_ONCE, COMING, REFUSED = 4, 64, 1024  # additions that run at once, that run or wait, failures remembered
 FIELDS = ("tenant", "name")
 Add = Callable[[str, str, float], object]  # name, uri, seconds: registers an adapter, and raises why it cannot
 
 
 def check_template(template: str) -> str:
-    """Raises ConfigError for what is none."""
+    """Return the template if it is valid; raises ConfigError otherwise."""
     try:
         fields = [field for _, field, how, _ in string.Formatter().parse(template) if field is not None or how]
     except ValueError:
@@ -48,7 +48,7 @@ def check_template(template: str) -> str:
 
 
 class Resolver:
-    """Thread-safe."""
+    """Adds unregistered adapters from the template's URLs, on threads of its own. Thread-safe."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Resolver:
         clock: Callable[[], float] = time.monotonic,
         again_seconds: float = Timings.resolve_again,
     ) -> None:
-        """Raises ConfigError for a template that is none."""
+        """Raises ConfigError for an invalid template."""
         self._template, self._clock = check_template(template), clock
         self._again_seconds = again_seconds
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="resolve")
@@ -65,12 +65,15 @@ class Resolver:
         self._refused: dict[str, tuple[float, str, str]] = {}  # until when, the error's code and text; the oldest first
 
     def uri(self, name: str) -> str:
-        """Where it would be. A name without a slash is the default tenant's."""
+        """Return the URL of the adapter of this name. A name without a slash belongs to the default tenant."""
         tenant, slash, rest = name.partition("/")
         return self._template.format(tenant=tenant if slash else DEFAULT_TENANT, name=rest if slash else name)
 
     def ask(self, name: str, add: Add) -> None:
-        """Have it added. Raises ServerBusyError meanwhile; UnknownAdapterError or LimitError where it was not."""
+        """Start adding an adapter in the background, unless that runs already.
+
+        Raises ServerBusyError while it runs; UnknownAdapterError or LimitError for a while after it failed.
+        """
         try:
             check_name(name)
         except AdapterError as error:
@@ -82,7 +85,7 @@ class Resolver:
             if name not in self._coming and len(self._coming) < COMING:
                 self._coming.add(name)
                 self._threads.submit(self._bring, name, add)
-        raise ServerBusyError(f"adapter {name!r}: is being brought from {self.uri(name)}; ask again")
+        raise ServerBusyError(f"adapter {name!r}: is being added from {self.uri(name)}; try again")
 
     def _bring(self, name: str, add: Add) -> None:
         code = why = ""
@@ -90,10 +93,10 @@ class Resolver:
             add(name, self.uri(name), FETCH_SECONDS)
         except AdapterError as error:
             code = UnknownAdapterError.code
-            why = f"adapter {name!r}: not registered here, and not to be had from {self.uri(name)}: {error}"
+            why = f"adapter {name!r}: not registered here, and cannot be added from {self.uri(name)}: {error}"
         except LimitError as error:
             code, why = error.code, str(error)
-        except LoraServerError:  # the server's own state: who asks again tries again
+        except LoraServerError:  # the server's own state: the next request tries again
             pass
         finally:
             with self._lock:
@@ -105,5 +108,5 @@ class Resolver:
                     del self._refused[next(iter(self._refused))]
 
     def close(self) -> None:
-        """What was not begun is not."""
+        """Cancel additions that have not begun. Does not wait for those that run."""
         self._threads.shutdown(wait=False, cancel_futures=True)

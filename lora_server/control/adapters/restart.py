@@ -1,4 +1,4 @@
-"""What a controller that starts takes over: from shards that outlived an earlier one, and from the ledger."""
+"""Recovery of the catalog when a controller starts: from shards that outlived an earlier one, and from the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from lora_server.wire import lora_server_pb2 as pb
 
 
 class CatalogRecovery:
-    """Until the server is settled, the catalog is changed by this alone. Not thread-safe: `Arrivals` has the lock.
+    """Rebuilds the catalog after a restart; nothing else changes it until the server is settled.
+
+    Not thread-safe: `Arrivals` has the lock.
 
     The ledger is the truth for names that it has ever had; a directory's names are as the shards kept them.
     """
@@ -69,7 +71,7 @@ class CatalogRecovery:
         return learnt
 
     def _relist(self, name: str) -> None:
-        """List a directory's adapter again, in whose place another was about to come."""
+        """List a directory's adapter again: the ledger does not have the version that replaced it."""
         for record in self._catalog.records():
             if record.name == name and record.of_directory and record.handle in self._listed - self._not_listed:
                 self._catalog.publish(record)

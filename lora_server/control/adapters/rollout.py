@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 
 class AdapterRollout:
-    """What operators and tenants ask for. Thread-safe; it has no state: `CatalogChanges` has the lock.
+    """Carries out add, update, rollback, remove and pin. Thread-safe; it has no state: `CatalogChanges` has the lock.
 
     A new version is loaded beside the one that serves; a name means one of them at any time, and every request ends
     with the one that it began with.

@@ -30,7 +30,10 @@ from lora_server.timings import DEFAULTS, Timings
 
 
 class ServerAdapters(NamedTuple):
-    """From what is called to what calls. `CatalogChanges` says in which order their locks are taken."""
+    """The objects that make up a server's adapters, each listed before those that call it.
+
+    `CatalogChanges` documents the order in which their locks are taken.
+    """
 
     catalog: AdapterCatalog
     sync: ShardSync

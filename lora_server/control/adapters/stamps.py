@@ -1,4 +1,4 @@
-"""What adapters of a directory were when they were read: files that were not touched since need not be read again."""
+"""Records of a directory's adapters with their files' stamps: a restart does not read untouched files again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class StampStore:
         self._new: dict[str, tuple[Record, str]] = {}  # likewise, with the stamp; not in the ledger yet
 
     def before(self, name: str, where: Path, stamp: str) -> Record | None:
-        """Return what an earlier server read there, if the files have this stamp still; only once for a place.
+        """Return the record that an earlier server made of this place if its files still have this stamp, else None.
+
+        A second call for the same place returns None.
 
         Raises ServerUnavailableError, AdapterSourceError.
         """
@@ -39,15 +41,15 @@ class StampStore:
         return replace(Record.decode(seen.record.encode()), name=name, path=str(real_path(where)), pinned=seen.pinned)
 
     def _stamp(self, stamp: str) -> str:
-        """Return the stamp of files, and of what read them."""
+        """Return the files' stamp, prefixed with this release and model: another reader does not match it."""
         return f"{self._reader}/{stamp}"
 
     def note(self, record: Record, stamp: str) -> None:
-        """Note what was read just now."""
+        """Queue a record that was read just now for the next `keep`."""
         self._new[record.uri] = record, stamp
 
     def keep(self) -> None:
-        """Write what was noted to the ledger; where that is not reached, the next time."""
+        """Write the queued records to the ledger; if it is unreachable, log it and retry on the next call."""
         if self._ledger is None or not self._new:
             return
         try:
@@ -62,5 +64,5 @@ class StampStore:
             self._new = {}
 
     def pinned(self) -> set[str]:
-        """Return the places whose adapters are pinned. Raises ServerUnavailableError."""
+        """Return the URIs of pinned adapters. Raises ServerUnavailableError."""
         return self._ledger.pinned_places() if self._ledger is not None else set()

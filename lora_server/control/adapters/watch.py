@@ -40,7 +40,7 @@ def observe(seen: Mapping[str, Sighting], found: Scan, judged: Mapping[str, str]
 def decide(
     seen: Mapping[str, Sighting], judged: Mapping[str, str], now: float, settle_seconds: float
 ) -> tuple[list[str], list[str]]:
-    """Return the names to take, whose content was not judged yet, and those to forget."""
+    """Return the names to load, because their settled content was not judged yet, and the names to forget."""
     settled = {name: one.stamp for name, one in seen.items() if now - one.since >= settle_seconds}
     take = sorted(name for name, stamp in settled.items() if stamp != GONE and judged.get(name) != stamp)
     return take, sorted(name for name in judged if settled.get(name) == GONE)

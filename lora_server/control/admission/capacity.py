@@ -1,4 +1,4 @@
-"""Which adapters have a place in the device pools of all shards, and which others fit beside them."""
+"""Capacity of the shards' device pools: which adapters have a place in them, and which others fit as well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PoolCapacity:
         self._summed = 0  # the sizes' `changes` when these were added up
 
     def set_in_use(self, in_use: Set[int]) -> tuple[set[int], set[int]]:
-        """Give these and the pinned ones a place; return which are more than before, and which are not any more."""
+        """Give these adapters and the pinned ones a place; return the handles that gained one, and that lost it."""
         self.in_use, active = in_use, in_use | self.pinned
         more, fewer = set(active - self.active), set(self.active - active)
         for handle in more:

@@ -1,6 +1,6 @@
-"""Which client holds which adapter, and how often: the truth of it, from which shards and engines are told.
+"""Holds: how often each client holds each adapter. This is the authority; shards and engines get copies.
 
-After a restart of the controller it is unknown until each client has said it again.
+After a restart of the controller, a client's holds are unknown until the client reports them again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 
 
 class ClientHolds:
-    """By handle. Thread-safe; changed only under `AdmissionService`'s lock. While the holds of a client are unknown,
-    everything counts as held.
+    """Counts the clients' holds by handle. Thread-safe; changed only under `AdmissionService`'s lock.
+
+    While the holds of any client are unknown, every adapter counts as held.
 
     `changed(handle, more)` counts every hold that begins, or ends.
     """
@@ -25,7 +26,7 @@ class ClientHolds:
         self._lock = threading.RLock()
 
     def acquire(self, client: int, handles: Iterable[int]) -> set[int]:
-        """Count one more hold each; return which the client did not hold before."""
+        """Count one more hold of each; return the handles that the client did not hold before."""
         more = set()
         with self._lock:
             for handle in handles:

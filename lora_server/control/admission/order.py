@@ -1,4 +1,4 @@
-"""In which order tickets are served, fairly between tenants, and which adapters are drained for the first of them."""
+"""The order of the admission queue, fair between tenants, and the adapters that are drained for its first ticket."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Who may use its adapters now, and which requests wait until there is a place.
+"""The admission queue: a ticket is admitted when its adapters fit the shards' device pools, and waits until then.
 
-An adapter is active while a client holds it, and the active ones fit the device pools of all shards together. A ticket
-for active ones alone, or for others that fit beside them, is admitted at once; others are queued.
+An adapter is active while a client holds it. The active adapters fit the device pools of all shards together. A ticket
+is admitted at once if its adapters are active, or fit as well.
 
-The rule: first come, first served, with backfill. A ticket of an adapter that no shard has measured yet is skipped. One
-that fits may overtake earlier ones that do not. Once the first that was measured has waited for `first_seconds`, no
-other ticket takes a new place before it, and adapters are drained for it (`AdmissionOrder`): tickets for these wait
-behind it; those for others in use are admitted at once all the same. So its place comes when clients have released
-theirs, and no ticket starves. Tenants share by weight.
+The rule is first come, first served, with backfill. A ticket of an adapter that no shard has measured yet is skipped. A
+ticket that fits may overtake earlier ones that do not. Once the first measured ticket has waited `first_seconds`,
+backfill stops: no other ticket takes a new place, and adapters are drained for it (`AdmissionOrder`). Tickets for a
+drained adapter wait behind it; tickets for other adapters in use are still admitted at once. So the first ticket is
+admitted when clients have released the drained adapters, and no ticket starves. Tenants share by weight.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class QueuePosition(NamedTuple):
 
 @dataclass
 class AdmissionCounters:
-    """What has happened since the start."""
+    """Counters of admissions and cache hits since the controller started."""
 
     immediate: int = 0
     queued: int = 0  # admitted after they had waited
-    waits: Histogram = field(default_factory=Histogram)  # of those
+    waits: Histogram = field(default_factory=Histogram)  # seconds that queued tickets waited
     hits: int = 0  # adapters that were READY in all device pools when a client got them
     misses: int = 0
 
@@ -97,7 +97,7 @@ class AdmissionQueue:
         return (client, number) in self.tickets.waiting
 
     def settle(self, client: int, numbers: Iterable[int]) -> None:
-        """Forget tickets whose answers the client has; those that wait stay."""
+        """Forget the tickets among these that were answered: the client has their answers. Queued ones stay."""
         for number in numbers:
             if not self.is_queued(client, number):
                 self.tickets.drop((client, number))
@@ -144,7 +144,7 @@ class AdmissionQueue:
     # -- the queue
 
     def admit(self) -> None:
-        """Admit all whose turn it is: to be called when there may be room."""
+        """Admit every queued ticket that the rule allows now. Call it whenever capacity may have become free."""
         self.update()
         if self.paused:
             return
@@ -194,7 +194,7 @@ class AdmissionQueue:
         self.update(ticket.trace)
 
     def update(self, trace: Mapping[str, str] = telemetry.NOTHING) -> None:
-        """Tell shards which adapters became active, for whose trace, and which are not any more."""
+        """Tell shards which adapters became active or inactive. `trace` is that of the request that caused it."""
         more, fewer = self.capacity.set_in_use(self.holds.in_use())
         if more or fewer:
             self.send(pb.ShardCommand(active=pb.Active(more=more, fewer=fewer, trace=trace)))
@@ -207,4 +207,4 @@ class AdmissionQueue:
         shard = self.capacity.sizes.unmeasured(handles)
         if shard is not None:
             return QueuePosition(position, f"shard {shard} has not looked at its files yet")
-        return QueuePosition(position, self.capacity.lacking(set(handles)) or "those who came earlier go first")
+        return QueuePosition(position, self.capacity.lacking(set(handles)) or "earlier requests go first")

@@ -106,7 +106,7 @@ class AdmissionService:
             return self._clock.wait_for(self._changed, decided, seconds)
 
     def settle(self, client: int, tickets: Iterable[int]) -> None:
-        """Forget tickets whose answers the client has."""
+        """Forget the tickets among these that were answered: the client has their answers."""
         with self._changed:
             self.queue.settle(client, tickets)
 

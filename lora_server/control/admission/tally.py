@@ -1,8 +1,9 @@
-"""How often each adapter was held, and for how long: what a plan's popularity is measured by.
+"""Usage counters: how often each adapter was held, and for how long. `provision` takes popularity from them.
 
-Counted where holds end, on no step's path. The sums only grow, and MOST adapters have their own: the first ones, until
-others were held twice as often between two looks, REVIEW holds apart. All else is one sum. Who loses its own leaves its
-past behind, and who gets one begins anew: so differences in time are right. Not thread-safe but for `sums`.
+A hold is counted when it ends, never on a step's path. The sums only grow. The first MOST adapters have sums of their
+own, all others share one. Every REVIEW holds, an adapter that was held twice as often as one with its own sum replaces
+it. The replaced adapter's sum is dropped and the new one starts at zero, so differences over time stay right. Not
+thread-safe except `sums`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Sum(NamedTuple):
     seconds: float = 0.0
 
     def plus(self, other: Sum) -> Sum:
-        """Of both."""
+        """Return the sum of both."""
         return Sum(self.holds + other.holds, self.seconds + other.seconds)
 
 
 class Tally:
-    """`name_of` an adapter by its handle, None where it is gone."""
+    """Sums holds by adapter name. `name_of` returns the name of a handle, or None if the adapter is gone."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Tally:
         self._recent, self._num_recent = Counter[str](), 0
 
     def changed(self, handle: int, more: int) -> None:
-        """So many holds more, or fewer if it is negative."""
+        """Count `more` holds that begin or, if it is negative, so many that end."""
         now, since = self._clock(), self._since.setdefault(handle, deque())
         since.extend([now] * more)
         for _ in range(min(-more, len(since))):
@@ -52,7 +53,7 @@ class Tally:
             del self._since[handle]
 
     def sums(self) -> tuple[dict[str, Sum], Sum]:
-        """By adapter, and of all others."""
+        """Return the sums of adapters that have their own, by name, and the shared sum of all others."""
         return dict(self._own), self._others
 
     def _ended(self, name: str | None, seconds: float) -> None:

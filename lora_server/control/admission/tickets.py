@@ -1,4 +1,4 @@
-"""What clients asked for, and which of it waits."""
+"""Tickets: clients' requests for adapters, and the table of those that are open."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TicketKey = tuple[int, int]  # client, number
 
 @dataclass
 class Ticket:
-    """What a client asked for. Answered by `handles` that it holds, or by an error."""
+    """A client's request to hold adapters. It is answered by the `handles` that the client now holds, or by `error`."""
 
     names: tuple[str, ...]
     since: float
     tenant: str = ""
     weight: float = 1.0
-    first_since: float | None = None  # no measured ticket was before it since then
+    first_since: float | None = None  # when it became the first measured ticket
     waited: bool = False
     handles: list[int] | None = None
     error: LoraServerError | None = None
@@ -29,9 +29,9 @@ class Ticket:
 
 
 class TicketTable:
-    """By client and number. Not thread-safe: `AdmissionService` has the lock.
+    """Open tickets, by client and number. Not thread-safe: `AdmissionService` has the lock.
 
-    A ticket asked for again is the same until it is settled. Number 0 is never kept.
+    A client that repeats a number gets the same ticket until it settles it. Tickets of number 0 are not kept.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class TicketTable:
     def check(self, client: int, more: int = 1, most: int = MAX_TICKETS) -> None:
         """Raise AdmissionError where a client would have more than `most` tickets."""
         if (tickets := len(self._by_client.get(client, ()))) + more > most:
-            raise AdmissionError(f"client {client}: {tickets} requests of it are open, as many as may be; end some")
+            raise AdmissionError(f"client {client}: {tickets} open requests, as many as a client may have; end some")
 
     def add(self, key: TicketKey, ticket: Ticket) -> None:
         """Append a ticket to those that wait."""

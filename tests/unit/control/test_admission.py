@@ -164,7 +164,7 @@ def test_smaller_tickets_overtake_the_head_only_until_it_has_waited():
     )
     assert admission.acquire(3, 1, ["small"]) == [3], "it fits beside, and the head waits for nothing of it yet"
     clock.advance(Timings.first_in_queue)
-    assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "those who came earlier go first")
+    assert admission.acquire(4, 1, ["a"]) == QueuePosition(2, "earlier requests go first")
     assert admission.acquire(4, 2, []) == [], "nothing is had at once"
     admission.release(1, [1])
     assert admission.is_queued(2, 1) is False, "6 + 2 bytes are free now"
