@@ -2,13 +2,13 @@
 
 controller    puts together:                       start       how far its start is
   clients     their leases, and what they hold     prefetch    signals before a request's first step
-  arrivals    shards that come, go, and tell       drain       nobody is admitted any more
-                what they kept                   connections  how many a port has
-  caller      whether who asked still waits
-adapters/     what there is, by name
-sync/         what shards were told of it, and what they have
-admission/    who may use it now, who waits
-members/      shards and clients: who is here, until when
-reports/      what the server tells of itself
+  arrivals    shards that register, and the        drain       admission stops, requests in use end
+                state that they kept             connections  the limit on a port's connections
+  caller      whether an RPC's caller still waits
+adapters/     the catalog of adapters, by name, and its changes
+sync/         what shards were told of adapters, and what they have
+admission/    which requests may use their adapters now, and which wait
+members/      shards and clients that are connected, and their leases
+reports/      status, metrics and listings
 rpc/          its gRPC services                    http/       health, metrics and the page
 """

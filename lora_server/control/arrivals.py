@@ -1,9 +1,9 @@
-"""Shards that come and go. They keep what they know while their controller is away, and tell the next one.
+"""Registration of shards. A shard keeps its state while the controller is away and reports it to the next one.
 
 A *run* is what handles and leases belong to. A controller that starts takes over the run that its shards
-kept, and is settled once all of them have registered; from then on it knows better than they do, and a
-shard that kept another run's state drops it. A rank has one claimant at a time: claims count up, and
-whoever comes back with a lower one was replaced meanwhile and is turned away.
+kept, and is settled once all of them have registered. From then on the controller is the authority: a shard
+that kept another run's state drops it. A rank has one claimant at a time. Claims count up, so a shard that
+returns with a lower claim than the newest was replaced meanwhile and is rejected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Arrivals:
-    """Thread-safe; one arrival at a time."""
+    """Registers shards, one at a time, and settles the server when all have come. Thread-safe."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Arrivals:
         self._agreement, self._shards, self._adapters, self._clients = agreement, shards, adapters, clients
         self._start, self._restarted, self._listed = start, restarted, listed
         self.run = ""
-        self.on_run: Callable[[str], object] = lambda run: None  # which one it is, before anybody is admitted
+        self.on_run: Callable[[str], object] = lambda run: None  # called with the run before any request is admitted
         self._lock = threading.Lock()
 
     def arrive(self, registration: pb.Registration, kept: Sequence[pb.Kept]) -> ShardHandle:
-        """A shard registered: learn what it kept, or give it what all must have.
+        """Register a shard: learn the state that it kept, and send it what every shard must have.
 
         Raises ConfigError if it disagrees, LeaseError if its rank is another's.
         """
@@ -114,7 +114,7 @@ class Arrivals:
         self._adapters.admission.collect()
 
     def announce(self) -> None:
-        """Tell the shards which run they are of, and whether its start-up directory is registered."""
+        """Tell the shards their run, and whether the start-up directory is registered."""
         for handle in self._shards.live().values():
             handle.send(self._claim(handle, self.run))
 

@@ -9,11 +9,11 @@ _left: ContextVar[threading.Event] = ContextVar("left")
 
 
 def bind(left: threading.Event) -> None:
-    """In the context that the RPC runs in; `left` is set once its caller is gone."""
+    """Bind `left`, which is set once the RPC's caller is gone, to this context; call it in the RPC's context."""
     _left.set(left)
 
 
 def has_left() -> bool:
-    """False also where no RPC runs."""
+    """Return whether the RPC's caller is gone; False outside an RPC."""
     left = _left.get(None)
     return left is not None and left.is_set()

@@ -26,7 +26,10 @@ log = structlog.get_logger()
 
 
 class Clients:
-    """Thread-safe. Leases are refused until the start is settled: then an unknown lease is none."""
+    """A server's clients: their leases, holds and prefetches. Thread-safe.
+
+    Calls with an unknown lease get ServerUnavailableError until the start is settled, and LeaseError from then on.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class Clients:
         self.world, self._timings = world, timings
         self.prefetches = Prefetches(leases, admission.holds, shards, timings.prefetch_gap, clock)
         self._waiters = threading.Semaphore(max_waiters)
-        self.refused = ""  # why nobody may join
+        self.refused = ""  # why joins are refused; empty if they are not
         self._ended: set[tuple[int, int]] = set()  # clients and epochs that a shard reported before all were heard
 
     def join(
@@ -55,7 +58,7 @@ class Clients:
         weight: float = 1.0,
         asked: pb.Place | None = None,
     ) -> tuple[ClientLease, dict[int, ShardHandle]]:
-        """A lease that every shard knows of, with the place in NVSHMEM's world that is asked for.
+        """Grant a lease, with the place in NVSHMEM's world that is asked for; return it once every shard knows of it.
 
         Raises ServerUnavailableError while a shard is not up, WorldError.
         """
@@ -80,7 +83,7 @@ class Clients:
         return lease, live
 
     def renew(self, proof: Proof) -> int:
-        """The client of a call is alive: its id. Raises LeaseError if its lease is gone, or is another's."""
+        """Extend a client's lease and return its id. Raises LeaseError if the lease is gone, or is another's."""
         try:
             return self.leases.renew(proof)
         except LeaseError:
@@ -89,38 +92,40 @@ class Clients:
             raise ServerUnavailableError(RESTARTED) from None
 
     def heartbeat(self, proof: Proof, settled: Iterable[int] = ()) -> bool:
-        """Whether it has to say what it holds; settled: tickets whose answer it has. Raises LeaseError."""
+        """Renew a client's lease and forget the tickets of which it has the answers (`settled`); return whether the
+        client has to report its holds with `restore`. Raises LeaseError."""
         client = self.renew(proof)
         self._admission.settle(client, settled)
         return self._admission.holds.is_unknown(client)
 
     def leave(self, proof: Proof, unanswered: bool = False) -> None:
-        """It goes, if it had not gone before; `unanswered`: steps of it may still be on their way."""
+        """End a client's lease at its own request; no-op if it has none. `unanswered`: steps of it may still be in
+        flight."""
         if self.leases.proven(proof) is not None:
             self.world.give_back(proof.client, rests=unanswered)
             self.end(proof.client, proof.epoch)
 
     def end(self, client: int, epoch: int) -> None:
-        """The client left, died, or was silent: cut it off everywhere and let go of what it held."""
+        """End the lease of a client that left, died or was silent: cut it off everywhere and release what it held."""
         if not self._start.settled.is_set():
             self._ended.add((client, epoch))
         if self.leases.end(client, epoch):
             self._forget(client)
 
     def end_all(self) -> None:
-        """Of clients that hold nothing: who wants something next joins anew."""
+        """End the leases of all clients. Call it when none holds an adapter; a client joins again for its next one."""
         for lease, _ in self.leases.silences():
             self.end(lease.client, lease.epoch)
 
     def end_where(self, ends: Callable[[ClientLease], bool], why: str) -> None:
-        """Of these clients, whatever they hold."""
+        """End the leases of which `ends` is true, whatever their clients hold, and log `why`."""
         for lease, _ in self.leases.silences():
             if ends(lease):
                 log.warning("lease ended", client=lease.client, instance=lease.instance, tenant=lease.tenant, why=why)
                 self.end(lease.client, lease.epoch)
 
     def expire(self) -> None:
-        """Called about once a second."""
+        """End the leases that have expired. Called about once a second."""
         for lease in self.leases.take_expired():
             log.warning("lease expired", client=lease.client, instance=lease.instance)
             self._forget(lease.client)
@@ -139,7 +144,7 @@ class Clients:
         return self._admission.acquire(self.renew(proof), names, ticket, tenant, weight, check)
 
     def wait_admitted(self, proof: Proof, tickets: Sequence[int], seconds: float) -> list[int]:
-        """See AdmissionService; where as many wait already as may, at once. Raises LeaseError."""
+        """Wait for tickets as AdmissionService does; return at once if too many clients wait. Raises LeaseError."""
         client = self.renew(proof)
         if not self._waiters.acquire(blocking=False):
             return self._admission.wait_admitted(client, tickets, 0.0)
@@ -153,7 +158,7 @@ class Clients:
         self._admission.cancel(self.renew(proof), tickets)
 
     def release(self, proof: Proof, handles: Iterable[int]) -> None:
-        """Let go of adapters; raises LeaseError."""
+        """Release holds of adapters; raises LeaseError."""
         client = self.renew(proof)
         self._admission.release(client, handles)
         self.prefetches.released(client)
@@ -164,19 +169,20 @@ class Clients:
         self.prefetches.receive(proof, needs)
 
     def restore(self, proof: Proof, handles: Iterable[int]) -> None:
-        """What a client of an earlier controller holds, which says it once; raises LeaseError."""
+        """Take over the holds of a client of an earlier controller. The client reports them once; later reports are
+        ignored. Raises LeaseError."""
         client = self.renew(proof)
         if self._admission.holds.is_unknown(client):
             self._admission.restore(client, handles)
 
     def borrow(self, proof: Proof, holder: Proof) -> None:
-        """Steps of one client may name what the other holds; raises LeaseError for either."""
+        """Let one client's steps use the adapters that `holder` holds; raises LeaseError for either."""
         client, lender = self.renew(proof), self.renew(holder)
         command = pb.ShardCommand(borrow=pb.Borrow(client=client, holder=lender))
         wait_all(self._shards.broadcast(command), self._timings.grant, "what a client borrows")
 
     def adopt(self, grants: Iterable[pb.Grant], last_client: int) -> None:
-        """Clients that a shard kept from an earlier controller of the same run."""
+        """Take over the clients that a shard kept from an earlier controller of the same run."""
         self.leases.reserve(last_client)
         for grant in grants:
             if (grant.client, grant.epoch) not in self._ended and self.leases.adopt(grant):
@@ -184,7 +190,8 @@ class Clients:
                 self.world.adopt(grant.client, grant.pe)
 
     def introduce(self, handle: ShardHandle, grants: Iterable[pb.Grant]) -> None:
-        """A shard that arrived cuts off whom nobody knows any more."""
+        """Have a shard that registered revoke the clients that have no lease any more. If its registration ended an
+        NVSHMEM world, end the leases of that world's clients."""
         for grant in grants:
             if not self.leases.is_known(grant.client, grant.epoch):
                 handle.send(pb.ShardCommand(revoke=grant.client))

@@ -32,12 +32,12 @@ class Peer(NamedTuple):
 
     @classmethod
     def of(cls, host: str, port: int) -> Peer:
-        """Of a socket's address."""
+        """Return the peer of a socket address."""
         return cls(host.removeprefix("::ffff:").partition("%")[0], port)
 
     @classmethod
     def of_grpc(cls, text: str) -> Peer:
-        """Of what gRPC calls it, such as ipv4:127.0.0.1:50000 or ipv6:%5B::1%5D:50000."""
+        """Return the peer of gRPC's text for it, such as ipv4:127.0.0.1:50000 or ipv6:%5B::1%5D:50000."""
         host, _, port = unquote(text.partition(":")[2]).rpartition(":")
         return cls.of(host.strip("[]"), int(port) if port.isdigit() else 0)
 
@@ -52,7 +52,7 @@ class ConnectionLimit:
         self._complain = Repeats(log.warning)
 
     def enforce(self) -> None:
-        """Look at all connections once; to be called again and again."""
+        """Look at all connections once, and end those over the limits. Call it periodically."""
         try:
             descriptors = dict(_open_sockets())
             known = {inode: peer for inode, peer in self._sockets.items() if inode in descriptors}
@@ -84,7 +84,10 @@ class ConnectionLimit:
         return excess
 
     def _peer(self, fd: int) -> Peer | None:
-        """Whose end it is, if it is a connection of the port. Raises OSError where no descriptor is free."""
+        """Return the other end of a descriptor if it is a connection of the port, else None.
+
+        Raises OSError if no descriptor is free.
+        """
         try:
             copy = os.dup(fd)
         except OSError as error:

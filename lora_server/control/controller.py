@@ -24,7 +24,7 @@ from lora_server.wire import lora_server_pb2 as pb
 class Controller:
     """Everything that one server's control plane knows; each part is thread-safe."""
 
-    resolver: Resolver | None = None  # of names that nobody registered
+    resolver: Resolver | None = None  # adds names that are not registered
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Controller:
         self.arrivals.on_run = self.drain.settle
 
     def not_ready(self) -> str:
-        """Why /readyz says no; empty if it says yes."""
+        """Return why /readyz says no; empty if it says yes."""
         if self.drain.reason:
             return self.drain.reason
         missing = self.shards.missing()

@@ -1,8 +1,8 @@
-"""Nobody is admitted any more, and those that compute come to an end: before a node stops, or a shard is started anew.
+"""Drain: admission stops and admitted requests run to their end, before a node stops or a shard is restarted.
 
-Requests wait in the queue meanwhile. With a shard's restart all leases end while nobody holds anything: engines join
-anew, without a failed request; a controller that dies forgets the restart, and who waits goes on. A server that drains
-does so under its next controller, too.
+Requests wait in the queue meanwhile. A shard is restarted once no adapter is held. All leases end then, and engines
+join again without a failed request. A controller that dies forgets the restart, and queued requests go on. A server
+that drains is drained under its next controller, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Drain:
-    """Thread-safe. One at a time."""
+    """Drains the server, resumes it, and restarts shards; one at a time. Thread-safe."""
 
     def __init__(
         self,
@@ -39,27 +39,27 @@ class Drain:
         look_seconds: float = Timings.drain_look,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`drains`: where it is kept. `look_seconds`: between two looks for a shard's successor."""
+        """`drains` stores that the server drains. `look_seconds` separates two checks for a shard's successor."""
         self._look_seconds, self._clock = look_seconds, clock
         self._shards, self._clients, self._admission, self._drains = shards, clients, admission, drains
         self._drained = drains.drained() if drains is not None else set()  # under an earlier controller
         self._run = ""
         self._one = threading.Lock()
-        self.reason = ""  # why nobody is admitted
+        self.reason = ""  # why admission is paused; empty if it is not
 
     def settle(self, run: str) -> None:
-        """Which server this is: before anybody is admitted."""
+        """Set the server's run, and stay drained if an earlier controller drained it. Call it before any admission."""
         self._run = run
         if run in self._drained:
-            log.info("it drains still, as under the controller before")
+            log.info("the server is still drained, as under the controller before")
             self._pause(0)
 
     def begin(self, seconds: float) -> int:
-        """Until `resume`: nobody joins, nobody is admitted. How many adapters are still held after so long. Raises
-        ServerUnavailableError before all shards have come."""
+        """Refuse joins and admissions until `resume`, and wait up to `seconds` for held adapters to be released; return
+        how many are still held then. Raises ServerUnavailableError before all shards have registered."""
         seconds = _checked(seconds)
         with self._alone():
-            if not self._run:  # nobody knows yet who holds what
+            if not self._run:  # the holds are not known yet
                 raise ServerUnavailableError(RESTARTED)
             if self._drains is not None:
                 self._drains.drain(self._run)
@@ -73,7 +73,7 @@ class Drain:
         return self._admission.pause(self.reason, seconds)
 
     def resume(self) -> None:
-        """As if nothing had been."""
+        """End the drain: joins and admissions go on."""
         if self._drains is not None and self._run:
             self._drains.resume(self._run)
         self._go_on()
@@ -83,10 +83,10 @@ class Drain:
         self._admission.pause("", 0)
 
     def restart(self, shard: int, seconds: float) -> None:
-        """Start a shard anew between requests: they wait, and go on with its successor.
+        """Restart a shard between requests: they wait, and go on with its successor.
 
-        Raises ConfigError for no shard of this server, ServerUnavailableError where requests do not end in time (then
-        nothing was done), or the successor is not up in time.
+        Raises ConfigError if this server has no such shard; ServerUnavailableError if requests do not end in time (then
+        nothing was done), or if the successor is not up in time.
         """
         deadline = self._clock.now() + _checked(seconds)
         live = self._shards.require_up()

@@ -1,6 +1,6 @@
-"""Prefetches: clients say what their coming steps need, of what they hold.
+"""Prefetches: clients announce which of the adapters that they hold their coming steps need.
 
-A client that says too much, or too often, is not heard; that is counted, by why, and logged now and then.
+An announcement that is too large or comes too soon is ignored. These are counted, by reason, and logged at a low rate.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = structlog.get_logger()
 
 
 class Prefetches:
-    """Judges what clients say, and passes it on. Thread-safe.
+    """Checks clients' announcements and sends them to the shards. Thread-safe.
 
-    At most MAX_PREFETCHED handles of a client are outstanding: what it said last.
+    A client's last announcement replaces the one before it, so at most MAX_PREFETCHED of its handles are outstanding.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Prefetches:
         self._lock = threading.Lock()
 
     def receive(self, proof: Proof, expected: Mapping[int, int]) -> None:
-        """In how many microseconds a client expects to need which handle."""
+        """Take a client's announcement: handles, and in how many microseconds it expects to need each."""
         client = proof.client
         self._complain.flush()
         with self._lock:  # a client that goes is forgotten before it, or after it
@@ -76,7 +76,7 @@ class Prefetches:
         self._tell(client, needs)
 
     def released(self, client: int) -> None:
-        """A client let go of something: with the last of what it announced it needs nothing any more."""
+        """Withdraw a client's announcement once it has released all handles in it."""
         with self._lock:
             announced = self._announced.get(client)
             if announced and not self._holds.of(client, announced):
@@ -84,7 +84,7 @@ class Prefetches:
                 self._tell(client, [])
 
     def forget(self, client: int) -> None:
-        """Its lease is gone; shards forget what it needs when they are told so."""
+        """Forget a client without a lease. The shards forget its needs when its lease is revoked there."""
         with self._lock:
             self._announced.pop(client, None)
             self._quiet_until.pop(client, None)

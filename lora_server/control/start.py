@@ -1,4 +1,4 @@
-"""How far the start of a controller is: calls that need the answer of every shard are refused before."""
+"""The progress of a controller's start. Calls that need every shard's state are refused until all have registered."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ RESTARTED = "the controller has just started and waits for its shards to registe
 
 
 class StartState:
-    """Thread-safe; each event is set once. `Arrivals` sets `settled`, the start-up directory's source `registered`."""
+    """Events of the start. Thread-safe; each is set once: `settled` by `Arrivals`, `registered` by the source of the
+    start-up directory."""
 
     def __init__(self) -> None:
-        self.settled = threading.Event()  # all shards have said what they keep: an unknown name or lease is none
+        self.settled = threading.Event()  # all shards reported what they keep: an unknown name or lease does not exist
         self.registered = threading.Event()  # the start-up directory is listed
-        self.progress = 0, 0  # of registering it: done, all
+        self.progress = 0, 0  # adapters of the start-up directory: registered, in all
 
     def require_settled(self) -> None:
-        """Raise ServerUnavailableError until every shard has said what it keeps."""
+        """Raise ServerUnavailableError until every shard has reported what it keeps."""
         if not self.settled.is_set():
             raise ServerUnavailableError(RESTARTED)

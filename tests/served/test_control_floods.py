@@ -432,7 +432,7 @@ def test_what_one_call_asks_for_is_bounded(server):
 def test_cancelled_tickets_that_never_come_are_bounded(server):
     _, controller, address = server
     proof = controller.clients.leases.grant("engine").proof
-    with open_channel(address) as channel, pytest.raises(AdmissionError, match="requests of it are open"):
+    with open_channel(address) as channel, pytest.raises(AdmissionError, match="open requests, as many"):
         for first in range(1, 10 * MAX_TICKETS, MAX_TICKETS):
             request = signed(pb.CancelRequest(tickets=range(first, first + MAX_TICKETS)), proof)
             call(rpc.ClientsStub(channel).Cancel, request, server=address, seconds=HANG_SECONDS)

@@ -1,5 +1,5 @@
 """Health, metrics and a page over HTTP.
 
-server  one process's answers                       page/  to look at, live
-limits  of what strangers may send
+server  one process's answers                       page/  a live web page
+limits  of time, size and connections per request
 """

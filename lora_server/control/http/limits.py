@@ -1,6 +1,6 @@
-"""What one HTTP request may cost: a deadline, a size, a share of the connections, one line of the log.
+"""Limits on HTTP requests: a deadline, a size, a number of connections, one log line each.
 
-Whoever reaches the port may send anything.
+The port needs no authentication to connect, so anything may arrive on it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lora_server.timings import Timings
 
 KEEP_ALIVE_SECONDS = 5
 MAX_HEAD_BYTES = 16 * 1024
-MAX_CONNECTIONS = 256  # of one more, the oldest unfinished request goes
-PROBES, MAX_PROBES = ("/livez", "/readyz"), 32  # requests for these go last, as many as that
+MAX_CONNECTIONS = 256  # one more aborts the oldest unfinished request
+PROBES, MAX_PROBES = ("/livez", "/readyz"), 32  # up to MAX_PROBES requests for these are not aborted
 log = structlog.get_logger()
 
 
 def limited(app: ASGIApp, seconds: float = Timings.http_request) -> uvicorn.Config:
-    """How uvicorn serves an app within these limits; it writes nothing by itself."""
+    """Return uvicorn's configuration that serves an app within these limits. uvicorn itself writes no log lines."""
 
     class Connection(_Connection):
         request_seconds = seconds
@@ -58,7 +58,8 @@ class _Connection(H11Protocol):
     _deadline: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start its time limit. Where it is one too many, abort the one whose request has taken longest."""
+        """Start the connection's deadline. If there are too many connections now, abort the one with the oldest
+        request."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(self.request_seconds, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -67,7 +68,7 @@ class _Connection(H11Protocol):
             oldest.transport.abort()
 
     def _endable(self) -> list[_Connection]:
-        """All connections but those that wait for the answer to a probe, unless these are too many."""
+        """Return the connections that may be aborted: all but those of probes, or all if there are too many probes."""
         every = cast("set[_Connection]", self.connections)
         others = [one for one in every if not one._is_probe()]
         return others if len(every) - len(others) <= MAX_PROBES else list(every)
@@ -88,10 +89,10 @@ class _Connection(H11Protocol):
 
 
 class _OneLineHandler(logging.Handler):
-    """What uvicorn has to say, without a traceback."""
+    """Writes uvicorn's records to our log as one line each, without a traceback."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """To our log; that a request was cancelled at the end is no news."""
+        """Write a record to our log, unless it says that a request was cancelled."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, asyncio.CancelledError):
             log.error("http: " + record.getMessage().strip(), **({"error": repr(error)} if error else {}))

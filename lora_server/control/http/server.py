@@ -37,13 +37,13 @@ LOGIN = {"WWW-Authenticate": 'Basic realm="lora-server", charset="UTF-8"'}  # a 
 
 
 class HttpGate(Protocol):
-    """Who may see what; both may block."""
+    """Decides which paths a caller may see. Both methods may block."""
 
     def admit(self, call: str, authorization: str) -> object:
-        """Raises LoraServerError."""
+        """Admit a call; raises LoraServerError if its token does not allow it."""
 
     def allows(self, call: str, authorization: str) -> bool:
-        """Whether it would, asked for the sake of what is shown."""
+        """Return whether `admit` would admit a call; used to choose what a page shows."""
 
 
 class HttpServer:
@@ -98,7 +98,7 @@ class HttpServer:
             await asyncio.sleep(0)  # the loop drops them before it closes
 
     async def _bound_handshakes(self) -> None:
-        """With TLS, connections come here after their handshake: those before it have a limit of their own."""
+        """Limit connections that are still in the TLS handshake, which uvicorn does not count. Runs until cancelled."""
         limit = ConnectionLimit(self.port)
         while self._server.config.ssl is not None:
             here = [cast(H11Protocol, one).client for one in self._server.server_state.connections]
@@ -155,7 +155,7 @@ def _shown(request: Request) -> str:
 
 
 def _gated(path: str, answer: Answer, gate: HttpGate | None) -> Answer:
-    """For those who may; 401 and 403 to others."""
+    """Wrap a handler so that callers without the right get 401 or 403."""
     if gate is None:
         return answer
 
@@ -166,7 +166,7 @@ def _gated(path: str, answer: Answer, gate: HttpGate | None) -> Answer:
             return PlainTextResponse(f"{error}\n", 401, LOGIN)
         except PermissionDeniedError as error:
             return PlainTextResponse(f"{error}\n", 403)
-        except LoraServerError as error:  # who may is not known now
+        except LoraServerError as error:  # tokens cannot be checked now
             return PlainTextResponse(f"{error}\n", 503)
         return answer(request)
 

@@ -1,5 +1,5 @@
-"""Who is here.
+"""Members: the shards and clients of a server.
 
-shards     who is up, commands to them              agreement  what all nodes must share
-leases     clients, until when                      world      of NVSHMEM: who has which place
+shards     shards that are up, commands to them     agreement  settings that all nodes must share
+leases     clients, and when their leases expire    world      places of processes in NVSHMEM's world
 """

@@ -1,4 +1,4 @@
-"""What all nodes of one server must share."""
+"""The agreement: settings that all nodes of one server must share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lora_server.wire.slot import Wire
 
 @dataclass(frozen=True)
 class Agreement:
-    """Model and flags that decide which weights lie where, how steps look and which ports are whose."""
+    """The model, and the flags that decide where weights lie, the layout of steps, and the shards' ports."""
 
     spec: ModelSpec
     layout: Layout
@@ -28,7 +28,7 @@ class Agreement:
 
     @classmethod
     def of(cls, config: ServeConfig, spec: ModelSpec) -> Agreement:
-        """Of a node that serves this model; raises ConfigError if its flags do not fit it."""
+        """Return the agreement of a node with these flags and model; raises ConfigError if they do not fit together."""
         if config.max_step_rows < spec.top_k:
             raise ConfigError(
                 f"--max-step-rows: got {config.max_step_rows}, expected at least the model's top-k, {spec.top_k}, "
@@ -40,7 +40,7 @@ class Agreement:
         return cls(spec, layout, *steps, config.data_port_base, config.wire, config.nvshmem_clients, config.slots)
 
     def digest(self) -> str:
-        """What shards show when they register."""
+        """Return a hash of the agreement, which shards show when they register."""
         flags: tuple[object, ...] = (
             self.layout,
             self.dtype,
@@ -55,7 +55,7 @@ class Agreement:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """For the error when two nodes disagree."""
+        """Return the agreement as text, for the error when two nodes differ."""
         return (
             f"model {self.spec.name} ({self.spec.fingerprint()}), layout {self.layout}, dtype {self.dtype}, "
             f"coordination {self.coordination}, max-step-rows {self.max_step_rows}, wire {self.wire}, "

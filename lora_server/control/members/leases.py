@@ -1,4 +1,4 @@
-"""Which clients have joined, and until when. A client that is silent for too long loses its lease."""
+"""Leases of the clients that have joined. A client that is silent for too long loses its lease."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class ClientLease:
     instance: str
     expires: float
     served_names: tuple[str, ...] = ()  # the engine's names of its base model
-    tenant: str = ""  # whose client it is; empty: the operator's
+    tenant: str = ""  # empty: the operator's client
     token: str = ""  # the id of what it joined with
     place: pb.Place | None = None  # in NVSHMEM's world, as it was when it joined
     calls: Counts = field(default_factory=Counts)
 
     @property
     def proof(self) -> Proof:
-        """What its client says."""
+        """Return the proof that the client sends with its calls."""
         return Proof(self.client, self.epoch, self.key)
 
 
 class Leases:
-    """Thread-safe. Client ids are not used twice by one controller; epochs start anywhere."""
+    """The leases, by client. Thread-safe. One controller uses no client id twice; epochs start anywhere."""
 
     def __init__(self, seconds: float = 10.0, clock: Clock = SYSTEM, most_per_token: int = 8192) -> None:
         """`most_per_token`: clients that one token may have at a time; without tokens, all callers together."""
@@ -80,7 +80,8 @@ class Leases:
             return True
 
     def serving(self, name: str, tenant: str = "") -> str | None:
-        """The instance of a client of a tenant, or of the operator's, whose base model has this name."""
+        """Return the instance of a client with a base model of this name, of this tenant or the operator; None if there
+        is none."""
         with self._lock:
             serving = (lease for lease in self._leases.values() if name in lease.served_names)
             return next((lease.instance for lease in serving if lease.tenant in ("", tenant)), None)
@@ -101,19 +102,20 @@ class Leases:
             return lease if lease is not None and lease.epoch == epoch else None
 
     def proof_of(self, request: Any) -> Proof:
-        """The proof of the lease that a request is signed by; with no key where it is not, or was taken before."""
+        """Return the proof of the lease that signed a request; its key is empty if the signature is wrong or was used
+        before."""
         told = request.proof
         lease = self.find(told.client, told.epoch)
         good = lease is not None and is_signed(request, lease.key) and lease.calls.take(told.count)
         return lease.proof if lease is not None and good else Proof(told.client, told.epoch, b"")
 
     def proven(self, proof: Proof) -> ClientLease | None:
-        """The lease that this proves, if it is good."""
+        """Return the lease of a valid proof, else None."""
         lease = self.find(proof.client, proof.epoch)
         return lease if lease is not None and hmac.compare_digest(lease.key, proof.key) else None
 
     def renew(self, proof: Proof) -> int:
-        """The client is alive: its id. Raises LeaseError if its lease is gone, or is another's."""
+        """Extend a client's lease and return its id. Raises LeaseError if the lease is gone, or is another's."""
         lease = self.proven(proof)
         if lease is None:
             raise LeaseError(
@@ -124,7 +126,7 @@ class Leases:
         return lease.client
 
     def end(self, client: int, epoch: int) -> bool:
-        """The client left or died; False if that was known."""
+        """End the lease of a client that left or died; return False if it had ended before."""
         with self._lock:
             lease = self._leases.get(client)
             if lease is None or lease.epoch != epoch:
@@ -133,13 +135,13 @@ class Leases:
             return True
 
     def excuse(self, seconds: float) -> None:
-        """Nobody could be heard for so long: that is no silence of theirs."""
+        """Extend all leases by a time in which the controller could not hear its clients."""
         with self._lock:
             for lease in self._leases.values():
                 lease.expires += seconds
 
     def take_expired(self) -> list[ClientLease]:
-        """End the leases of those that have been silent for too long."""
+        """End the expired leases and return them."""
         now = self._clock.now()
         with self._lock:
             expired = [lease for lease in self._leases.values() if lease.expires < now]
@@ -148,7 +150,7 @@ class Leases:
             return expired
 
     def silences(self) -> list[tuple[ClientLease, float]]:
-        """Every lease, by client, and for how many seconds its client has been silent."""
+        """Return every lease, sorted by client, and for how many seconds its client has been silent."""
         now = self._clock.now()
         with self._lock:
             leases = sorted(self._leases.values(), key=lambda lease: lease.client)

@@ -1,4 +1,4 @@
-"""The controller's side of its shard processes: who is up, commands to them, reports from them."""
+"""The controller's side of its shard processes: the table of those that are up, commands to them, their reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PendingCommand:
     error: LoraServerError | None = None
 
     def finish(self, error: LoraServerError | None) -> None:
-        """Record the outcome, call `then` with it, wake who waits."""
+        """Record the outcome, call `then` with it, and wake the threads that wait for it."""
         self.error = error
         if self.then is not None:
             self.then(error)
@@ -84,7 +84,7 @@ class ShardHandle:
         self._commands.put(None)
 
     def commands(self) -> Iterator[pb.ShardCommand]:
-        """What the stream sends, until it is closed."""
+        """Yield the commands to send; blocks between them, and ends when the handle is closed."""
         while (command := self._commands.get()) is not None:
             yield command
 
@@ -93,10 +93,10 @@ class ShardHandle:
 
 
 class ShardTable:
-    """All shards of the layout; some may be missing for now. Thread-safe.
+    """The shards of the layout, as far as they are up. Thread-safe.
 
-    Each rank has one claimant at a time, and whoever replaces another has a higher claim; `restarts` counts
-    replacements, -1 where nobody came yet.
+    Each rank has one claimant at a time, and a shard that replaces another gets a higher claim. `restarts` counts the
+    replacements of each rank; -1 until its first shard registers.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class ShardTable:
         self._guard = threading.Lock()
 
     def arrive(self, handle: ShardHandle, settled: bool = True) -> None:
-        """A shard registered: it has a claim from now on. Raises LeaseError if it was replaced while it was away,
-        ServerUnavailableError while its rank is another's.
+        """Add a shard that registered, and give it a claim. Raises LeaseError if it was replaced while it was away,
+        ServerUnavailableError while another shard serves its rank.
 
-        While a restarted controller is not settled, one that had a claim goes before one that never had.
+        While a restarted controller is not settled, a shard that had a claim replaces one that never had.
         """
         shard, registration = handle.shard, handle.registration
         with self._guard:
@@ -143,7 +143,7 @@ class ShardTable:
             older.close()
 
     def _claim(self, handle: ShardHandle, itself: ShardHandle | None) -> None:
-        """Number it: later claims are higher, also those of later controllers."""
+        """Give a shard its claim. Later claims are higher, also those of later controllers."""
         shard, registration = handle.shard, handle.registration
         newest = self._claims[shard]
         if registration.epoch >= newest and registration.epoch:
@@ -157,7 +157,7 @@ class ShardTable:
         self.restarts[shard] = known if registration.epoch or itself is not None else known + 1
 
     def close(self) -> None:
-        """The server stops: end every stream and every wait."""
+        """End every stream and every wait, since the server stops."""
         with self._guard:
             self.closed = True
             live = list(self._live.values())
@@ -165,7 +165,7 @@ class ShardTable:
             handle.close()
 
     def depart(self, handle: ShardHandle) -> bool:
-        """A shard's stream ended; False if a newer incarnation has taken its place."""
+        """Remove a shard that lost its stream; return False if a newer incarnation has taken its place."""
         with self._guard:
             current = self._live.get(handle.shard) is handle
             if current:
@@ -174,7 +174,7 @@ class ShardTable:
         return current
 
     def live(self) -> dict[int, ShardHandle]:
-        """By shard."""
+        """Return the shards that are up, by number."""
         with self._guard:
             return dict(sorted(self._live.items()))
 
@@ -204,7 +204,7 @@ class ShardTable:
         return self._clock.now() - handle.heard > self._silence_seconds
 
     def require_up(self) -> dict[int, ShardHandle]:
-        """All shards; raises ServerUnavailableError naming those that are not up. Never waits."""
+        """Return all shards, by number; raises ServerUnavailableError naming those that are not up. Never waits."""
         with self._guard:
             if self._missing():
                 raise ServerUnavailableError(
@@ -224,7 +224,7 @@ class ShardTable:
 
 
 def wait_all(pending: list[PendingCommand], seconds: float, what: str) -> None:
-    """Until every command finished; raises the first error, or ServerUnavailableError at the deadline."""
+    """Wait until every command finished; raises the first error, or ServerUnavailableError at the deadline."""
     deadline = time.monotonic() + seconds
     for command in pending:
         if not command.finished.wait(max(0.0, deadline - time.monotonic())):

@@ -1,11 +1,11 @@
-"""NVSHMEM's world as the controller sees it: who has which place, when it is made, and when it is over.
+"""NVSHMEM's world as the controller sees it: the processes' places in it, when it is made, and when it is over.
 
-NVSHMEM makes a world once, of a number of processes that is said beforehand; none comes in later, none leaves, and a
-process is in one world in its life. So a world is *gathered* first: shards have the first ranks, engines lease the
-others when they join, and whoever goes gives his place to the next. Nobody is told its unique id, which shard 0's
-process makes, before all are there; then all are. From then on places belong to processes: an engine that left may
-come back to its own, and one that died leaves a place that nobody has again. A shard that died ends the world: the
-other shards start anew, engines lose their leases, and the next one is gathered.
+NVSHMEM makes a world once, of a fixed number of processes. No process joins it later or leaves it, and a process is in
+one world in its life. So the controller *gathers* a world first: shards have the first ranks, engines lease the others
+when they join, and the place of an engine that leaves goes to the next one. Shard 0's process makes the world's unique
+id; the controller sends it to all members once they are complete. From then on places belong to processes: an engine
+that left may return to its own place, and the place of one that died stays empty. A shard's death ends the world: the
+other shards restart, engines lose their leases, and the next world is gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class World:
-    """Thread-safe. Without places for clients there is none."""
+    """The places of one NVSHMEM world after another. Thread-safe. Without places for clients there is no world."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class World:
         rest_seconds: float = Timings.world_rest,
         clock: Clock = SYSTEM,
     ) -> None:
-        """`rest_seconds`: what a network still carries to a place has arrived then, or never will."""
+        """`rest_seconds`: after so long, the network delivers nothing more to a place that lost its process."""
         self._table, self._shards, self._size, self._slots = table, shards, shards + clients, slots
         self._rest_seconds, self._clock = rest_seconds, clock
         self._lock = threading.Lock()
         self._number, self._uid, self._made = 0, b"", False
         self._here: dict[int, str] = {}  # shards, and the instances of their processes
         self._clients: dict[int, int] = {}  # by rank
-        self._rests: dict[int, float] = {}  # rank -> until when nobody has it
+        self._rests: dict[int, float] = {}  # rank -> until when its place is not leased
 
     def arrive(self, registration: pb.Registration) -> set[int]:
-        """A shard's process registered; the clients of the world that this ended."""
+        """Record a shard's process that registered; return the clients of the world that this ended."""
         if self._size == self._shards:
             return set()
         shard, place = registration.shard, registration.place
@@ -71,7 +71,10 @@ class World:
             return over
 
     def _begin(self, first: int) -> set[int]:
-        """Gather one, of which this shard is the first; its number is above all, also those of earlier controllers."""
+        """Begin to gather a world with this shard as its first member; return the clients of the world that this ends.
+
+        Its number is above all earlier ones, also those of earlier controllers.
+        """
         over = set(self._clients.values()) if self._made else set()
         if self._made:
             log.error("NVSHMEM's world is over: a shard died; the others start anew", world=self._number)
@@ -88,7 +91,7 @@ class World:
                 live[shard].send(pb.ShardCommand(stop=True))
 
     def _make(self) -> None:
-        """Once all are there."""
+        """Make the world if all its members are there: send every shard its place and the unique id."""
         if self._made or not self._uid or len(self._here) + len(self._clients) < self._size:
             return
         self._made = True
@@ -108,9 +111,10 @@ class World:
     # -- clients
 
     def take(self, client: int, asked: pb.Place) -> pb.Place:
-        """A place for a client: any, or that which its process has already.
+        """Lease a place to a client: a free one, or the one that its process has already.
 
-        Raises WorldError where there is none for it, ServerUnavailableError where there is soon, ConfigError.
+        Raises WorldError if there is none for it, ServerUnavailableError if there will be one soon, and ConfigError if
+        the server has no world.
         """
         if self._size == self._shards:
             raise ConfigError(
@@ -157,7 +161,7 @@ class World:
         return free[0]
 
     def of(self, client: int) -> pb.Place:
-        """A client's place as it is now; raises WorldError where it has none."""
+        """Return a client's place as it is now; raises WorldError if it has none."""
         with self._lock:
             for rank, holder in self._clients.items():
                 if holder == client:
@@ -165,13 +169,14 @@ class World:
         raise WorldError(f"NVSHMEM: client {client} has no place; join again")
 
     def adopt(self, client: int, rank: int) -> None:
-        """What a shard kept from an earlier controller; 0: none."""
+        """Take over a client's place that a shard kept from an earlier controller; rank 0 means no place."""
         if rank:
             with self._lock:
                 self._clients[rank] = client
 
     def give_back(self, client: int, rests: bool) -> None:
-        """Its lease ended; `rests`: not by its own will, so that steps of it may still be on their way."""
+        """Free the place of a client without a lease. `rests`: keep it unused for a while, since the client was cut off
+        and steps of it may still be in flight."""
         with self._lock:
             for rank in [rank for rank, holder in self._clients.items() if holder == client]:
                 del self._clients[rank]
@@ -180,7 +185,7 @@ class World:
 
     @property
     def reason(self) -> str:
-        """Why steps cannot go through it; empty where they can, or where there is none."""
+        """Return why steps cannot use the world; empty if they can, or if the server has none."""
         with self._lock:
             if self._made or self._size == self._shards:
                 return ""

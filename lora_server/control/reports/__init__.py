@@ -1,6 +1,6 @@
-"""What a server tells of itself.
+"""Reports of a server's state.
 
-status     all of it, for who asks                  metrics       what Prometheus asks for (build)
-overview   what the page shows                        metrics_disk  of the disk cache
+status     the reply to `lora-server status`        metrics       Prometheus metrics (build)
+overview   the data of the web page                   metrics_disk  of the disk cache
 listing    adapters, a page at a time
 """

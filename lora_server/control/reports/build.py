@@ -1,4 +1,4 @@
-"""What every node says of itself, as Prometheus metrics: which version serves what, and its certificate."""
+"""Prometheus metrics of every node: its version, what it serves, and its certificate's expiry."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lora_server.placement import Layout
 
 
 def build_info(model: str, layout: Layout) -> Metric:
-    """Which version serves what."""
+    """Return the metric that names the version, the model and the layout."""
     labels = {"version": __version__, "model": model, "layout": str(layout)}
     return InfoMetricFamily("lora_server_build", "What runs here", labels)
 
 
 def certificate_expiry(certificate: ServerCertificate | None) -> Metric:
-    """When the certificate that is shown expires; never, without TLS, so that alerts have a series."""
+    """Return the seconds until the served certificate expires; +Inf without TLS, so that alerts have a series."""
     left = certificate.seconds_left if certificate is not None else math.inf
     return GaugeMetricFamily(
         "lora_server_certificate_expiry_seconds", "Seconds until the TLS certificate expires; +Inf without TLS", left

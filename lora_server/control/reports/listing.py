@@ -17,7 +17,7 @@ MAX_PAGE = 1000  # adapters
 def page(
     listings: AdapterListings, token: str, most: int = 0, sees: Callable[[str], bool] = lambda name: True
 ) -> pb.ListAdaptersReply:
-    """What comes after that which `token` stands for; raises ProtocolError where it is none."""
+    """Return the page that follows a page token, of at most `most` adapters; raises ProtocolError for a bad token."""
     most = min(most or MAX_PAGE, MAX_PAGE)
     entries = listings.after(_place(token), most + 1, sees)
     reply, nbytes, last = pb.ListAdaptersReply(), 0, ("", 0)
@@ -42,7 +42,7 @@ def _place(token: str) -> ListPlace:
 
 
 def adapter(listing: Listing) -> pb.Adapter:
-    """As it travels."""
+    """Return the message of a listing."""
     record = listing.record
     return pb.Adapter(
         name=record.name,
@@ -63,12 +63,12 @@ def adapter(listing: Listing) -> pb.Adapter:
 
 
 def invocation(record: Record) -> pb.Invocation | None:
-    """Of an activated LoRA."""
+    """Return the message of an activated LoRA's invocation; None for other adapters."""
     if record.invocation is None:
         return None
     return pb.Invocation(tokens=record.invocation.tokens, text=record.invocation.text)
 
 
 def refusal(one: RefusedAdapter) -> pb.Refusal:
-    """As it travels."""
+    """Return the message of a refusal."""
     return pb.Refusal(name=one.name, uri=one.uri, code=one.code, reason=one.reason)

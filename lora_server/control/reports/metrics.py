@@ -1,4 +1,4 @@
-"""What a server counts and measures, as Prometheus metrics."""
+"""The server's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class ControllerCollector(Collector):
         self.refusals: Mapping[str, int] = {}  # of calls, by the error's code
 
     def collect(self) -> Iterable[Metric]:
-        """One family per quantity; most are labelled by shard, whose stage and node `lora_server_shard_info` says."""
+        """Yield one family per quantity. Most are labelled by shard; `lora_server_shard_info` maps shards to stages and
+        nodes."""
         controller = self._controller
         live = controller.shards.live()
         yield build_info(controller.agreement.spec.name, controller.agreement.layout)

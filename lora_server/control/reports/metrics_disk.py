@@ -1,4 +1,4 @@
-"""What nodes' disk caches hold, and what their processes fetched, as Prometheus metrics."""
+"""Prometheus metrics of the nodes' disk caches, and of what their processes fetched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTERS = (
 
 
 def disk_metrics(controller: Controller) -> Iterable[Metric]:
-    """By node, and by process."""
+    """Yield gauges of the disk caches, labelled by node, and counters of fetches, labelled by process."""
     live = controller.shards.live()
     processes = {f"shard {shard}": handle.stats.disk for shard, handle in live.items()}
     nodes = {handle.node: handle.stats.disk for handle in live.values()}

@@ -1,4 +1,4 @@
-"""What the page shows: a server's status, and its hottest adapters."""
+"""The data of the web page: a server's status, and its hottest adapters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NEVER = Sum()
 
 
 def overview(controller: Controller, owner: Callable[[str], str]) -> dict[str, Any]:
-    """As JSON says it: `fields` of StatusReply, `hottest`, `tenants` where there are some, how often an adapter was
-    there when somebody got it, and `seconds` of a clock, so that differences are rates. `owner` says whose one is."""
+    """Return the page's data as a JSON object: `fields` of StatusReply, `hottest` adapters, `tenants`, `hits` and
+    `misses` of acquired adapters, and a clock's `seconds`, so that differences become rates. `owner` returns an
+    adapter's tenant."""
     used, _ = controller.adapters.admission.tally.sums()
     listings = controller.adapters.listings.all()
 

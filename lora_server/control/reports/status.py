@@ -1,4 +1,4 @@
-"""What a server says of itself: its shards, the clients that joined, what it refused."""
+"""A server's status: its shards, the clients that joined, the adapters that it refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_JOINED, MOST_HELD = 1000, 100  # clients, and names of each
 
 
 def status(controller: Controller) -> pb.StatusReply:
-    """All of it, as it is now."""
+    """Return the whole status as it is now."""
     adapters = controller.adapters
     reason, refused, queue = controller.not_ready(), adapters.catalog.refusals.listed(), adapters.admission.queue
     return pb.StatusReply(

@@ -1,4 +1,4 @@
-"""What each shard has of each adapter, as shards report it."""
+"""Residency of adapters: which layers each shard has in which tier, as shards report it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterResidency:
 
 
 class ResidencyTable:
-    """By handle. Thread-safe; its lock is a leaf."""
+    """The shards' latest reports, by handle. Thread-safe; its lock is a leaf."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement, layout = placement, placement.layout
@@ -59,7 +59,7 @@ class ResidencyTable:
             self._adapters.pop(handle, None)
 
     def forget_shard(self, shard: int) -> None:
-        """Remove all that a shard reported: it starts with what it reports next."""
+        """Remove everything that a shard reported; its next report starts from nothing."""
         with self._lock:
             for one in self._adapters.values():
                 for by_shard in (one.layers, one.host_layers, one.errors):

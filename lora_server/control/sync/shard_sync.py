@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class ShardSync:
-    """What each shard was told and has. Thread-safe.
+    """Sends the shards commands about adapters, and keeps what they report. Thread-safe.
 
     `lock` orders commands: no shard loads an adapter after it was told to drop it. Hold it around a change of the
     catalog and the command that follows from it. Never blocks; outcomes of commands may arrive while it is held.

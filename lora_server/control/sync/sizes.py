@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 
 
 class PoolSizes:
-    """Thread-safe; its lock is a leaf. A shard whose capacity is unknown bounds nothing.
+    """Sizes of the shards' device pools, and bytes that adapters take in them. Thread-safe; its lock is a leaf.
 
-    `changes` counts changed sizes: a sum over sizes is current while it is the same.
+    A shard of unknown capacity limits nothing. `changes` counts changed sizes: a sum over sizes is current until it
+    changes.
     """
 
     def __init__(self) -> None:

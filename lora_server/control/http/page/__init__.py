@@ -25,7 +25,7 @@ HEADERS = {
 
 
 def answers(controller: Controller, owner: Callable[[str], str]) -> dict[str, Callable[[Request], Response]]:
-    """By path: the page, and what it asks for. `owner` of an adapter: its tenant."""
+    """Return the handlers of the page's files and data, by path. `owner` returns an adapter's tenant."""
 
     def status(_: Request) -> Response:
         return JSONResponse(overview(controller, owner), headers={"Cache-Control": "no-store"})
