@@ -1,8 +1,8 @@
 """The gRPC services at one address.
 
 server          puts together                       listener  sockets, threads, limits
-  service       what clients are answered           calls     ids, spans and refusals of all calls
-    scope       what a caller sees of the adapters
-  registration  the shards' streams               silence   calls that have not said anything yet
+  service       the answers to clients' calls       calls     ids, spans and refusals of all calls
+    scope       the adapters that a caller may see
+  registration  the shards' streams               silence   limits on calls that have sent no message yet
   files         of adapters, for nodes without them
 """

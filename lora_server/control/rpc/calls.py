@@ -1,4 +1,4 @@
-"""What every call of a client has in common: an id in the log, a span in traces, and a count if it is refused."""
+"""Interceptor of all clients' calls: gives each an id in the log and a span in traces, and counts refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Of one listener. `refused`: by the error's code."""
+    """Observes the calls of one listener. `refused` counts errors by their code."""
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
@@ -32,7 +32,7 @@ class Calls(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     @override
     async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], details: Any) -> Any:
-        """Each call runs in a task of its own, so what is bound there is that call's."""
+        """Wrap a method's handler. Each call runs in its own task, so context variables bound in it are the call's."""
         handler = await continuation(details)
         if handler is None or not inspect.iscoroutinefunction(handler.stream_stream):
             return handler

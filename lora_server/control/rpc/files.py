@@ -28,7 +28,7 @@ MOST_AT_ONCE, MOST_WAITING = 8, 1024  # files
 
 
 class FilesService:
-    """The RPCs `Files` and `Read` of Shards. Who calls proves to be a process that is registered."""
+    """The RPCs `Files` and `Read` of Shards. A caller proves that it is a registered shard process."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class FilesService:
         self._places, self.under_way = asyncio.Semaphore(MOST_AT_ONCE), 0
 
     def files(self, request: pb.FilesRequest, _: Identity) -> pb.FilesReply:
-        """What an adapter consists of."""
+        """List an adapter's files and their sizes."""
         self._check(request)
         found = self._found(request.version)[1]
         return pb.FilesReply(files=[pb.File(name=name, bytes=nbytes) for name, nbytes in found.items()])
 
     async def read(self, request: pb.ReadRequest, call: StreamCall[pb.ReadRequest]) -> None:
-        """A file of it, on the event loop. One piece after the other: memory holds a piece of each."""
+        """Stream a file of an adapter. Runs on the event loop; memory holds one piece of each file being sent."""
         self._check(request)
         call.prove()
         if self.under_way >= self._most:
@@ -71,7 +71,7 @@ class FilesService:
                 raise ServerUnavailableError(
                     f"shard {request.proof.shard}: took no piece of {request.name} within {self._piece_seconds:g} s"
                 ) from None
-            except grpc.aio.BaseError:  # it has gone
+            except grpc.aio.BaseError:  # the shard is gone
                 return
             at += len(data)
 
@@ -89,7 +89,8 @@ class FilesService:
             raise AdapterSourceError(f"{path}: cannot be read any more: {error}") from error
 
     def _check(self, request: pb.FilesRequest | pb.ReadRequest) -> None:
-        """That it is signed by the process that registered, which told no other what it is called."""
+        """Check that the registered process of the shard signed a request; the key is its instance id, which it gives
+        to the controller only. Raises PermissionDeniedError, ServerUnavailableError."""
         proof = request.proof
         handle = self._shards.live().get(proof.shard)
         if handle is None:
@@ -101,7 +102,7 @@ class FilesService:
             )
 
     def piece(self, file: Path, at: int) -> bytes:
-        """What a file has from there on; empty at its end."""
+        """Read up to one piece of a file from offset `at`; empty at the file's end."""
         try:
             with file.open("rb", buffering=0) as opened:
                 return os.pread(opened.fileno(), self._piece_bytes, at)

@@ -33,9 +33,9 @@ from lora_server.wire.proofs import ANSWER_KEY, check_message
 from lora_server.wire.rpc import KEEPALIVE, status_of
 
 MAX_CALLS, MAX_CALLS_OF_A_CONNECTION = 8192, 256
-MAX_SILENT_CALLS = 1024  # that have not sent their message yet
+MAX_SILENT_CALLS = 1024  # calls that have not sent their first message yet
 START_SECONDS = 30.0
-CLOSE_SECONDS = 2.0  # beside those of the calls
+CLOSE_SECONDS = 2.0  # on top of the time that running calls get
 MAX_ERROR_BYTES = 2500  # a byte takes up to three in HTTP/2's trailers, of which a client takes 8 KiB
 OPTIONS = (
     *KEEPALIVE,
@@ -51,7 +51,7 @@ _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class Threads:
-    """What runs the calls of one kind: some at once, some more may wait, the rest is refused."""
+    """A thread pool for calls of one kind: `running` at once, `waiting` more in line; further calls are refused."""
 
     def __init__(self, name: str, running: int, waiting: int) -> None:
         self._name, self._most, self._here = name, running + waiting, 0
@@ -59,8 +59,11 @@ class Threads:
         self._pool = ThreadPoolExecutor(running, thread_name_prefix=name)
 
     async def run(self, call: Callable[..., _T], *args: Any) -> _T:
-        """On the event loop's thread. A cancelled call that waits gives its place up at once; one that runs keeps its
-        thread until it ends. Raises ServerBusyError."""
+        """Run a call on a thread of the pool and return its result. Call it on the event loop's thread.
+
+        A cancelled call that waits gives up its place at once; one that runs keeps its thread until it ends. Raises
+        ServerBusyError.
+        """
         if self._here >= self._most:
             raise ServerBusyError(
                 f"{self._here} calls of this kind ({self._name}) run or wait, as many as may; try again soon"
@@ -89,24 +92,24 @@ class Threads:
 
     @property
     def idle(self) -> bool:
-        """Whether no call runs or waits."""
+        """Return whether no call runs or waits."""
         return not self._here
 
     def close(self) -> None:
-        """Once the event loop has ended, or nothing is here: a call that runs ends by itself."""
+        """Shut the pool down without waiting for running calls. Call it once the event loop has ended, or when idle."""
         self._pool.shutdown(wait=False)
 
 
 class ThreadGroups:
-    """Threads of their own for each group of calls, such as those of one tenant: none waits for another group."""
+    """One thread pool per group of calls, such as a tenant's, so that no group waits for another."""
 
     def __init__(self, name: str, running: int, waiting: int, group: Callable[[Message, Identity], Hashable]) -> None:
-        """`group`: which one a call belongs to."""
+        """`group` returns a call's group."""
         self._limits, self._group = (name, running, waiting), group
         self._groups: dict[Hashable, Threads] = {}
 
     async def run(self, call: Callable[[Any, Identity], _T], request: Message, who: Identity) -> _T:
-        """As Threads.run."""
+        """Run a call on its group's threads, as Threads.run does."""
         group = self._group(request, who)
         for idle in [key for key, threads in self._groups.items() if threads.idle and key != group]:
             self._groups.pop(idle).close()
@@ -115,13 +118,13 @@ class ThreadGroups:
         return await self._groups[group].run(call, request, who)
 
     def close(self) -> None:
-        """As Threads.close."""
+        """Close the pools of all groups, as Threads.close does."""
         for threads in self._groups.values():
             threads.close()
 
 
 class Unary(NamedTuple):
-    """A method that answers one message with one, on these threads."""
+    """A method that answers one message with one message, on these threads."""
 
     request: type[Message]
     answer: Callable[[Any, Identity], Message]
@@ -130,14 +133,14 @@ class Unary(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A method that reads messages and writes others, for as long as both like."""
+    """A method that reads and writes streams of messages until either side ends the call."""
 
     request: type[Message]
     serve: Callable[[Any, StreamCall[Any]], Awaitable[None]]
 
 
 class StreamCall(NamedTuple, Generic[_M]):
-    """A call of it, after its first message. `prove`: its caller showed that it is a shard."""
+    """A call of a `Stream` method, after its first message. Call `prove` once the caller proved that it is a shard."""
 
     rest: AsyncIterator[_M]
     write: Write
@@ -148,7 +151,10 @@ Service: TypeAlias = dict[str, "Unary | Stream"]  # by name of the method
 
 
 class Listener:
-    """Serves from its constructor on, until `close`. Raises RuntimeError where it cannot listen at `address`."""
+    """A gRPC server that serves from its constructor on, until `close`.
+
+    Raises RuntimeError if it cannot listen at `address`.
+    """
 
     def __init__(
         self,
@@ -162,8 +168,9 @@ class Listener:
         max_strangers: int = MAX_OF_A_HOST,
         held: bool = False,
     ) -> None:
-        """`reflected`: services that whoever asks may learn of. `max_strangers`: connections of a host that proved
-        nothing yet. `held`: the port, by a socket of this user's that does not listen; else it is this one's alone."""
+        """`reflected`: services that gRPC reflection lists to anyone. `max_strangers`: limit on a host's connections
+        that have not authenticated. `held`: a socket of this user that does not listen already holds the port;
+        otherwise the port must be free."""
         self._gate, self._tls, self._timings, self._max_strangers = gate, tls, timings, max_strangers
         self._options = *OPTIONS, ("grpc.so_reuseport", int(held))
         self._silent = SilentCalls(timings.first_message, max_silent_calls)
@@ -266,14 +273,14 @@ class Listener:
         await method.serve(_bounded(method.request, await self._first(context, peer, method.request)), call)
 
     async def _first(self, context: Context, peer: Peer, kind: type[Message]) -> bytes:
-        """The message that a call begins with; raises ProtocolError, ServerBusyError."""
+        """Read a call's first message; raises ProtocolError, ServerBusyError."""
         data: bytes = await self._silent.first(context.read(), peer, self._connections.proven)
         if data is _EOF:
             raise ProtocolError(f"the call ended without a message; expected one {kind.DESCRIPTOR.name}")
         return data
 
     def run(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Begin it on the event loop. Raises ServerUnavailableError once that has ended."""
+        """Start a coroutine on the event loop. Raises ServerUnavailableError once the loop has ended."""
         with self._guard:
             if not self._ended:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -322,11 +329,11 @@ class Mailbox:
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def put(self, message: Message) -> None:
-        """From any thread."""
+        """Append a message. May be called from any thread."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """After all that was put."""
+        """End the iteration after the messages that were put before."""
         self._messages.put(None)
 
     def __iter__(self) -> Iterator[Any]:

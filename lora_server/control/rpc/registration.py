@@ -23,20 +23,20 @@ log = structlog.get_logger()
 
 
 class Doorkeeper(NamedTuple):
-    """Who may be a shard. Where nodes have no token, those above rank 0 are believed."""
+    """Authenticates shards by the nodes' shared token. With `believes_other_nodes`, nodes above rank 0 need none."""
 
     secret: str
     believes_other_nodes: bool = False
 
     def challenge(self, hello: pb.ShardHello) -> pb.ControllerChallenge:
-        """The controller's own proof, which comes first. Raises ProtocolError."""
+        """Return the controller's challenge, with its own proof of the token. Raises ProtocolError."""
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError(f"a nonce of {len(hello.nonce)} bytes; expected {NONCE_BYTES}, in a ShardHello")
         nonce = secrets.token_bytes(NONCE_BYTES)
         return pb.ControllerChallenge(nonce=nonce, proof=proof(self._key(hello), b"controller", hello.nonce, nonce))
 
     def check(self, hello: pb.ShardHello, challenge: pb.ControllerChallenge, registration: pb.Registration) -> None:
-        """Raises ConfigError."""
+        """Check a shard's proof of the token; raises ConfigError if it is wrong."""
         same = (hello.shard, hello.node) == (registration.shard, registration.node)
         if not (same and proves(registration.proof, self._key(hello), b"shard", challenge.nonce, hello.nonce)):
             raise ConfigError(
@@ -49,13 +49,13 @@ class Doorkeeper(NamedTuple):
 
 
 class ShardsService:
-    """One stream per shard process: its reports come in, commands go out, its end is the shard's death."""
+    """The RPC `Register`, one stream per shard process: reports come in, commands go out. Its end is the shard's."""
 
     def __init__(self, controller: Controller, threads: Threads, door: Doorkeeper) -> None:
         self._controller, self._threads, self._door = controller, threads, door
 
     async def register(self, first: pb.ShardReport, call: StreamCall[pb.ShardReport]) -> None:
-        """Until either side is gone."""
+        """Register a shard and serve its stream until either side is gone. Raises ProtocolError, ConfigError."""
         reports, seconds = call.rest, self._controller.timings.handshake
         challenge = self._door.challenge(first.hello)
         await call.write(pb.ShardCommand(challenge=challenge))
@@ -108,7 +108,7 @@ async def _receive(reports: AsyncIterator[pb.ShardReport], mailbox: Mailbox) -> 
 def _hand_over(
     handle: ShardHandle, commands: asyncio.Queue[pb.ShardCommand | None], loop: asyncio.AbstractEventLoop
 ) -> None:
-    """To the event loop, until the handle is closed."""
+    """Pass a shard's commands on to the event loop's queue, until the handle is closed."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         for command in handle.commands():
             loop.call_soon_threadsafe(commands.put_nowait, command)

@@ -1,4 +1,4 @@
-"""What a caller sees of the adapters: names as it says them become full names, and of others' it learns nothing."""
+"""Scopes: a caller's names become full names, and answers hide the adapters that the caller may not see."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from lora_server.control.members.leases import ClientLease
 from lora_server.errors import LeaseError, LimitError, PermissionDeniedError, UnknownAdapterError
 from lora_server.wire import lora_server_pb2 as pb
 
-MOST_KNOWN = 8  # names that an error says
+MOST_KNOWN = 8  # names that an error lists
 
 
 class Scopes:
-    """Of all callers."""
+    """Makes the scopes of calls, and adds and shares adapters for tenants."""
 
     def __init__(self, controller: Controller, gate: Gate) -> None:
         self.gate, self.controller, self._adapters = gate, controller, controller.adapters
 
     def of(self, who: Identity, on_behalf_of: str = "") -> Scope:
-        """A caller's, or whom its call is for; raises PermissionDeniedError."""
+        """Return the scope of a caller, or of the tenant that it acts on behalf of. Raises PermissionDeniedError."""
         return Scope(self, self.gate.acting(who, on_behalf_of))
 
     def add(self, tenant: Tenant, full: str, uri: str, seconds: float, allowed: Allowed | None = None) -> Record:
-        """Add an adapter to a tenant's; one of too many bytes is taken back. See Adapters.add; raises LimitError."""
+        """Add an adapter to a tenant's, and remove it again if it exceeds the tenant's bytes. See AdapterRollout.add;
+        raises LimitError."""
         with self.gate.limits.adding(tenant, full) as added:
             names, nbytes = self._has(tenant.name)
             limits.check_adapters(tenant, len(names | added))
@@ -48,15 +49,15 @@ class Scopes:
             return record
 
     def bring(self, who: Identity, full: str, uri: str, seconds: float) -> None:
-        """Add what a caller asked for, from where --resolve says that it is: it counts as its owner's, and is kept as a
-        change of the caller's. Raises LimitError."""
+        """Add an adapter from the URL that --resolve gives: it counts towards its owner's limits, and the audit log
+        names the caller. Raises LimitError."""
         self.add(self.gate.tenant(self.gate.names.owner(full)), full, uri, seconds)
         self.gate.changed(who, "Adapters/Add", f"name={full} by --resolve")
 
     @contextmanager
     def updating(self, who: Identity, full: str) -> Iterator[CheckReplaced]:
-        """While an adapter's content is replaced; what it yields raises LimitError where that would be too much: what
-        still drains counts, but for the version that is replaced now. Raises LimitError."""
+        """Reserve an update's place within its tenant's limits. The yielded check raises LimitError if the new version
+        exceeds the tenant's bytes; draining versions count, but not the one that is replaced. Raises LimitError."""
         if not who.tenant:
             yield lambda served, new: None
             return
@@ -66,55 +67,56 @@ class Scopes:
             yield lambda served, new: limits.check_bytes(tenant, self._has(tenant.name)[1] - served.nbytes + new.nbytes)
 
     def _has(self, tenant: str) -> tuple[set[str], int]:
-        """The names of a tenant's adapters, and how many bytes they have."""
+        """Return the names of a tenant's adapters, and their total bytes."""
         own = [one for one in self._adapters.catalog.records() if self.gate.names.owner(one.name) == tenant]
         return {one.name for one in own}, sum(one.nbytes for one in own)
 
     def check_still_good(self, lease: ClientLease) -> None:
-        """A token that was revoked while its client joined; raises LeaseError."""
+        """End a lease if its token was revoked while the client joined; raises LeaseError then."""
         if not self.gate.is_good(lease.tenant, lease.token):
             self.controller.clients.end(lease.client, lease.epoch)
             raise LeaseError(f"client {lease.client}: its token was revoked; join with another")
 
     def forget(self, full: str, who: Identity) -> None:
-        """An adapter is gone: the next of its name is shared with nobody."""
+        """Remove the shares of an adapter that is gone, so that the next one of its name is not shared."""
         if self.gate.store is not None and full in self.gate.names.shared:
             self.gate.store.share(full, "", True, who)
             self.gate.cache.refresh()
 
     def find(self, who: Identity, name: str) -> str:
-        """The full name of an adapter; raises UnknownAdapterError."""
+        """Return the full name of an adapter that a caller names; raises UnknownAdapterError."""
         scope = self.of(who)
         full = scope.find(name)
         with scope.asking([name], [full]):
             return self._adapters.listings.get(full).record.name
 
     def begin_with(self, start: str) -> bool:
-        """Whether there are adapters whose full names do."""
+        """Return whether any adapter's full name begins with `start`."""
         return bool(self._adapters.listings.after((start, 0), 1, lambda name: name.startswith(start)))
 
 
 class Scope:
-    """Of one call."""
+    """The view of one call: names, rights and answers of its caller."""
 
     def __init__(self, scopes: Scopes, who: Identity) -> None:
         self.who, self.gate, self.tenant = who, scopes.gate, scopes.gate.tenant(who.tenant)
         self._scopes, self._adapters, self._names = scopes, scopes.controller.adapters, scopes.gate.names
 
     def sees(self, full: str) -> bool:
-        """Whether it may know of an adapter."""
+        """Return whether the caller may know of an adapter."""
         return self.who.sees_all or self._names.sees(self.who.tenant, full)
 
     def owns(self, full: str) -> bool:
-        """Whether it may change an adapter."""
+        """Return whether the caller may change an adapter."""
         return self.who.is_operator or self._names.owner(full) == self.who.tenant
 
     def own(self, name: str) -> str:
-        """The full name of a new adapter."""
+        """Return the full name of a new adapter of the caller's."""
         return self._names.own(self.who.tenant, name)
 
     def find(self, name: str) -> str:
-        """The full name that it means, of one that it sees; there may be none. Raises UnknownAdapterError."""
+        """Return the full name that a name means to the caller; no adapter of it need exist. Raises
+        UnknownAdapterError if the caller could not see it."""
         if self.who.sees_all:
             return name
         meant = self._names.meant(self.who.tenant, name)
@@ -123,15 +125,15 @@ class Scope:
         return next(iter(self._adapters.listings.known(meant)), meant[0])
 
     def bring(self, full: Iterable[str]) -> None:
-        """Have names that nobody registered brought in, where there is a --resolve. Raises ServerBusyError meanwhile,
-        UnknownAdapterError or LimitError where one did not come."""
+        """Start adding the names that are not registered, if the server has --resolve. Raises ServerBusyError while
+        that runs, UnknownAdapterError or LimitError after it failed."""
         if (resolver := self._scopes.controller.resolver) is not None:
             for name in self._adapters.listings.missing(full):
                 resolver.ask(name, partial(self._scopes.bring, self.who))
 
     @contextmanager
     def asking(self, names: Sequence[str], full: Sequence[str]) -> Iterator[None]:
-        """Where one of these turns out not to be there, the caller is told of those alone that it sees."""
+        """Rewrite an UnknownAdapterError of the block so that it names only adapters that the caller sees."""
         try:
             yield
         except UnknownAdapterError:
@@ -147,8 +149,8 @@ class Scope:
         return UnknownAdapterError(f"adapter {name[:200]!r}: not registered here (known: {known}); add it first")
 
     def find_own(self, name: str) -> str:
-        """The full name of one that it may change. Raises UnknownAdapterError, and PermissionDeniedError for one that
-        is shared with it."""
+        """Return the full name of an adapter that the caller may change. Raises UnknownAdapterError, and
+        PermissionDeniedError for one that is only shared with it."""
         full = self.find(name)
         if self.owns(full):
             return full
@@ -157,7 +159,8 @@ class Scope:
         raise PermissionDeniedError(f"adapter {name!r}: is another's; expected one of {self.who.tenant}")
 
     def check_acquire(self, full: Sequence[str]) -> CheckInUse | None:
-        """Raises LimitError, now or when it is called; None where all that there is may be in use."""
+        """Check an acquire against the tenant's rate now, and return a check of its active adapters, None if they are
+        unlimited. Both raise LimitError."""
         tenant = self.tenant
         self.gate.limits.check_rate(tenant)
 
@@ -171,27 +174,28 @@ class Scope:
         return check if tenant.max_active else None
 
     def hidden(self, served_names: Iterable[str]) -> list[str]:
-        """Adapters that nobody can ask an engine for, since its base model has their names."""
+        """Return the adapters that an engine cannot be asked for, since its base model is served under their names."""
         return self._adapters.listings.listed(
             full for name in served_names for full in self._names.meant(self.who.tenant, name)
         )
 
     def held_before(self, handles: Iterable[int]) -> list[int]:
-        """Of these, what it may hold; an engine of the operator's holds for others, too."""
+        """Return which of these handles the caller may hold. An engine of the operator holds all tenants' adapters."""
         if self.who.is_operator:
             return list(handles)
         names = ((handle, name_of(self._adapters.catalog, handle)) for handle in handles)
         return [handle for handle, name in names if name is not None and self.sees(name)]
 
     def check_lease(self, lease: ClientLease | None) -> None:
-        """A lease is for who joined with it. Raises LeaseError."""
+        """Raise LeaseError if a lease was made with another token than the caller's."""
         if lease is not None and (lease.tenant, lease.token) != (self.who.tenant, self.who.token):
             raise LeaseError(f"client {lease.client}: its lease was made with another token; join with this one")
 
     # -- answers, without what is not the caller's
 
     def cut(self, adapter: pb.Adapter) -> pb.Adapter:
-        """Where the server keeps its files, and who else uses it."""
+        """Remove an adapter's place of files unless the caller is the operator, and its holders, warnings and error
+        unless the caller owns it. Changes and returns the message."""
         if not self.who.is_operator:
             adapter.ClearField("uri")
             if not self.owns(adapter.name):
@@ -201,7 +205,7 @@ class Scope:
         return adapter
 
     def cut_page(self, page: pb.ListAdaptersReply) -> pb.ListAdaptersReply:
-        """Of all on it."""
+        """Remove what the caller may not see from every adapter and refusal of a page, as `cut` does."""
         for adapter in page.adapters:
             self.cut(adapter)
         if not self.who.is_operator:
@@ -210,7 +214,8 @@ class Scope:
         return page
 
     def cut_status(self, status: pb.StatusReply) -> pb.StatusReply:
-        """To a tenant, and an engine: whether it serves, and what it serves."""
+        """Return the part of the status that the caller may see. A tenant or an engine sees whether the server is
+        ready, its model, layout and shards."""
         if self.who.sees_all:
             return status
         kept = pb.StatusReply(model=status.model, layout=status.layout, ready=status.ready, run=status.run)

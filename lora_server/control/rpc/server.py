@@ -1,4 +1,5 @@
-"""The controller's gRPC server: every service at one address, and which calls may wait for which others."""
+"""The controller's gRPC server: all services at one address, with separate threads for calls that must not wait for
+each other."""
 
 from __future__ import annotations
 
@@ -44,21 +45,22 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 def _tenant(_: Message, who: Identity) -> str:
-    """Calls of one tenant wait for each other alone."""
+    """Group calls by tenant, so that a tenant's calls wait only for each other."""
     return who.tenant
 
 
 def _slow_group(request: Message, who: Identity) -> tuple[str, bool]:
-    """Within a tenant, fetches and what is here already wait for their like alone."""
+    """Group calls by tenant and by remote or local source, so that local adds do not wait for fetches."""
     return who.tenant, is_remote(getattr(request, "uri", ""))
 
 
 def _nothing() -> None:
-    """What a heartbeat comes to, without the heartbeat."""
+    """Do nothing. Runs on the threads of heartbeats, to measure how long they wait."""
 
 
 def _kept(call: str, answer: Callable[[Message, Identity], Message], gate: Gate) -> Callable[..., Message]:
-    """A call whose outcome is kept: always of one that changes something, otherwise where somebody may not."""
+    """Wrap a call so that its outcome goes to the audit log: always if the call changes something, otherwise only if
+    permission was denied."""
 
     def kept(request: Message, who: Identity) -> Message:
         try:
@@ -77,13 +79,16 @@ def _kept(call: str, answer: Callable[[Message, Identity], Message], gate: Gate)
 
 
 def _subject(request: Message) -> str:
-    """What it is about; never a URL, which may have a password in it."""
+    """Return a request's subject for the audit log; never a URL, which may contain a password."""
     told = (f"{name}={value}" for name in _SUBJECTS if (value := getattr(request, name, "")))
     return " ".join(told)
 
 
 def _methods(service: str, servicer: object, gate: Gate, threads: Runs, **apart: Runs) -> tuple[str, Service]:
-    """All of a service: each of its methods is one of the servicer's; on `threads` where none are named apart."""
+    """Return a service's full name and methods, each answered by the servicer's method of the same name.
+
+    A method runs on the threads that `apart` gives for it, otherwise on `threads`.
+    """
     described = pb.DESCRIPTOR.services_by_name[service]
     return described.full_name, {
         method.name: Unary(
@@ -91,14 +96,15 @@ def _methods(service: str, servicer: object, gate: Gate, threads: Runs, **apart:
             _kept(f"{service}/{method.name}", getattr(servicer, method.name), gate),
             apart.get(method.name, threads),
             method.name == "Join"
-            or ("proof" in method.input_type.fields_by_name and method.name != "Leave"),  # which answers whoever asks
+            or ("proof" in method.input_type.fields_by_name and method.name != "Leave"),  # Leave needs no valid lease
         )
         for method in described.methods
     }
 
 
 class ControlServer:
-    """Serves from its constructor on. A lease is renewed on threads that nothing slow runs on."""
+    """The controller's gRPC services; it serves from its constructor on. Leases are renewed on threads that run no slow
+    call."""
 
     def __init__(
         self,
@@ -149,15 +155,18 @@ class ControlServer:
         self.port, self.refused = self._listener.port, self._listener.calls.refused
 
     def stalled(self) -> float:
-        """For how many seconds no call of a client has been heard; to be asked again and again."""
+        """Return for how many seconds clients' heartbeats could not have run.
+
+        Call it periodically: unless a probe is outstanding on the threads of heartbeats, it queues one.
+        """
         if self._heard is None or self._heard.done():
-            with contextlib.suppress(ServerUnavailableError):  # it stops
+            with contextlib.suppress(ServerUnavailableError):  # the listener is stopping
                 self._asked, self._heard = time.monotonic(), self._listener.run(self._leases.run(_nothing))
             return 0.0
         return time.monotonic() - self._asked
 
     def set_ready(self, ready: bool) -> None:
-        """What grpc.health.v1 answers."""
+        """Set what grpc.health.v1 answers: SERVING, or NOT_SERVING."""
         self._health.ready = ready
 
     def close(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What the controller answers over gRPC, message by message: `server` says where, and on which threads."""
+"""The controller's gRPC services, one method per RPC. `server` decides their address and threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 
 class AdaptersService:
-    """The RPCs of this service, as the proto describes them. Callers' names become full ones here."""
+    """The RPCs of Adapters, as the proto describes them. Callers' names become full names here."""
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
         self._adapters, self._scopes = controller.adapters, scopes
@@ -105,7 +105,7 @@ class AdaptersService:
 
 
 class ClientsService:
-    """The RPCs of this service, as the proto describes them. A lease is for the token that it was made with."""
+    """The RPCs of Clients, as the proto describes them. A lease is valid only with the token that it was made with."""
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
         self._controller, self._clients, self._scopes = controller, controller.clients, scopes
@@ -198,7 +198,7 @@ class ClientsService:
         return pb.BorrowReply()
 
     def _own(self, request: Any, who: Identity) -> Proof:
-        """The proof of the lease that signed it. Raises LeaseError for a lease that was made with another token."""
+        """Return the proof of the lease that signed a request. Raises LeaseError if it was made with another token."""
         proof = self._clients.leases.proof_of(request)
         self._scopes.of(who).check_lease(self._clients.leases.proven(proof))
         return proof
@@ -207,7 +207,7 @@ class ClientsService:
 def _wait_seconds(
     request: pb.AddAdapterRequest | pb.UpdateAdapterRequest | pb.RollbackAdapterRequest | pb.PinAdapterRequest,
 ) -> float:
-    """How long a call may last. Raises ProtocolError for what is no finite number."""
+    """Return how long a call may last, 60 s if the request does not say. Raises ProtocolError unless it is finite."""
     if not math.isfinite(request.wait_seconds):
         raise ProtocolError(f"wait_seconds: got {request.wait_seconds}, expected 0 to {MAX_WAIT_SECONDS:g}")
     return min(max(0.0, request.wait_seconds) or 60.0, MAX_WAIT_SECONDS)
@@ -231,7 +231,7 @@ def _held(record: Record, asked: str) -> pb.HeldAdapter:
 
 
 class ServerService:
-    """The RPCs of this service, as the proto describes them."""
+    """The RPCs of Server, as the proto describes them."""
 
     def __init__(self, controller: Controller, scopes: Scopes) -> None:
         self._controller, self._scopes = controller, scopes
@@ -252,7 +252,7 @@ class ServerService:
 
 
 class HealthService:
-    """grpc.health.v1, as far as probes use it: whoever asks is answered, nobody is told later."""
+    """The Check RPC of grpc.health.v1, which probes use; it needs no token. Watch is not offered."""
 
     def __init__(self) -> None:
         self.ready = False

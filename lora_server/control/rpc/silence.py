@@ -1,4 +1,4 @@
-"""Calls whose message has not come yet: each has a deadline, and too many of them end those of their own connection."""
+"""Limits on calls that have not sent their first message: a deadline for each, and a number for all together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Call:
 
 
 class SilentCalls:
-    """On the event loop's thread alone."""
+    """The calls that have not sent their first message. Used on the event loop's thread only."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds, self._most = seconds, most
@@ -34,8 +34,8 @@ class SilentCalls:
     async def first(self, message: Awaitable[_T], peer: Peer, proven: set[Peer]) -> _T:
         """Wait for a call's first message. Raises ProtocolError at the deadline.
 
-        Where too many calls wait, one of the connection that has most of them ends with ServerBusyError, the oldest;
-        connections of `proven` come last.
+        If too many calls wait, the oldest one of the connection with the most of them ends with ServerBusyError; calls
+        of `proven` connections are ended only when there are no others.
         """
         if len(self._calls) >= self._most:
             self._end_one(proven)
@@ -57,6 +57,6 @@ class SilentCalls:
         of_peer = Counter(call.peer for call in self._calls)
         call = max(self._calls, key=lambda one: (one.peer not in proven, of_peer[one.peer]))  # of equals the first
         del self._calls[call]
-        if not call.limit.expired():  # its own deadline may end it in this very turn of the loop
+        if not call.limit.expired():  # otherwise its own deadline ends it in this turn of the loop
             call.ended = True
             call.limit.reschedule(0.0)
