@@ -81,7 +81,7 @@ class Batch:
 
     @classmethod
     def of_runs(cls, runs: Sequence[tuple[Held, int, int]], decode: bool) -> Batch | None:
-        """Make a batch from (adapter, first row, rows) of sequences whose rows are consecutive; None without rows."""
+        """Make a batch from (adapter, first row, rows) of sequences, each with consecutive rows; None without rows."""
         ordered = sorted((run for run in runs if run[2] > 0), key=lambda run: run[0].handle)
         if not ordered:
             return None
@@ -92,7 +92,7 @@ class Batch:
         return cls(rows, handles.repeat_interleave(counts), tuple(unique.values()), decode)
 
     def at(self, site: Site) -> Batch | None:
-        """Return the part of the batch whose adapters have a delta at `site`; None if there is none."""
+        """Return the rows of adapters that have a delta at `site`, as a batch; None if there are none."""
         inside = [held for held in self.held if site in held.sites]
         if not inside or not len(self.rows_R):
             return None
@@ -164,7 +164,7 @@ def route_experts(batch: Batch, experts_Tk: torch.Tensor, owners_E: torch.Tensor
 
 
 def _segments(handle_S: torch.Tensor, expert_S: npt.NDArray[np.int64] | int, count_S: torch.Tensor) -> Ints:
-    """Return [S, 4], by NumPy, whose calls cost less than torch's for the few segments of a decode step."""
+    """Return [S, 4]. NumPy, because its calls cost less than torch's for the few segments of a decode step."""
     segments_S4, entries_S = np.empty((len(count_S), 4), np.int32), count_S.numpy()
     segments_S4[:, 0], segments_S4[:, 1] = handle_S.numpy(), expert_S
     segments_S4[:, 2], segments_S4[:, 3] = entries_S.cumsum() - entries_S, entries_S

@@ -1,5 +1,6 @@
-"""The forward pass of an engine whose steps are kernels' work from end to end: route, put, wait, add are launches that
-a CUDA graph may hold. Their arguments never change; what does is in StepTables, and in the state block of each link.
+"""The forward pass of an engine that leaves steps to kernels from end to end: route, put, wait and add are launches,
+which a CUDA graph may hold. Their arguments never change: what does change is in StepTables and in the state block of
+each link.
 
     forward.begin(...)                       the tables: one copy, behind what the engine has queued
         step = sites.start_dense(site, x)    route + put on every shard's queue, beside the engine's GEMM
@@ -220,7 +221,7 @@ class KernelSites(SiteSteps):
 
 
 class LaunchedPass(PlannedPass):
-    """A PlannedPass whose sites are launches."""
+    """A PlannedPass with KernelSites: every exchange is a row of kernel launches."""
 
     sites: KernelSites
 

@@ -38,7 +38,7 @@ class ChunkLaunch(NamedTuple):
 
 @dataclass(frozen=True)
 class Launched(Started):
-    """One site's step. The first `depth` chunks are put at once, each other one after the chunk whose slot it takes."""
+    """One site's step. The first `depth` chunks are put at once; each later one waits for an earlier one's slot."""
 
     chunks: list[ChunkLaunch]
     top_k: int

@@ -121,7 +121,7 @@ class AdapterLeases:
             self._driver.lookahead.follow(state.held.handle for state in states if state is not None and state.held)
 
     def plan(self, scheduled: Collection[str]) -> StepPlan:
-        """Plan a step of these requests. One whose adapter is not held gets no rows: it is void, or has failed."""
+        """Plan a step of these requests. A request without a held adapter gets no rows: it is void, or has failed."""
         requests = {name: self._requests[name] for name in scheduled if name in self._requests}
         requests = {name: request for name, request in requests.items() if request.state.failure is None}
         if requests:

@@ -34,7 +34,7 @@ class Assigned(NamedTuple):
 @dataclass(frozen=True)
 class StepPlan:
     """A plan, pickled with the step. `new`: adapters that workers do not know; `gone`: those they may forget; `holder`:
-    proof of the lease that holds them. `void`: requests that lost their adapter, whose results are discarded.
+    proof of the lease that holds them. `void`: requests that lost their adapter; their results are discarded.
 
     Handles belong to one run of the server; workers with a session of another run must not use them.
     """

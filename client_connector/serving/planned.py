@@ -29,7 +29,7 @@ class WorkerLease:
 
     def __init__(self, client: Client, ready: Callable[[], bool], outage_seconds: float) -> None:
         self.client, self._ready, self._outage_seconds = client, ready, outage_seconds
-        self._lender: tuple[Session, Proof] | None = None  # in which session, from whom it borrows
+        self._lender: tuple[Session, Proof] | None = None  # the session that borrows, and the lender's proof
         self._reconnector = Reconnector(client.recover, "worker")
 
     def follow(self, server: str, holder: Proof | None) -> None:
@@ -106,7 +106,7 @@ class PlannedPass:
         self.sites.begin(batch)
 
     def end(self) -> dict[str, Failure]:
-        """End the pass; return the requests whose adapters did not act as they should."""
+        """End the pass; return the requests that did not get their adapter's delta, each with its failure."""
         self.sites.end()
         return self.failures.by_request
 

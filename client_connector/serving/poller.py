@@ -28,7 +28,7 @@ class AdapterRequest:
 
     request_id: str
     name: str
-    tenant: str = ""  # on whose behalf the adapter is asked for
+    tenant: str = ""  # the tenant that asks for the adapter
     prompt: Sequence[int] | None = None
     trace: Mapping[str, str] | None = None  # headers of the request's span
     began: float = field(default_factory=time.monotonic)

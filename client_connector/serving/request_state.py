@@ -111,7 +111,7 @@ TRANSITIONS: Mapping[Event, Mapping[Phase, PhaseChange]] = {
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """`falls_back`: the base model answers requests whose adapters fail. `seconds` bounds a wait for the server."""
+    """`falls_back`: if its adapter fails, the base model answers a request. `seconds` bounds a wait for the server."""
 
     falls_back: bool = False
     seconds: float = 10.0

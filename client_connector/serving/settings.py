@@ -35,7 +35,7 @@ def tenant_and_name(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings. `on_failure`: the policy for a request whose step failed; `timeout_seconds` bounds a step, and a join.
+    """Settings. `on_failure`: the policy for a request after a failed step; `timeout_seconds` bounds a step and a join.
 
     `wire`: one of connect.WIRES, that the server must have.
     `world_seconds`: over nvshmem, how long a worker waits when it starts until all of its world are there.

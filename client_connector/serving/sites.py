@@ -6,7 +6,7 @@
     sites.end()
 
 `launched` does the same by kernels alone. A failure never raises into the engine: the rest of the pass runs without
-deltas, and `PassFailures` names the requests whose results are void.
+deltas, and `PassFailures` names the requests with void results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 
 
 class PassFailures:
-    """The requests of one forward pass whose adapters did not act."""
+    """The requests of one forward pass that did not get their adapter's delta, each with its failure."""
 
     def __init__(self) -> None:
         self.by_request: dict[str, Failure] = {}

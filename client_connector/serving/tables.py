@@ -1,5 +1,5 @@
-"""Tables for kernels whose arguments never change: each row's adapter, and the sites where each adapter has a delta.
-One buffer on the engine's device, written by one copy per step.
+"""Tables that kernels with fixed arguments read: each row's adapter, and the sites where each adapter has a delta.
+They are one buffer on the engine's device, and one copy per step writes it.
 
 Shapes: T rows that an engine's step has at most, A adapters that it has at most, S sites of the model.
 """

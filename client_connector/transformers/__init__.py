@@ -4,7 +4,7 @@ hook       the one module that imports transformers
 batch      from names to rows
 held       the adapters of one block
 invocation activated LoRAs: which rows come before the invocation
-experts    an experts implementation whose GEMMs overlap with the server's
+experts    an experts implementation that overlaps its GEMMs with the server's
 dense      hooks on attention projections and dense MLPs
 """
 

@@ -161,7 +161,7 @@ CONTRACT = (
 
 
 def problems() -> list[str]:
-    """What of the contract the installed vLLM breaks, by name."""
+    """List the parts of the contract that the installed vLLM breaks, by name."""
     return [problem for touched in CONTRACT for problem in _problems(touched)]
 
 
@@ -193,7 +193,7 @@ def _problems(touched: Touched) -> list[str]:
 
 
 def _attribute(found: Any, name: str) -> Any:
-    """Also a field without a default, which is only annotated."""
+    """Return an attribute; None for a field that a class only annotates. Raises AttributeError."""
     classes = found.__mro__ if inspect.isclass(found) else ()
     if not hasattr(found, name) and any(name in vars(one).get("__annotations__", {}) for one in classes):
         return None

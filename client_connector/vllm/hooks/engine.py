@@ -138,7 +138,7 @@ def _schedule(original: Any, leases: AdapterLeases, self: Any, *args: Any, **kwa
 
 @ours(_leases)
 def _handle_blocked_waiting_request(original: Any, leases: AdapterLeases, self: Any, request: Any) -> bool:
-    """Pass over a request that is not ready, as vLLM does with one whose grammar is not: it takes no KV blocks."""
+    """Pass over a request that is not ready, as vLLM does until a request's grammar is: it takes no KV blocks."""
     if not original(request) or not leases.is_ready(request.request_id):
         return False
     state = leases.state(request.request_id)

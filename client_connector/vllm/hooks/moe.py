@@ -33,7 +33,7 @@ SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS, as vLLM's own kernel has 
 
 
 class RemoteCPUExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
-    """Unquantized experts on a CPU whose GEMMs overlap with the server's.
+    """Unquantized experts on a CPU that overlap their GEMMs with the server's.
 
     Weights are packed for vLLM's own kernel, which serves the steps without adapter rows, wherever
     we can also read that packing; otherwise they stay [E, out, in] and are never given to it.
