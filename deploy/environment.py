@@ -17,7 +17,7 @@ OLDEST = (3, 11)
 
 
 def problem(version: "tuple[int, ...]", modules: "list[str]") -> str:
-    """Why a Python of this version, with these of venv and ensurepip, will not do; empty for one that will."""
+    """Explain why a Python of this version that has these of venv and ensurepip will not do; empty if it will."""
     cure = "then say which: make ... PYTHON=/usr/bin/python3.11"
     if version < OLDEST:
         got, expected = (".".join(map(str, one)) for one in (version, OLDEST))
@@ -32,7 +32,7 @@ def problem(version: "tuple[int, ...]", modules: "list[str]") -> str:
 
 
 def install(folder: str, arguments: "list[str]") -> int:
-    """One call of pip; its exit code. What goes wrong is on stderr."""
+    """Call pip once and return its exit code. Its errors are on stderr."""
     command = [f"{folder}/bin/python", "-u", "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", *arguments]
     if not sys.stdout.isatty():
@@ -44,7 +44,7 @@ def install(folder: str, arguments: "list[str]") -> int:
 
 
 def show(pip: int) -> None:
-    """The newest of pip's lines, in place of the one before, until it closes its end."""
+    """Show the newest of pip's lines, in place of the one before, until pip closes its end."""
     began, doing, text = time.monotonic(), "", b" "
     while text:
         if select.select([pip], [], [], 1.0)[0]:
@@ -60,7 +60,7 @@ def show(pip: int) -> None:
 
 
 def main(folder: str, gib: str, *arguments: str) -> int:
-    """Exit code: that of the first step that failed."""
+    """Make the environment. Returns the exit code of the first step that failed, or 0."""
     said = problem(sys.version_info[:2], [name for name in ("venv", "ensurepip") if find_spec(name)])
     if said:
         print(f"error: {said}", file=sys.stderr)

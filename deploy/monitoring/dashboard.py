@@ -130,7 +130,7 @@ ROWS: dict[str, Panels] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """As Grafana imports it."""
+    """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     y = 0
     for row, content in ROWS.items():

@@ -1,4 +1,4 @@
-"""Immediate Admissibility Rate: the share of requests whose adapter is cached, or can be cached at once.
+"""Immediate Admissibility Rate: the share of requests that find their adapter cached, or can have it cached at once.
 
 admissibility      what callers see: checked input, one of three models
 models             `offered`, and what all three share

@@ -1,4 +1,4 @@
-"""Immediate Admissibility Rate: the share of requests whose adapter is cached, or can be cached at once.
+"""Immediate Admissibility Rate: the share of requests that find their adapter cached, or can have it cached at once.
 
 Paper section 4.2.1. Three models of which adapters are present (N, p, LB, M as in its Table 2):
 

@@ -16,12 +16,12 @@ the law of the number K of present adapters taken in two ways, each of which see
     mean field    Poisson-binomial of r + w: a fixed point in W. Good where the hot dominate.
     birth-death   Poisson-binomial of the offered q, where beyond M only M of k can leave:
                   P(k+1)/P(k) is multiplied by (k+1)/M. For many cold adapters it is Erlang's M/M/M
-                  queue, whose tail is longer than any mean-field one.
+                  queue, and its tail is longer than any mean-field one.
 
 The lower IAR of the two holds in the long run, which where M or more adapters never go idle takes some e^l
 mean service times; no traffic stays the same for that long. Until then the first M adapters that were called
-keep the slots, whose misses are sum_i p_i exp(-u p_i) with sum_i (1 - exp(-u p_i)) = M. Who was not among them
-waits min(W, T) of a horizon of T = 100 service times, W being exponential:
+keep the slots; calls of the others, sum_i p_i exp(-u p_i) of all with sum_i (1 - exp(-u p_i)) = M, miss. Each of the
+others waits min(W, T) of a horizon of T = 100 service times, W being exponential:
 
     miss = long run + (W / T) (1 - exp(-T / W)) (first come - long run)+
 

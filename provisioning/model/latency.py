@@ -326,7 +326,7 @@ def served_us(latency: Latency, layout: Layout, layers: int, instances: int, eq6
 def violations(latency: Latency, limit: Budget, busy_us: float, served: Latency | None = None) -> list[str]:
     """Name the equations that fail, 5 and 6 (`busy_us` of `served_us`), with the largest term: `network` or `compute`.
 
-    `served` is the step with its share of prompts, whose terms name what fails.
+    `served` is the step with its share of prompts: its largest term, if given, is the one named.
     """
     failed = [name for name, over in (("eq5", latency.total > limit.ffn), ("eq6", busy_us > limit.layer)) if over]
     return [f"{name}:{(served or latency).worst}" for name in failed]

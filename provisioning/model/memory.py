@@ -89,5 +89,5 @@ def adapters_in(free_bytes: float, spec: ModelSpec, lora_rank: float, shared_a: 
 
 
 def requests_in(free_bytes: float, spec: ModelSpec, context_tokens: float) -> int:
-    """Count the requests of so many tokens whose KV cache fits."""
+    """Return how many requests of `context_tokens` tokens have room for their KV cache."""
     return max(int(free_bytes // (context_tokens * spec.layers * geometry.kv_bytes_per_token(spec))), 0)

@@ -1,4 +1,4 @@
-"""Choice by the model: the fewest GPUs whose layout meets every objective. `verify` then tries to refute it."""
+"""Choice by the model: the fewest GPUs with a layout that meets every objective. `verify` then tries to refute it."""
 
 from __future__ import annotations
 

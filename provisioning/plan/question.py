@@ -209,7 +209,7 @@ class Scenario:
 
     @cached_property
     def kv_requests(self) -> int:
-        """Requests whose KV cache an instance holds; without adapters, KV cache has all free memory."""
+        """Requests that an instance has KV cache for; without adapters, KV cache has all free memory."""
         return memory.requests_in(self.model.free_bytes, self.model.spec, self.model.context_tokens)
 
     def adapter_bytes(self, layout: Layout) -> int:

@@ -4,8 +4,8 @@ Tried are all layouts of all GPU counts that meet everything but, perhaps, the m
 where a layout is refuted, so are those with no more slots, no faster step and no shorter load. Slots do not rise with
 GPUs (an ep that does not divide the experts wastes some), so no count stands for those below it. From the model's plan
 the search goes up until a layout holds, and then to those with fewer GPUs that no refutation covers, the best first,
-until none is left. So what is found is the smallest count whose simulated interval holds the target; there, the fastest
-layout is taken that holds.
+until none is left. The result is the smallest count for which some layout's simulated interval holds the target, and of
+that count's layouts the fastest that holds.
 """
 
 from __future__ import annotations

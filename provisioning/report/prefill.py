@@ -11,7 +11,7 @@ from provisioning.report.result import Result
 
 
 def rows(result: Result) -> Iterator[tuple[str, str, str]]:
-    """Build (what, value, remark) rows for a plan whose instances prefill, too."""
+    """Build (what, value, remark) rows about prompts; none for a plan without prompts."""
     scenario, candidate = result.scenario, result.candidate
     if not scenario.model.prompt_tokens:
         return

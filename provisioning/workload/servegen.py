@@ -53,7 +53,8 @@ class ServegenClients:
     def workload(self, window_s: float | None = None) -> Workload:
         """Select the windows with the largest load, as many as `window_s` takes (one, if it is not given).
 
-        Who is off then is not called. Lengths and rate are means over all time, and the peak is what the load then is.
+        Clients that are idle in these windows get no requests. Lengths and rate are means over all time; the peak is
+        the load of these windows.
         """
         width_s = servegen_windows.width_s(self.windows[0])
         if window_s is not None:
