@@ -1,4 +1,4 @@
-"""From the files in `source/` to one text that NVRTC and nvcc compile alike."""
+"""Joins the files in `source/` into one text that NVRTC and nvcc compile alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STANDARD = "-std=c++17"
 
 
 def read_source(name: str = "lora_step.cu", instead: Mapping[str, str] | None = None) -> str:
-    """A file with its includes in place, each once; `instead` gives other texts for some of them.
+    """Return a file with its includes in place, each once; `instead` gives other texts for some of them.
 
     One text without includes needs no search path, and a cache that hashes it misses no change.
     """
@@ -31,6 +31,6 @@ def read_source(name: str = "lora_step.cu", instead: Mapping[str, str] | None = 
 
 
 def read_kernel(name: str) -> str:
-    """lora_step.cu with one of its kernels alone, for a compiler that takes seconds for each."""
+    """Return lora_step.cu with only one of its kernels: a compiler takes seconds for each."""
     lines = read_source().splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("KERNEL(") or line.startswith(f"KERNEL({name},"))

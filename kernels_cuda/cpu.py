@@ -13,7 +13,7 @@ PART_ELEMENTS = 1 << 21  # of a result, that are computed at a time: a milliseco
 
 
 def lora_step(step: Step, out_UO: torch.Tensor) -> None:
-    """Semantics: see `ops`. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
+    """Compute a step as `ops` defines it. Fills `out_UO` ([U, O], float dtype, contiguous; must not alias the rows).
 
     Two passes: shrink all segments, weight the rows of v, expand all; the scale goes with the expand.
     Without an out_map and in float32 the results go straight into `out_UO`, otherwise through one
@@ -25,7 +25,7 @@ def lora_step(step: Step, out_UO: torch.Tensor) -> None:
 
 
 def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
-    """The same step, which lets its caller do something else between any two parts; it is done at the end of them."""
+    """Compute `lora_step` in parts, so that the caller can do other work between them; done when the iterator ends."""
     v_NR = torch.empty(step.num_entries, max((s.block.a_RK.shape[0] for s in step.segments), default=0))
     yield from _shrink(step, v_NR)
     if step.weights_N is not None:
@@ -48,7 +48,7 @@ def lora_parts(step: Step, out_UO: torch.Tensor) -> Iterator[None]:
 
 
 def _some_rows(x_NO: torch.Tensor) -> Iterator[slice]:
-    """All of them, some at a time."""
+    """Cut the rows into slices of about PART_ELEMENTS elements each."""
     num = max(PART_ELEMENTS // max(x_NO.shape[1], 1), 1)
     return (slice(first, first + num) for first in range(0, x_NO.shape[0], num))
 
@@ -60,7 +60,7 @@ def _copy(out_UO: torch.Tensor, from_UO: torch.Tensor) -> Iterator[None]:
 
 
 def _shrink(step: Step, v_NR: torch.Tensor) -> Iterator[None]:
-    """v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
+    """Compute v = x A for every entry: the ranks of a block's pairs side by side, the rest undefined."""
     rows_NK = step.rows_TK if step.in_map_N is None else step.rows_TK.index_select(0, step.in_map_N)
     rows_NK = rows_NK.float()
     for block, first, num_entries in step.segments:
@@ -72,12 +72,12 @@ def _shrink(step: Step, v_NR: torch.Tensor) -> Iterator[None]:
 
 
 def _window(a_RK: torch.Tensor, begin: int, width: int) -> torch.Tensor:
-    """The columns of A that meet the rows' window, in float32."""
+    """Return the columns of A that meet the rows' window, in float32."""
     return (a_RK if a_RK.shape[1] == width else a_RK[:, begin : begin + width]).float()
 
 
 def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[None]:
-    """delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
+    """Compute delta = scale * v B for every entry, windows side by side; zero where no pair reaches."""
     for block, first, num_entries in step.segments:
         y_nO = delta_NO[first : first + num_entries]
         parts = [placed(pair, step.windows) for pair in block.pairs]
@@ -96,7 +96,7 @@ def _expand(step: Step, v_NR: torch.Tensor, delta_NO: torch.Tensor) -> Iterator[
 
 
 def _times(v_nR: torch.Tensor, b_oR: torch.Tensor, scale: float, y_no: torch.Tensor) -> None:
-    """y = scale * v B. From 4 rows on a GEMM repacks B; of a few, to read it again for every two costs less."""
+    """Compute y = scale * v B. A GEMM of 4 rows or more repacks B; for FEW_ROWS, GEMMs of two rows each cost less."""
     num = v_nR.shape[0]
     together = 2 if num in FEW_ROWS else max(num, 1)
     for i in range(0, num, together):

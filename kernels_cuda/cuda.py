@@ -21,7 +21,7 @@ from kernels_cuda.launch import DTYPE_NAMES, DeviceStep, Workspace, arguments
 
 
 class _TorchStream:
-    """torch's current stream, by the protocol with which CuPy takes those of others."""
+    """torch's current stream, in the protocol by which CuPy accepts streams of other libraries."""
 
     def __init__(self, device: torch.device) -> None:
         self._pointer = int(torch.cuda.current_stream(device).cuda_stream)
@@ -32,9 +32,10 @@ class _TorchStream:
 
 @contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """The device's context is this thread's; CuPy sets it even where torch believes that it is.
+    """Make the device's context current in this thread. CuPy sets it even where torch believes that it already is.
 
-    A thread that had none keeps it: cudaSetDevice(0), by which CuPy's own Device goes back, makes a context on GPU 0.
+    A thread that had no context keeps this one: going back as CuPy's own Device does, by cudaSetDevice(0), would make
+    a context on GPU 0.
     """
     import cupy
 
@@ -49,7 +50,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def on_torch_stream(device: torch.device) -> Iterator[None]:
-    """What CuPy launches inside goes to torch's current stream of the device."""
+    """Send what CuPy launches inside to torch's current stream of the device."""
     import cupy
 
     with on_device(device), cupy.cuda.Stream.from_external(_TorchStream(device)):
@@ -71,9 +72,9 @@ class CudaKernels:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
 
     def compile(self, dtype: torch.dtype, kernel: str = "lora_step") -> float:
-        """Make a kernel ready, as `launch` does on first use: too late for a step that is timed or captured.
+        """Compile a kernel ahead of its first launch, which would compile it: too late if that is timed or captured.
 
-        Returns the seconds that it took, few where CuPy's cache on disk had it. Raises ValueError for another dtype
+        Returns the seconds that it took: few if CuPy's cache on disk had it. Raises ValueError for another dtype
         than bfloat16 and float16.
         """
         if (kernel, dtype) in self._functions:
@@ -92,7 +93,7 @@ class CudaKernels:
         return time.monotonic() - begin
 
     def launch(self, step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, kernel: str = "lora_step") -> None:
-        """Semantics: see `ops`; what lies where: see `DeviceStep`.
+        """Launch a step. `ops` defines what it computes, `DeviceStep` where its arrays lie.
 
         kernel: "lora_step", or "shrink" (rows to workspace.v) and "expand" (workspace.v to out_UO) apart.
         out_UO: [U, O], the rows' dtype, contiguous; aliases none of the inputs. Raises ValueError for what
@@ -106,7 +107,7 @@ class CudaKernels:
 
 
 def kernels(device: torch.device, variant: Variant | None = None) -> CudaKernels:
-    """The kernels of a device, each compiled once per process. Raises ValueError for a GPU before sm_80."""
+    """Return the kernels of a device, each compiled once per process. Raises ValueError for a GPU before sm_80."""
     return _of(torch.device(device.type, device.index or 0), variant)
 
 

@@ -1,4 +1,4 @@
-"""Which variant of the kernels a GPU gets. Pure: numbers in, a Variant out.
+"""Chooses the variant of the kernels for a GPU. Pure: numbers in, a Variant out.
 
 All variants compute the same bits: they differ in how tiles reach shared memory and in how many warps
 share the work, never in the instruction, the split of K or the order of sums.
@@ -23,7 +23,7 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Variant:
-    """How a kernel is compiled. bulk_copy needs sm_90."""
+    """Compile-time parameters of a kernel. bulk_copy needs sm_90."""
 
     bulk_copy: bool
     warps: int
@@ -37,12 +37,12 @@ class Variant:
 
     @property
     def defines(self) -> tuple[str, ...]:
-        """The compiler's options for it."""
+        """The compiler options that select this variant."""
         return (f"-DBULK_COPY={int(self.bulk_copy)}", f"-DWARPS={self.warps}", f"-DSTAGES={self.stages}")
 
 
 def choose(capability: tuple[int, int], shared_bytes: int, most_warps: int = WARPS) -> Variant:
-    """The variant for a GPU of this compute capability, with so much shared memory for one block.
+    """Choose the variant for a GPU of this compute capability with `shared_bytes` of shared memory for one block.
 
     Raises ValueError for a GPU before sm_80, which has no bf16 MMA.
     """

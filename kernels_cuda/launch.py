@@ -15,12 +15,12 @@ DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStep:
-    """A step whose every array lies in device memory, so that a CUDA graph can hold its launch.
+    """A step with every array in device memory, so that a CUDA graph can hold its launch.
 
     rows_TK     bfloat16 or float16 [T, K or its window], contiguous
     segments    int32 [at most, 4]: block (row of `blocks`), first tile, first entry, entries; see tables
     blocks      uint8 [rows, 144]: a BlockTable's tensor; all of them are of one site
-    counts      int32 [3]: segments, entries, output rows of this very step; the shapes give only the most
+    counts      int32 [3]: segments, entries, output rows of this very step; the arrays' shapes give only the maxima
     in_map_N, out_map_N   int32 [at most N] or None;   weights_N   float32 [at most N] or None
     windows     (begin, end) of site output rows, at most 3, in order;  in_begin, in_width: the rows' window in K
 
@@ -62,7 +62,7 @@ class Workspace:
     def new(
         cls, *, max_entries: int, max_rank: int, max_in_width: int, max_out_width: int, device: torch.device | str
     ) -> Workspace:
-        """max_rank: see `max_rank_of`. max_out_width: of the steps with an out_map; 0 if there are none."""
+        """Allocate a workspace. max_rank: see `max_rank_of`; max_out_width: of steps with an out_map, 0 without any."""
 
         def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
@@ -78,39 +78,39 @@ class Workspace:
 
     @property
     def max_entries(self) -> int:
-        """Entries of a step."""
+        """Entries that a step may have."""
         return self.v.shape[0]
 
     @property
     def max_rank(self) -> int:
-        """Ranks of a block, padded, all pairs together."""
+        """Ranks that a block may have, padded, all pairs together."""
         return self.v.shape[1]
 
     @property
     def max_in_width(self) -> int:
-        """Columns of A."""
+        """Columns that A may have."""
         return self.partial.shape[0] * CHUNK * CHUNKS
 
     @property
     def max_out_width(self) -> int:
-        """Columns of a result that is summed per token."""
+        """Columns that a result may have that is summed per token."""
         return self.delta.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Bytes of device memory that it takes."""
         return sum(t.nbytes for t in (self.partial, self.v, self.delta, self.groups, self.arrivals))
 
 
 def most_combined_entries(stages: int) -> int:
-    """Entries that a step with an out_map may have: a warp lists those of one row where its tiles were."""
+    """Return how many entries a step with an out_map may have: a warp lists a row's entries where its tiles were."""
     return stages * TILE_BYTES // 2
 
 
 def arguments(step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, stages: int) -> list[int]:
-    """The kernels' arguments, all 64 bits wide. Raises ValueError for a step that does not fit; reads no device memory.
+    """Return the kernels' arguments, all 64 bits wide. Raises ValueError for a step that does not fit the workspace.
 
-    The maps' values and the segments are not looked at: they must be in range.
+    Reads no device memory, so it does not check the values of maps and segments: they must be in range.
     """
     _check(step, out_UO, workspace, stages)
     windows = [bound for window in step.windows for bound in window]
@@ -157,7 +157,7 @@ def _check(step: DeviceStep, out_UO: torch.Tensor, workspace: Workspace, stages:
 
 
 def max_rank_of(ranks: Sequence[int]) -> int:
-    """What a workspace needs for blocks whose pairs have these ranks; raises ValueError for a rank out of range."""
+    """Return the max_rank of a workspace for pairs of these ranks; raises ValueError for a rank out of range."""
     for rank in ranks:
         if not 1 <= rank <= MAX_RANK:
             raise ValueError(f"got rank {rank}, expected 1 to {MAX_RANK}")

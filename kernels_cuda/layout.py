@@ -1,4 +1,4 @@
-"""How weights lie in memory for the CUDA kernels: tiles of 8 KB, cut and ordered when an adapter is loaded.
+"""The memory layout of weights for the CUDA kernels: tiles of 8 KB, cut and ordered when an adapter is loaded.
 
 A tile is a run of up to 16 fragments of 512 bytes: 16 x 16 weights in the order in which the 32 lanes of an
 `mma.m16n8k16` hold its 16-bit A operand, so that a warp reads a fragment as 32 x 16 bytes. Weights are
@@ -35,7 +35,7 @@ CHUNK = 256
 CHUNKS = 2  # chunks of K that are summed before they meet the others: see step.cuh
 MAX_RANK = 256
 MAX_PAIRS = 7
-BAND = 4  # blocks of 16 output rows whose results a lane stores together
+BAND = 4  # blocks of 16 output rows: a lane stores their results together
 
 _TILE_ELEMENTS = TILE_BYTES // 2
 
@@ -67,7 +67,7 @@ class PairShape:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a block looks like, whatever its weights: pairs in order, together exactly the site's output rows."""
+    """A block's shape without its weights: pairs in order, which together cover exactly the site's output rows."""
 
     in_width: int
     pairs: tuple[PairShape, ...]
@@ -105,7 +105,7 @@ class BlockShape:
 
 
 def shape_of(block: Block, in_width: int, out_width: int) -> BlockShape:
-    """`block_shape` of a block's pairs; raises ValueError also where an A has another width."""
+    """Return the `block_shape` of a block's pairs; raises ValueError also for an A of another width."""
     for pair in block.pairs:
         if pair.a_RK.shape[1] != in_width:
             raise ValueError(f"A is {list(pair.a_RK.shape)}, expected [1..{MAX_RANK}, {in_width}]")
@@ -114,7 +114,7 @@ def shape_of(block: Block, in_width: int, out_width: int) -> BlockShape:
 
 
 def block_shape(pairs: Sequence[PairShape], in_width: int, out_width: int) -> BlockShape:
-    """The shape of a block of a site of [in_width] -> [out_width], gaps between its pairs filled.
+    """Return a block's shape at a site [in_width] -> [out_width], with pairs of rank 0 in the gaps between its pairs.
 
     Raises ValueError for what the kernels cannot serve: a rank above 256, pairs that overlap or lie
     outside the site, or more than 7 of them, gaps included.
@@ -139,7 +139,7 @@ def block_shape(pairs: Sequence[PairShape], in_width: int, out_width: int) -> Bl
 
 
 def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:
-    """The block's tiles: uint8 [T, 8192], where the weights are. `dtype` has 16 bits; unused bytes are zero."""
+    """Pack a block into tiles, uint8 [T, 8192], on the weights' device. `dtype` has 16 bits; unused bytes are zero."""
     by_begin = {pair.out_begin: pair for pair in block.pairs}
     real = [(by_begin[pair.out_begin], pair) for pair in shape.pairs if pair.groups]
     device = block.a_RK.device
@@ -151,7 +151,7 @@ def pack(block: Block, shape: BlockShape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def unpack(tiles_TB: torch.Tensor, shape: BlockShape, dtype: torch.dtype) -> Block:
-    """The block that `pack` was given, to the bit."""
+    """Return the block that `pack` was given, to the bit."""
     tiles = tiles_TB.view(dtype)
     a_RK = _unpack_a(tiles[: shape.num_chunks * shape.groups], shape)
     tile, row, pairs = shape.num_chunks * shape.groups, 0, []
@@ -169,7 +169,7 @@ def _padded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _order_of_a(shape: BlockShape) -> list[int]:
-    """Which of the block's tiles is (chunk, group), for all chunks and in each for all groups."""
+    """List the index of the tile that holds (chunk, group), chunk by chunk and in each group by group."""
     order = []
     for chunk in range(shape.num_chunks):
         base = chunk // CHUNKS * CHUNKS
@@ -204,12 +204,12 @@ _B_TO_TILES = (0, 2, 4, 1, 5, 6, 3, 7)
 
 
 def _bands(blocks: int) -> list[tuple[int, int]]:
-    """(first block, blocks) of the bands of a tile."""
+    """Return (first block, blocks) of the bands of a tile."""
     return [(first, min(BAND, blocks - first)) for first in range(0, blocks, BAND)]
 
 
 def _parts_of_b(pair: PairShape) -> list[tuple[int, int, int]]:
-    """(first tile, tiles, blocks in each): the full tiles, and the last one if it has fewer blocks."""
+    """Return (first tile, tiles, blocks in each) of the full tiles, and of the last one if it has fewer blocks."""
     blocks = -(-pair.out_rows // GROUP)
     full, rest = divmod(blocks, pair.tile_blocks)
     return [part for part in ((0, full, pair.tile_blocks), (full, 1, rest)) if part[1] and part[2]]

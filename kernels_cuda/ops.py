@@ -42,7 +42,7 @@ class Block(NamedTuple):
     pairs: tuple[Pair, ...]
 
     def to(self, device: torch.device) -> Block:
-        """The same weights on another device; itself where they are there."""
+        """Return the block on another device; itself if it is there already."""
         if self.a_RK.device == device:
             return self
         return stack([pair._replace(a_RK=pair.a_RK.to(device), b_OR=pair.b_OR.to(device)) for pair in self.pairs])
@@ -52,7 +52,7 @@ NOTHING = Block(torch.empty(0, 0), ())  # an expert without a delta
 
 
 def stack(pairs: Sequence[Pair]) -> Block:
-    """A block of pairs; their A become views of the stacked one."""
+    """Make a block of pairs; their A become views of the stacked one."""
     if not pairs:
         return NOTHING
     a_RK = torch.cat([pair.a_RK for pair in pairs]).contiguous()
@@ -92,7 +92,7 @@ class Step:
 
 
 def placed(pair: Pair, windows: Sequence[tuple[int, int]]) -> list[tuple[torch.Tensor, int]]:
-    """The parts of a pair's B that fall into the windows: (rows of B, first column of the result)."""
+    """Return the parts of a pair's B that fall into the windows: (rows of B, first column of the result)."""
     parts = []
     column, first = 0, pair.out_begin
     num_rows = pair.b_OR.shape[0]

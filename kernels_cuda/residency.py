@@ -1,4 +1,4 @@
-"""Whether blocks of threads surely fit together on one multiprocessor of an H100 or H200.
+"""Tells whether blocks of threads are sure to fit together on one multiprocessor of an H100 or H200.
 
 Its registers belong to four partitions, 16,384 each, and a warp takes its own from one of them, rounded up to 256. The
 warps of a block are dealt out over the partitions in turn: free registers in total do not help where one partition is
@@ -19,11 +19,11 @@ MOST_REGISTERS = 255  # of a thread
 MOST_WARPS, MOST_BLOCKS = 64, 32
 SHARED_BYTES = 228 << 10
 RESERVED_SHARED_BYTES = 1 << 10  # by CUDA, of each block
-SERVE_WARPS = 7  # that compute in a kernel that serves; one more polls, and beside nine no client's block would fit
+SERVE_WARPS = 7  # compute in a kernel that serves; an eighth polls, and beside nine no client's block would fit
 
 
 class Block(NamedTuple):
-    """registers: of a thread, as the compiler says."""
+    """The demands of a block of threads. registers: of each thread, as the compiler reports them."""
 
     warps: int
     registers: int
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
     @property
     def partition_registers(self) -> int:
-        """What it takes of the partition that has most of its warps."""
+        """Registers that it takes of the partition with most of its warps."""
         units = -(-LANES * self.registers // REGISTER_UNIT)
         return self._partition_warps * units * REGISTER_UNIT
 
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 def fit(blocks: Iterable[Block]) -> bool:
-    """Whether a multiprocessor holds all of them at once, wherever the first warp of each lies."""
+    """Tell whether a multiprocessor holds all of them at once, whichever partition the first warp of each lies in."""
     blocks = list(blocks)
     return (
         sum(block.partition_registers for block in blocks) <= PARTITION_REGISTERS
@@ -52,5 +52,5 @@ def fit(blocks: Iterable[Block]) -> bool:
 
 
 def most_registers(beside: Block, warps: int) -> int:
-    """Most registers of a thread in a block of so many warps that still fits beside another; 0 if none."""
+    """Return the most registers per thread with which a block of `warps` still fits beside another; 0 if none."""
     return max((n for n in range(MOST_REGISTERS + 1) if fit([beside, Block(warps, n)])), default=0)

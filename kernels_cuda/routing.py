@@ -1,9 +1,9 @@
-"""From an engine's choice of experts to the segments of a step, on the GPU (source/route.cu) and, slowly, here.
+"""Turns an engine's choice of experts into the segments of a step: on the GPU (source/route.cu), or slowly here.
 
 Semantics (T tokens, k experts each; a pair is t * k + j, adapters[t] a row of the directory or -1):
 
-    pairs = those (t, j) with 0 <= adapters[t] < num_adapters and experts[t, j] in `among`, which are all by default,
-            whose adapter has tiles: one without has no delta at this site
+    pairs = (t, j) with 0 <= adapters[t] < num_adapters, experts[t, j] in `among` (by default all experts), and an
+            adapter that has tiles: one without has no delta at this site
     entries = pairs sorted by (adapters[t], experts[t, j], t * k + j)
     segments = runs of entries of one (adapter, expert):
         block table row, first tile of the adapter + expert * tiles of each expert, first entry, entries
@@ -50,7 +50,7 @@ class Route:
 
     @staticmethod
     def empty(max_pairs: int, device: torch.device | str, max_rows: int = 0) -> Route:
-        """Room for steps of up to so many pairs; with `max_rows` tokens that travel are counted."""
+        """Allocate for steps of up to `max_pairs` pairs; with `max_rows`, tokens that travel are counted, too."""
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=device)
@@ -61,9 +61,9 @@ class Route:
 
 
 class Choice(NamedTuple):
-    """What an engine's router chose, on the device, contiguous; see `Router.launch`.
+    """The choice of an engine's router, on the device, contiguous; see `Router.launch`.
 
-    experts_Tk int32; weights_Tk float32, or None where nobody asks for them; adapters_T int32, rows of
+    experts_Tk int32; weights_Tk float32, or None if the step has no routing weights; adapters_T int32, rows of
     `directory` or -1; directory int32 [num_adapters, 3]; among: the experts that count, by default all
     """
 
@@ -76,12 +76,12 @@ class Choice(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """What a launch reads."""
+        """The tensors that a launch reads."""
         return self[:4]
 
 
 class Routed(NamedTuple):
-    """What `reference` finds, cut to what there is."""
+    """The result of `reference`; its arrays have no unused ends."""
 
     segments: npt.NDArray[np.int32]
     token_N: npt.NDArray[np.int32]
@@ -99,7 +99,7 @@ def reference(
     num_experts: int,
     among: range | None = None,
 ) -> Routed:
-    """The slow, obvious oracle: Python's sort, one pair at a time."""
+    """Compute the routing as the slow, obvious oracle: Python's sort, one pair at a time."""
     top_k, among = experts_Tk.shape[1], range(num_experts) if among is None else among
     entries = sorted(
         (int(adapters_T[t]), int(expert), t * top_k + j)
@@ -124,7 +124,7 @@ def reference(
 
 
 def arguments(choice: Choice, route: Route) -> list[int]:
-    """The kernel's arguments, all 64 bits wide. Raises ValueError for what does not fit; reads no device memory."""
+    """Return the kernel's arguments, 64 bits each. Raises ValueError for what does not fit; reads no device memory."""
     experts_Tk, weights_Tk, adapters_T, directory, num_experts, among = choice
     (tokens, top_k), num_adapters = experts_Tk.shape, directory.shape[0]
     if not 1 <= tokens * top_k <= min(MAX_PAIRS, route.token_N.shape[0]):
@@ -158,7 +158,7 @@ def arguments(choice: Choice, route: Route) -> list[int]:
 
 
 def shared_bytes(warps: int) -> int:
-    """Shared memory of the block: sizeof(BlockMemory) in source/route.cu."""
+    """Return the shared memory of the block: sizeof(BlockMemory) in source/route.cu."""
     nbytes = 2 * 4 * (MAX_PAIRS + MAX_PAIRS // 32) + 2 * DIGITS * warps * 32 + 4 * warps
     return -(-nbytes // 16) * 16
 
@@ -177,9 +177,9 @@ class Router:
             self._function.max_dynamic_shared_size_bytes = shared_bytes(WARPS)
 
     def launch(self, choice: Choice, route: Route) -> None:
-        """Semantics: see this module. Safe in CUDA graphs: one block, no allocation, torch's current stream.
+        """Launch the kernel. Safe in CUDA graphs: one block, no allocation, torch's current stream.
 
-        `route` is overwritten as far as `counts` says, and aliases nothing of the choice. Raises ValueError
+        `route` is overwritten as far as `counts` says, and must alias nothing of the choice. Raises ValueError
         for what does not fit.
         """
         values = arguments(choice, route)
@@ -189,5 +189,5 @@ class Router:
 
 @cache
 def router(device: torch.device) -> Router:
-    """The router of a device with an index, compiled once per process."""
+    """Return the router of a device, compiled once per process. The device must have an index."""
     return Router(device)

@@ -1,4 +1,4 @@
-"""Which worker, a warp, does which of a step's jobs: source/shares.cuh and source/cost.cuh for whoever plans or checks.
+"""The share of a step's jobs that each worker (a warp) does, for plans and checks. Mirrors source/shares.cuh, cost.cuh.
 
 The jobs of a phase, shrink or expand, in their order: segment by segment, for each 32 of its entries all tiles of A
 (two to a job), or of B. Legend: S segments, J jobs, W workers.
@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def rows_of_jobs(rows_S: Ints, jobs_S: Ints) -> Ints:
-    """Entries that each job serves; a segment has `jobs_S` of them for each 32 of its entries, the last ones fewer."""
+    """Count the entries that each job serves. A segment has `jobs_S` jobs per 32 entries; its last ones serve fewer."""
     blocks_S = -(-rows_S // JOB_ROWS)
     segment_J = np.repeat(np.arange(len(rows_S)), blocks_S * jobs_S)
     first_S = np.cumsum(blocks_S * jobs_S) - blocks_S * jobs_S
@@ -26,13 +26,13 @@ def rows_of_jobs(rows_S: Ints, jobs_S: Ints) -> Ints:
 
 
 def job_cost(rows_J: Ints) -> Ints:
-    """What a job of so many entries costs; see cost.cuh for why."""
+    """Return the cost of jobs of so many entries; cost.cuh says why."""
     bands_J = -(-rows_J // BAND_ROWS)
     return 1 + 2 * bands_J
 
 
 def shares(cost_J: Ints, workers: int) -> Ints:
-    """[W + 1]: worker w does the jobs from the w-th number on, up to the next.
+    """Divide the jobs: returns [W + 1]; worker w does the jobs from number w of it up to the next.
 
     Jobs lie on a line, each as long as it costs; a job belongs to the share in which its last unit lies. So no
     share costs more than an equal one and the longest job together.

@@ -1,4 +1,4 @@
-"""What the CUDA kernels are told of weights and of a step: plain structs, mirrored by source/step.cuh."""
+"""Plain structs that describe weights and a step to the CUDA kernels; mirrored by source/step.cuh."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BlockTable:
         self.tensor = torch.zeros(capacity, BLOCK.itemsize, dtype=torch.uint8, device=device)
 
     def add(self, pages: int, shape: BlockShape) -> int:
-        """The index of a new row; raises ValueError when the table is full."""
+        """Add a row and return its index; raises ValueError when the table is full."""
         if not self._free:
             raise ValueError(f"all {len(self._rows)} rows of the block table are taken")
         index = self._free.pop()
@@ -53,16 +53,16 @@ class BlockTable:
         return index
 
     def remove(self, index: int) -> None:
-        """Give a row back; no kernel may still read it."""
+        """Free a row; no kernel may still read it."""
         self._free.append(index)
 
     def max_rank(self, rows_S: npt.NDArray[np.int32]) -> int:
-        """The most ranks, padded, of a block of any of these rows; 0 without rows."""
+        """Return the most ranks, padded, of the blocks of these rows; 0 without rows."""
         return int(self._max_ranks.take(rows_S).max(initial=0))
 
 
 class PackedSegments(NamedTuple):
-    """The segments of a step whose blocks lie in device memory: int32 [S, 4] as the kernels read it, on the host."""
+    """The segments of a step with blocks in device memory: int32 [S, 4] as the kernels read it, held on the host."""
 
     table_S4: npt.NDArray[np.int32]  # row of a BlockTable, first tile in that row's pages, first entry, entries
     max_rank: int  # of their blocks, padded

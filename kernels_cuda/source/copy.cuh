@@ -18,8 +18,8 @@ template <class Unit> DEVICE void copy_units(void* to, const void* from, int cou
     }
 }
 
-// Rows of row_bytes, `stride` bytes apart, one behind the other: `rows` says which. Of `Unit`s that row_bytes, stride and
-// addresses are multiples of. A warp takes a piece of a row at a time, so that one row keeps several warps busy.
+// Copies rows of row_bytes, `stride` bytes apart, one behind the other: `rows` says which. row_bytes, stride and addresses
+// are multiples of `Unit`. A warp takes a piece of a row at a time, so that one row keeps several warps busy.
 template <class Unit>
 DEVICE void copy_rows(unsigned char* to, const unsigned char* from, const int* rows, int num_rows, int row_bytes, int64 stride) {
     constexpr int PIECE = AT_ONCE * LANES;

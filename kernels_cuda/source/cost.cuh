@@ -1,4 +1,4 @@
-// What a job of so many entries costs a warp, in units in which jobs of one phase compare. Mirrored by shares.py.
+// The cost of a job of so many entries to a warp, in units in which jobs of one phase compare. Mirrored by shares.py.
 //
 // A tile is copied once and multiplied once per band of 8 entries. How much longer each band after the first takes
 // is not known yet, and to weigh bands too lightly costs more than too heavily. With 1 + 2 bands the slowest warp

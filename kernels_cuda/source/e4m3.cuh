@@ -54,7 +54,7 @@ template <class T> DEVICE uint4 expand_eight(const uint2& codes) {
             expand_two<T>(codes.y >> 16)};
 }
 
-// What the codes of a row are of: its values times `inverse`.
+// A row's scale. Its codes are of its values times `inverse`.
 struct RowScale {
     float scale, inverse;
     bool finite;

@@ -32,13 +32,13 @@ struct ExpandWalk {
 
     DEVICE int cost() const { return job_cost(job_rows(s, row)); }
 
-    // To before the first tile for the entries from `row` on.
+    // Goes to before the first tile for the entries from `row` on.
     DEVICE void enter() {
         pair = window = end = rank = 0;
         base_tile = s.first_tile + div_up(a.in_width, CHUNK) * a.blocks[s.block].groups();
     }
 
-    // From (pair, window) on, the next range of tiles that is not empty; false if these entries have none.
+    // Finds the next range of tiles, from (pair, window) on, that is not empty; false if these entries have none.
     DEVICE bool find_range() {
         const Block& block = a.blocks[s.block];
 #pragma unroll 1
@@ -99,7 +99,7 @@ struct ExpandWalk {
     }
 };
 
-// Where v is: one sum per entry and rank, or `count` partial ones that are still to be added.
+// The place of v: one sum per entry and rank, or `count` partial sums that are still to be added.
 struct Partials {
     const float* first;
     int count;
@@ -128,7 +128,7 @@ template <class T> DEVICE void stage_v(const Args& a, const Partials& sums, cons
     }
 }
 
-// Where an output row goes: its column of the result, or -1 outside the windows.
+// Returns an output row's column in the result, or -1 outside the windows.
 DEVICE int column_of(const Args& a, int row) {
     for (int w = 0, column = 0; w < a.num_windows; column += a.end(w) - a.begin(w), w++)
         if (row >= a.begin(w) && row < a.end(w)) return column + row - a.begin(w);
@@ -216,7 +216,7 @@ DEVICE void expand_entries(const Args& a, const ExpandTile& t, const uint4* frag
     }
 }
 
-// All tiles of B that are left. v stays staged from tile to tile, if that of all the job's entries fits.
+// Computes all tiles of B that are left. v stays staged from tile to tile, if that of all the job's entries fits.
 template <class T, class Out, class Producer>
 DEVICE void expand_all(const Args& a, const Partials& sums, Ring& ring, Producer& refill) {
     uint4(*v)[LANES] = ring.memory.v;

@@ -1,7 +1,7 @@
 // One LoRA step in one launch. Semantics: kernels_cuda/ops.py; how: lora_step.cuh.
 #include "lora_step.cuh"
 
-// Who launched it hears of a barrier that failed by the kernel's error alone.
+// If a barrier fails, the kernel's error is all that its launcher learns of it.
 template <class T, int PHASES> DEVICE void run_alone(const Args& a, BlockMemory& memory) {
     Ring ring(memory.warps[threadIdx.x / LANES], threadIdx.x % LANES);
     if (!lora_step<T, PHASES>(a, memory, ring)) stop();

@@ -12,9 +12,10 @@ struct Bf16 {};
 struct Fp16 {};
 
 DEVICE void sync_warp() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
-// All loads above are under way: none is put off until one below was waited for, as the compiler would, to save registers.
+// All loads above have been issued. Without this the compiler would delay some until a load below completed, to save
+// registers.
 DEVICE void all_begun() { sync_warp(); }
-// Of the warps that compute; a kernel may have one more, which serves.
+// A barrier of the warps that compute; a kernel may have one more warp, which polls.
 DEVICE void sync_block() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 DEVICE int shuffle_up(int value, int by) { return __shfl_up_sync(0xffffffffu, value, by); }
@@ -26,7 +27,7 @@ DEVICE int first_bit(unsigned mask) { return __ffs(static_cast<int>(mask)) - 1; 
 template <class V> DEVICE V load(const V* p) { return *p; }
 template <class V> DEVICE void store(V* p, const V& value) { *p = value; }
 
-// What others write while this kernel runs: from L2.
+// From L2, for what other processors write while this kernel runs.
 DEVICE uint4 load_l2(const uint4* p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -150,8 +151,8 @@ struct alignas(8) CopyBarrier { uint64 word; };
 DEVICE unsigned shared_address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
 
 #if BULK_COPY
-// What this thread has seen of others' writes, copies that it begins from here on see too; and they come behind what was
-// written where they go. Two fences: one for all memory waits for the thread's stores to the GPU's besides.
+// Copies that this thread begins from here on see every write that the thread has seen, and land after earlier writes to
+// their destination. Two narrow fences, because one for all memory would also wait for the thread's stores to global memory.
 DEVICE void copy_acquire() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

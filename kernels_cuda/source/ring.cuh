@@ -1,5 +1,5 @@
-// A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for nobody else. It lives
-// as long as its kernel, through all of its steps: a barrier that is live must not be initialised again.
+// A warp's own ring of tiles: it begins copies STAGES tiles ahead of its arithmetic, and waits for no other warp. It
+// lives as long as its kernel, through all of its steps: a barrier that is live must not be initialised again.
 #pragma once
 #include "shares.cuh"
 

@@ -1,9 +1,9 @@
-// How the rows of a step travel: `rows` says which of those that lie `stride` bytes apart; row_bytes is what one has there.
+// Copies of a step's rows onto the wire. Source rows lie `stride` bytes apart and have row_bytes each; `rows` says which.
 #pragma once
 #include "copy.cuh"
 #include "e4m3.cuh"
 
-// As they are, in `Unit`s that row_bytes, stride and addresses are multiples of.
+// Copies rows unchanged, in units of `Unit`; row_bytes, stride and addresses are multiples of it.
 template <class Unit> struct AsItIs {
     DEVICE static int scales(int) { return 0; }
     DEVICE static int bytes(int row_bytes) { return row_bytes; }
@@ -13,11 +13,11 @@ template <class Unit> struct AsItIs {
     }
 };
 
-// What a row's values of T are in memory.
+// The type that a value of T has in memory.
 template <class T> struct Stored { using Type = unsigned short; };
 template <> struct Stored<float> { using Type = float; };
 
-// Or as codes of values of T, with a scale for each row. A row per warp, which needs the largest of it first.
+// Copies rows as 8-bit codes of values of T, with a scale for each row. One warp per row: it needs the row's maximum first.
 template <class T> struct AsCodes {
     using Value = typename Stored<T>::Type;
     DEVICE static int scales(int num_rows) { return num_rows; }

@@ -1,4 +1,4 @@
-// Which warp does which of a step's jobs: shares of equal cost. Mirrored by kernels_cuda/shares.py.
+// Divides a step's jobs among the warps, in shares of equal cost. Mirrored by kernels_cuda/shares.py.
 //
 // The jobs of a phase lie one behind the other on a line, each as long as it costs. The line is cut into one share
 // per warp, all equally long, and a job belongs to the share in which its last unit lies.
@@ -23,7 +23,7 @@ DEVICE int expand_tiles(const Args& a, const Block& block) {
     return tiles;
 }
 
-// For each JOB_ROWS entries of a segment.
+// Jobs for each JOB_ROWS entries of a segment.
 DEVICE int shrink_jobs(const Args& a, const Block& block) { return block.groups() * Depth(a).partials; }
 
 DEVICE int job_rows(const Segment& s, int row) { return lesser(s.rows - row, JOB_ROWS); }
@@ -36,7 +36,7 @@ DEVICE Costs costs_of(const Args& a, const Segment& s) {
     return {shrink_jobs(a, block) * cost, expand_tiles(a, block) * cost};
 }
 
-// Costs up to the end of each thread's part of the segments; the last entry is the total. All threads of a block
+// Sums the costs up to the end of each thread's part of the segments; the last is the total. All threads of a block
 // call it.
 DEVICE void add_costs(const Args& a, int* shrink_through, int* expand_through) {
     constexpr int AT_ONCE = 4;  // loads under way: a step has thousands of segments, and each warp waits for this
@@ -66,12 +66,12 @@ DEVICE void add_costs(const Args& a, int* shrink_through, int* expand_through) {
     sync_block();
 }
 
-// Where a worker's share of the line begins; it ends where the next one's begins.
+// Returns where a worker's share of the line begins; it ends where the next worker's begins.
 DEVICE int cut(const int* through, int worker, int workers) {
     return static_cast<int>(static_cast<int64>(through[THREADS - 1]) * worker / workers);
 }
 
-// The segment in which a unit of the line lies, and its place there. A whole warp calls it; the unit exists.
+// Finds the segment in which a unit of the line lies, and its place there. A whole warp calls it; the unit must exist.
 DEVICE void find_segment(const Args& a, bool shrink, const int* through, int unit, int lane, int& segment, int& local) {
     const int num = a.num_segments(), part = div_up(num, THREADS);
     int thread = 0;

@@ -70,14 +70,14 @@ struct Depth {
           first_partial(first_chunk / CHUNKS), partials(div_up(last_chunk, CHUNKS) - first_partial) {}
 };
 
-// Up to so many partials an entry, and so many in all, are added by whoever reads them: a barrier of the grid takes longer,
-// on paper (docs/kernels.md); no GPU has measured where that ends. The order of the sums is the same.
+// Up to so many partials an entry, and so many in all, each reader adds them itself: a barrier of the grid takes longer, on
+// paper (docs/kernels.md); no GPU has measured up to which number. The order of the sums is the same.
 constexpr int FEW_PARTIALS = 8, FEW_SUMS = 2048;
 
 // Output rows of a full tile of B: as many blocks of 16 as fit beside each other.
 DEVICE int tile_blocks(int groups) { return groups == 0 ? 16 : 16 / groups; }
 
-// The tiles of a pair's B that a window meets and that the window before it did not; false if there is none.
+// Finds the tiles of a pair's B that a window meets and that the window before it did not; false if there is none.
 DEVICE bool tiles_of(const Args& a, const Pair& pair, int window, int& next, int& end) {
     const int begin = greater(a.begin(window), pair.out_begin) - pair.out_begin;
     const int stop = lesser(a.end(window), pair.out_begin + pair.out_rows) - pair.out_begin;
@@ -88,7 +88,7 @@ DEVICE bool tiles_of(const Args& a, const Pair& pair, int window, int& next, int
     return next < end;
 }
 
-// Where a tile lies. Pages are anywhere; a tile never crosses one.
+// The address of a tile. Pages are anywhere; a tile never crosses one.
 DEVICE const unsigned char* tile_at(const Block& block, int tile) {
     const uint64 page = load(block.pages() + tile / PAGE_TILES);
     return reinterpret_cast<const unsigned char*>(page) + static_cast<int64>(tile % PAGE_TILES) * TILE_BYTES;
@@ -96,8 +96,9 @@ DEVICE const unsigned char* tile_at(const Block& block, int tile) {
 
 constexpr uint64 PATIENCE_NS = 2'000'000'000;  // of a barrier: all blocks are at the same step
 
-// All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running; false if one
-// did not come in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the block's.
+// All blocks of the grid arrive, then all go on. The grid is launched cooperatively, so all are running. Returns false
+// if a block did not arrive in time, or gave up before: then no block goes on, and arrivals[1] says so. `flag` is the
+// block's.
 DEVICE bool grid_barrier(uint64* arrivals, int& flag) {
     sync_block();
     if (threadIdx.x == 0) {

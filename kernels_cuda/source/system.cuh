@@ -1,4 +1,4 @@
-// What one kernel says to other processors: whoever sees the signal finds what was stored before it.
+// Signals from a kernel to other processors: a processor that sees the signal finds what was stored before it.
 #pragma once
 
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -1,4 +1,4 @@
-// What the threads of a block are, and sums over them.
+// Numbers of threads and warps in a block, and sums over them.
 #pragma once
 #include "ptx.cuh"
 
